@@ -1,0 +1,1 @@
+"""Bottom layer: what a run leaves behind. pyarrow and fsspec only; nothing here knows torch, Prefect or Ray."""

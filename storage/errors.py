@@ -1,0 +1,55 @@
+"""Every error that Ratchet raises on purpose. A message names the fact, the value and the repair."""
+
+
+class RatchetError(Exception):
+    """Base of all of them; the command line prints the message and exits with `exit_code`, without a stack trace."""
+
+    exit_code = 1
+
+
+class InputError(RatchetError):
+    """What the user gave cannot work. Raised before expensive work wherever that is possible."""
+
+    exit_code = 2
+
+
+class StorageError(RatchetError):
+    """The store refused or failed an operation."""
+
+
+class StorageUnavailable(StorageError, InputError):
+    """The store cannot be written or read at all: permission, disk full, missing bucket."""
+
+    exit_code = 2
+
+
+class NotCommitted(StorageError):
+    """A stage's manifest is asked for and is not there: the stage did not happen."""
+
+
+class CommitConflict(StorageError):
+    """Another writer has committed the same stage with other content."""
+
+
+class DigestMismatch(StorageError):
+    """Bytes read differ from the digest that the manifest records."""
+
+
+class SchemaMismatch(StorageError):
+    """A part or manifest was written under a schema or format that this version cannot read."""
+
+
+class StageFailed(RatchetError):
+    """A stage did its work and the result is not acceptable, so nothing was committed."""
+
+
+class SyncMismatch(StageFailed):
+    """The engine does not hold exactly the weights that the trainer sent."""
+
+
+class WorkerLost(RatchetError):
+    """A process of the run (trainer rank, engine, Ray) died or does not answer; the next attempt starts a new one."""
+
+
+class NumericsError(StageFailed):
+    """A loss or gradient norm is not finite; the optimizer update was not applied."""

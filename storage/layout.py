@@ -1,0 +1,33 @@
+"""The only place where a path inside the storage root is spelled."""
+
+from storage.ids import Stage
+
+DIGEST_CHARACTERS = 16
+"""How much of a part's digest its name carries; the manifest holds the whole of it."""
+
+
+def run_config_key(run: str) -> str:
+    """The resolved configuration the run was started with."""
+    return f"{run}/run.json"
+
+
+def manifest_key(run: str, iteration: int, stage: Stage, revision: int) -> str:
+    """The commit point of one stage."""
+    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.json"
+
+
+def part_key(run: str, iteration: int, stage: Stage, name: str, digest: str) -> str:
+    """A write-once part. Its digest stands before the extension, so equal content has an equal key."""
+    stem, dot, extension = name.rpartition(".")
+    stem, suffix = (stem, f".{extension}") if dot else (name, "")
+    return f"{run}/parts/{iteration:06d}/{stage.value}/{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
+
+
+def report_key(run: str, name: str) -> str:
+    """A derived file for people (plot, table); never read back to decide anything."""
+    return f"{run}/report/{name}"
+
+
+def probe_key(token: str) -> str:
+    """Written and removed by the check that a root can be written."""
+    return f".probe-{token}"
