@@ -16,6 +16,11 @@ def manifest_key(run: str, iteration: int, stage: Stage, revision: int) -> str:
     return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.json"
 
 
+def piece_key(run: str, iteration: int, stage: Stage, revision: int, piece: str) -> str:
+    """Record of a piece of a stage that is durable before the whole stage is."""
+    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.pieces/{piece}.json"
+
+
 def part_key(run: str, iteration: int, stage: Stage, name: str, digest: str) -> str:
     """A write-once part. Its digest stands before the extension, so equal content has an equal key."""
     stem, dot, extension = name.rpartition(".")

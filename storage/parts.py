@@ -70,9 +70,14 @@ def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Seque
         DigestMismatch: a part was damaged.
         SchemaMismatch: a part has another schema.
     """
-    tables = [_open_table(read_part(root, part), schema, part.key) for part in manifest.parts if part.rows is not None]
-    table = pa.concat_tables(tables) if tables else schema.empty_table()
+    table = read_parts(root, [part for part in manifest.parts if part.rows is not None], schema)
     return table.select(list(columns)) if columns is not None else table
+
+
+def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema) -> pa.Table:
+    """Table parts in the given order, verified; raises as `read_table`."""
+    tables = [_open_table(read_part(root, part), schema, part.key) for part in parts]
+    return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
 def materialize(root: Root, manifest: Manifest, folder: Path, prefix: str = "") -> Path:

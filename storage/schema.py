@@ -12,6 +12,18 @@ def _field(name: str, kind: pa.DataType, meaning: str, unit: str = "", nullable:
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning, "unit": unit})
 
 
+PROMPTS = pa.schema(
+    [
+        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
+        _field("prompt", pa.string(), "text of the prompt"),
+        _field("prompt_tokens", pa.list_(pa.int32()), "token ids of the prompt", "token"),
+        _field("answer", pa.string(), "solved answer, if the dataset has one", nullable=True),
+        _field("answer_tokens", pa.list_(pa.int32()), "token ids of the answer with the stop token", "token", True),
+        _field("record", pa.string(), "the dataset's whole record as JSON, which reward functions are given"),
+    ],
+    metadata={"table": "prompts", "version": str(SCHEMA_VERSION)},
+)
+
 ROLLOUT = pa.schema(
     [
         _field("run", pa.string(), "id of the run"),

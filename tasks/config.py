@@ -1,0 +1,316 @@
+"""The one document a run is made from: TOML in, frozen models, JSON out. Imports without torch."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import fsspec
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+
+from storage.digest import value_digest
+from storage.errors import InputError
+from storage.ids import check_run_name
+from trainer_core.config import OptimizerConfig, TrainerConfig
+
+
+class Section(BaseModel):
+    """A table of the configuration: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(Section):
+    """Which run this is and how far it goes."""
+
+    name: str | None = None
+    """Id of the run below the storage root; `--run` gives it too."""
+    iterations: int = Field(1, ge=0)
+    """RL iterations after the preparation (iteration 0). May be raised later to continue."""
+    seed: int = 0
+    """Source of every other seed: model, data order, samples, trainer."""
+
+    @field_validator("name")
+    @classmethod
+    def _usable(cls, name: str | None) -> str | None:
+        return name if name is None else check_run_name(name)
+
+
+class GeneratedModel(Section):
+    """A small Qwen3-architecture model with random weights, made on the spot."""
+
+    layers: int = 2
+    """Transformer layers."""
+    hidden: int = 128
+    """Hidden size."""
+    intermediate: int = 256
+    """Width of the gated MLP."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads."""
+    head_dim: int = 32
+    """Size of one head."""
+    vocabulary: int = 32
+    """Rows of the embedding; the character tokenizer uses the first of them."""
+    max_positions: int = 128
+    """Longest sequence the model is made for, in tokens."""
+    tied_embeddings: bool = False
+    """Whether the output layer shares the embedding's weights."""
+    initializer_range: float = 0.02
+    """Standard deviation of the random weights."""
+
+
+class ModelSection(Section):
+    """The model that is trained: exactly one of `source` and `generate`."""
+
+    source: str | None = None
+    """Local path or URL of a Hugging Face directory (config.json, safetensors, tokenizer.json)."""
+    generate: GeneratedModel | None = None
+    """Make a small one instead."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "ModelSection":
+        if (self.source is None) == (self.generate is None):
+            raise ValueError("give exactly one of model.source and model.generate")
+        return self
+
+
+class GeneratedAddition(Section):
+    """Integer addition: prompts such as `12+34=`, answers such as `46`."""
+
+    max_operand: int = 99
+    """Operands are 0 ... this."""
+    held_out: int = Field(256, ge=1)
+    """Prompts kept for evaluation; they share no prompt with training."""
+    warmup: int = Field(1024, ge=0)
+    """Solved examples for the supervised warm-up."""
+
+
+class DataSection(Section):
+    """Prompts. JSONL or Parquet on fsspec, one record a prompt; or generated."""
+
+    train: str | None = None
+    """URL of the training prompts."""
+    held_out: str | None = None
+    """URL of the prompts for evaluation."""
+    warmup: str | None = None
+    """URL of solved examples for the supervised warm-up."""
+    generate: GeneratedAddition | None = None
+    """Make an addition data set instead."""
+    id_field: str = "id"
+    """Field with the prompt's id; a missing one is replaced by the record's number."""
+    prompt_field: str = "prompt"
+    """Field with the prompt's text."""
+    answer_field: str = "answer"
+    """Field with the solved answer, for the warm-up."""
+    shuffle: bool = True
+    """Whether each pass over the prompts has an order of its own (from the run's seed)."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "DataSection":
+        if (self.train is None) == (self.generate is None):
+            raise ValueError("give exactly one of data.train and data.generate")
+        return self
+
+
+class WarmupSection(Section):
+    """Supervised steps before the first iteration, by the same trainer core."""
+
+    steps: int = Field(0, ge=0)
+    """Optimizer steps; 0 starts RL from the model as it is."""
+    batch_size: int = Field(64, ge=1)
+    """Examples a step."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+    """Its own optimizer and schedule; RL starts with a fresh one."""
+
+
+class RolloutSection(Section):
+    """What the engine samples in one iteration."""
+
+    prompts: int = Field(32, ge=1)
+    """Prompt groups an iteration."""
+    samples: int = Field(8, ge=1)
+    """Samples of each prompt: the group of GRPO."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by it too."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass."""
+    max_tokens: int = Field(16, ge=1)
+    """Limit on response tokens."""
+    groups_per_part: int = Field(64, ge=1)
+    """Prompt groups in one stored part."""
+
+
+class RewardSection(Section):
+    """How responses are scored."""
+
+    function: str = "exact_match"
+    """Name of an entry point in the group `ratchet.rewards`, or `package.module:function`."""
+    arguments: dict[str, JsonValue] = {}
+    """Keyword arguments bound to the function."""
+    deadline_s: float = Field(5.0, gt=0)
+    """Seconds after which a sample is recorded as timed out; checked in processes of its own."""
+    processes: int = Field(0, ge=0)
+    """Scoring processes; 0 scores in the calling process, which only functions of ours that cannot hang may do."""
+
+
+class SyncSection(Section):
+    """How the arrival of weights is proved."""
+
+    probe_sequences: int = Field(8, ge=1)
+    """Held-out prompts with answers whose log-probabilities engine and trainer must agree on."""
+    max_mean_difference: float = Field(1e-3, gt=0)
+    """Allowed mean |engine - trainer| over the probe tokens, nat."""
+    max_difference: float = Field(5e-3, gt=0)
+    """Allowed largest |engine - trainer|, nat."""
+
+
+class EvaluateSection(Section):
+    """Greedy answers to held-out prompts."""
+
+    every: int = Field(1, ge=0)
+    """Evaluate every so many iterations, and after the last; 0 never."""
+    prompts: int = Field(256, ge=1)
+    """How many held-out prompts, from the first."""
+
+
+class EngineSection(Section):
+    """Runtime settings of the rollout engines: they change no result on a deterministic engine."""
+
+    count: int = Field(1, ge=1)
+    """Engines (Ray actors)."""
+    max_model_len: int = Field(128, ge=8)
+    """Longest sequence, prompt and response, in tokens."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Sequences decoded together."""
+    kv_cache_mib: int = Field(128, ge=1)
+    """Key-value cache, MiB."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the engine."""
+
+
+class DeviceSection(Section):
+    """Where the run computes."""
+
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA if a device is there."""
+
+
+class RunConfig(Section):
+    """Everything a run is made from."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection
+    warmup: WarmupSection = WarmupSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    train: TrainerConfig
+    sync: SyncSection = SyncSection()
+    evaluate: EvaluateSection = EvaluateSection()
+    engine: EngineSection = EngineSection()
+    device: DeviceSection = DeviceSection()
+
+    def meaning(self) -> dict[str, JsonValue]:
+        """The part that decides the result; a run can be continued only with an equal one.
+
+        Paths, the parallel layout, micro-batching, engines, devices and the number of iterations are left out. Data
+        given by URL has its identity in the `prepare` stage's digests instead.
+        """
+        runtime: dict[str, Any] = {
+            "run": {"name", "iterations"},
+            "engine": True,
+            "device": True,
+            "evaluate": True,
+            "model": {"source"},
+            "data": {"train", "held_out", "warmup"},
+            "train": {"parallel", "micro_batch_size"},
+            "reward": {"deadline_s", "processes"},
+            "rollout": {"groups_per_part"},
+        }
+        return self.model_dump(mode="json", exclude=runtime)
+
+    @property
+    def digest(self) -> str:
+        """Identity of `meaning()`."""
+        return value_digest(self.meaning())
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file (any fsspec URL) and apply `section.key=value` overrides.
+
+    Raises:
+        InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used.
+    """
+    try:
+        with fsspec.open(path, "rb") as file:
+            document = tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
+    except FileNotFoundError:
+        raise InputError(f"configuration {path} is not there: give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"configuration {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(document, override)
+    return parse_config(document, path)
+
+
+def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
+    """Validate a parsed document.
+
+    Raises:
+        InputError: every fact that is wrong, one a line.
+    """
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        lines = [_explain(dict(item)) for item in error.errors()]
+        raise InputError(f"configuration {where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def changed_meaning(stored: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The settings that differ, one line each with both values."""
+    lines: list[str] = []
+    for key in sorted({*stored, *given}):
+        old, new = stored.get(key), given.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += changed_meaning(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: the run was started with {old!r}, now {new!r} is given")
+    return lines
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise InputError(f"--set {override!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word: --set reward.function=regex
+    table = document
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise InputError(f"--set {override!r}: {key!r} is a value, not a section")
+    table[keys[-1]] = value
+
+
+def _explain(item: dict[str, Any]) -> str:
+    place = ".".join(str(step) for step in item["loc"]) or "document"
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(item["loc"][-1]), _names_at(item["loc"][:-1]), n=1, cutoff=0.0)
+        return f"{place}: unknown key; did you mean {'.'.join([*map(str, item['loc'][:-1]), *near])!r}?"
+    if item["type"] == "missing":
+        return f"{place}: this key is required"
+    return f"{place}: {item['msg']} (given: {item['input']!r})"
+
+
+def _names_at(location: Sequence[str | int]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for step in location:
+        annotation = model.model_fields[str(step)].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        model = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,73 @@
+"""The room a run works in: where it is stored, what it is made from, who computes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage import layout
+from storage.errors import InputError, NotCommitted
+from storage.ids import Stage, check_run_name
+from storage.parts import PartWriter
+from storage.root import Root, open_root
+from tasks.config import RunConfig, changed_meaning
+from tasks.fleet import Fleet
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Handed to every stage beside the manifests. It holds no result of a stage."""
+
+    run: str
+    root: Root
+    config: RunConfig
+    fleet: Fleet
+    scratch: Path
+
+    def writer(self, iteration: int, stage: Stage) -> PartWriter:
+        """Where a stage puts its parts."""
+        return PartWriter(self.root, self.run, iteration, stage)
+
+
+def open_run(config: RunConfig, root_url: str, run: str | None = None) -> tuple[Root, str]:
+    """Open the storage of a run and record what it is made from, or check that it is continued unchanged.
+
+    Returns:
+        The root and the run's id.
+
+    Raises:
+        InputError: no id is given, or the run exists and was started with another meaning.
+        StorageUnavailable: the root cannot be written.
+    """
+    name = run or config.run.name
+    if name is None:
+        raise InputError("the run has no id: set run.name in the configuration or give --run NAME")
+    check_run_name(name)
+    root = open_root(root_url)
+    root.check_writable()
+    _record(root, name, config)
+    return root, name
+
+
+def stored_config(root: Root, run: str) -> RunConfig:
+    """The configuration a run was started with.
+
+    Raises:
+        InputError: there is no such run.
+    """
+    try:
+        return RunConfig.model_validate_json(root.read_bytes(layout.run_config_key(run)))
+    except NotCommitted:
+        raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
+
+
+def _record(root: Root, run: str, config: RunConfig) -> None:
+    document = json.dumps(config.model_dump(mode="json"), indent=1).encode()
+    if root.put_if_absent(layout.run_config_key(run), document):
+        return
+    stored = stored_config(root, run)
+    if stored.digest != config.digest:
+        lines = "\n".join(f"  {line}" for line in changed_meaning(stored.meaning(), config.meaning()))
+        raise InputError(
+            f"run {run!r} exists in {root.url} and was started with another meaning:\n{lines}\n"
+            "Continue it with its own configuration, or start a new run with another --run"
+        )

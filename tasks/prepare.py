@@ -1,0 +1,117 @@
+"""Stage `prepare` of iteration 0: the model directory and the prompt tables become parts of the run.
+
+From here on the run depends on nothing outside its storage root.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+
+from storage.errors import InputError
+from storage.ids import Stage
+from storage.manifest import Manifest, Part
+from storage.parts import PartWriter, materialize, read_part
+from storage.schema import PROMPTS, check, fingerprint
+from tasks.config import DataSection, ModelSection, RunConfig
+from tasks.context import RunContext
+from tasks.data import Record, check_lengths, prompt_table, read_records
+from tasks.demo import generate_addition, generate_model
+from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.tokenizer import TextCodec
+
+MODEL = "model/"
+_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_TABLES = ("train", "held_out", "warmup")
+
+
+def prepare(context: RunContext) -> StageResult:
+    """Record what the run is made from. A model or data set that is generated is made here, from the run's seed."""
+    writer = context.writer(0, Stage.PREPARE)
+    return run_stage(writer, context.config.digest, {}, lambda: _prepare(writer, context.config))
+
+
+def model_directory(context: RunContext, prepared: Manifest) -> Path:
+    """A local Hugging Face directory with the run's base model."""
+    return materialize(context.root, prepared, context.scratch / "model", MODEL)
+
+
+def prompts(context: RunContext, prepared: Manifest, table: str) -> pa.Table:
+    """A stored prompt table: `train`, `held_out` or `warmup` (empty if the run has none)."""
+    name = f"{table}.arrow"
+    if name not in prepared.part_names:
+        return PROMPTS.empty_table()
+    data = read_part(context.root, prepared.part(name))
+    stored = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+    check(stored.schema, PROMPTS, name)
+    return stored
+
+
+def dataset_records(section: DataSection, seed: int) -> dict[str, Sequence[Record]]:
+    """Records of each table the configuration names; `train` is always there.
+
+    Raises:
+        InputError: a data set is missing, empty or malformed.
+    """
+    if section.generate is not None:
+        return generate_addition(section.generate, seed)
+    urls = {"train": section.train, "held_out": section.held_out, "warmup": section.warmup}
+    return {table: read_records(url) for table, url in urls.items() if url is not None}
+
+
+def _prepare(writer: PartWriter, config: RunConfig) -> StageOutput:
+    with tempfile.TemporaryDirectory(prefix="ratchet-model-") as folder:
+        directory = Path(folder)
+        names = _fill_model_directory(directory, config.model, config.run.seed)
+        codec = TextCodec.from_directory(directory)
+        tables = _tables(config, codec)
+        model = [part.model_copy(update={"name": MODEL + part.name}) for part in writer.write_files(directory, names)]
+    data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in tables.items()]
+    return StageOutput(
+        parts=(*model, *data),
+        schema_fingerprint=fingerprint(PROMPTS),
+        facts={"cursor": 0},
+        metrics={f"{name}_records": float(table.num_rows) for name, table in tables.items()},
+    )
+
+
+def _tables(config: RunConfig, codec: TextCodec) -> dict[str, pa.Table]:
+    context = min(config.engine.max_model_len, codec.context)
+    tables: dict[str, pa.Table] = {}
+    for name, records in dataset_records(config.data, config.run.seed).items():
+        tables[name] = prompt_table(records, config.data, codec, name)
+        check_lengths(tables[name], context, config.rollout.max_tokens, name)
+    return tables
+
+
+def _fill_model_directory(directory: Path, section: ModelSection, seed: int) -> list[str]:
+    if section.generate is not None:
+        generate_model(directory, section.generate, seed)
+    else:
+        copy_model(str(section.source), directory)
+    return sorted(path.name for path in directory.iterdir())
+
+
+def copy_model(source: str, directory: Path) -> None:
+    """Bring the files of a Hugging Face directory (local or any fsspec URL) to `directory`.
+
+    Raises:
+        InputError: the directory or its weights are not there.
+    """
+    fs, path = fsspec.core.url_to_fs(source)
+    try:
+        names = {str(name).rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)}
+    except FileNotFoundError:
+        raise InputError(f"model.source {source} is not there: give a Hugging Face directory") from None
+    weights = [name for name in names if name.endswith((".safetensors", ".safetensors.index.json"))]
+    if not weights:
+        raise InputError(f"model.source {source} holds no safetensors files: convert the weights first")
+    for name in [*weights, *(name for name in _MODEL_FILES if name in names)]:
+        fs.get_file(f"{path}/{name}", str(directory / name))
+
+
+def model_parts(prepared: Manifest) -> list[Part]:
+    """The parts that make up the model directory."""
+    return [part for part in prepared.parts if part.name.startswith(MODEL)]

@@ -1,0 +1,21 @@
+"""Rewards by comparison of strings."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def exact_match(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:
+    """1.0 if the response, without surrounding white space, is the record's answer; else 0.0."""
+    return float(response.strip() == str(record[field]).strip())
+
+
+def regex(record: Mapping[str, Any], response: str, *, pattern: str, field: str = "answer") -> float:
+    """1.0 if the first group (or the whole match) of the last match of `pattern` is the record's answer; else 0.0."""
+    found = None
+    for found in re.finditer(pattern, response):
+        pass
+    if found is None:
+        return 0.0
+    text = found.group(1) if found.re.groups else found.group(0)
+    return float(text.strip() == str(record[field]).strip())

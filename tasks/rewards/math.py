@@ -1,0 +1,17 @@
+"""Mathematical equality by math-verify."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:
+    """1.0 if the response's last expression equals the record's answer as mathematics; else 0.0.
+
+    math-verify's own time-outs are signal alarms, which work in no thread but the main one; they are off, and the
+    deadline of the scoring process stands instead. Give `reward.processes` at least 1.
+    """
+    from math_verify import parse, verify
+
+    gold = parse(str(record[field]), parsing_timeout=None)
+    answer = parse(response, parsing_timeout=None)
+    return float(verify(gold, answer, timeout_seconds=None))

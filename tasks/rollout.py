@@ -1,0 +1,150 @@
+"""Stage `rollout`: the engines sample responses to the next prompts.
+
+Prompt groups become durable piece by piece, so a crash costs the piece in work. Each sample has a seed of its own, made
+from its place in the run, so that a piece generated again asks for the same samples.
+"""
+
+import hashlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage import layout
+from storage.errors import NotCommitted
+from storage.ids import Stage
+from storage.manifest import Manifest, Part
+from storage.parts import PartWriter, read_parts
+from storage.schema import ROLLOUT, fingerprint
+from tasks.context import RunContext
+from tasks.data import draw
+from tasks.engine import Sampling
+from tasks.fleet import EngineHandle
+from tasks.prepare import model_directory, prompts
+from tasks.serve import ensure_served
+from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.tokenizer import TextCodec
+
+
+def rollout(context: RunContext, iteration: int, prepared: Manifest, synced: Manifest) -> StageResult:
+    """Sample `rollout.samples` responses to each of the next `rollout.prompts` prompts with the synced weights."""
+    writer = context.writer(iteration, Stage.ROLLOUT)
+    inputs = {"prepare": prepared, "weights": synced}
+    return run_stage(writer, context.config.digest, inputs, lambda: _sample(context, writer, prepared, synced))
+
+
+def sampling(context: RunContext, prepared: Manifest) -> Sampling:
+    """How the run samples."""
+    section = context.config.rollout
+    stop = TextCodec.from_directory(model_directory(context, prepared)).stop_tokens
+    return Sampling(
+        temperature=section.temperature, top_p=section.top_p, max_tokens=section.max_tokens, stop_token_ids=stop
+    )
+
+
+def sample_seed(run_seed: int, position: int, sample: int) -> int:
+    """Seed of one sample: 62 bits of a hash of its place in the run. `position` counts prompts since the start."""
+    digest = hashlib.blake2b(f"{run_seed}/{position}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 2
+
+
+def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced: Manifest) -> StageOutput:
+    section = context.config.rollout
+    engines = ensure_served(context, prepared, synced)
+    work = _Work(context, writer, synced, sampling(context, prepared))
+    table = prompts(context, prepared, "train")
+    cursor = number(synced.facts["cursor"])
+    rows = draw(table.num_rows, cursor, section.prompts, context.config.run.seed, context.config.data.shuffle)
+    starts = range(0, len(rows), section.groups_per_part)
+    clock = time.perf_counter()
+
+    def piece(index: int) -> Part:
+        chosen = table.take(rows[starts[index] : starts[index] + section.groups_per_part])
+        return work.piece(engines[index % len(engines)], index, chosen, cursor + starts[index])
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        parts = tuple(pool.map(piece, range(len(starts))))
+    seconds = time.perf_counter() - clock
+    return StageOutput(
+        parts=parts,
+        schema_fingerprint=fingerprint(ROLLOUT),
+        facts={"cursor": cursor + section.prompts, "weight_version": synced.facts["weight_version"]},
+        metrics=rollout_metrics(read_parts(writer.root, parts, ROLLOUT), seconds),
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every piece of one rollout has in common."""
+
+    context: RunContext
+    writer: PartWriter
+    synced: Manifest
+    how: Sampling
+
+    def piece(self, engine: EngineHandle, index: int, chosen: pa.Table, position: int) -> Part:
+        """One part: taken from storage if it was generated before with the same weights, else generated now."""
+        writer = self.writer
+        name = f"{index:05d}-{self.synced.digest[:12]}"
+        key = layout.piece_key(writer.run, writer.iteration, writer.stage, 0, name)
+        try:
+            return Part.model_validate_json(writer.root.read_bytes(key))
+        except NotCommitted:
+            table = self._generate(engine, chosen, position)
+            part = writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
+            writer.root.put_if_absent(key, part.model_dump_json().encode())
+            return Part.model_validate_json(writer.root.read_bytes(key))
+
+    def _generate(self, engine: EngineHandle, chosen: pa.Table, position: int) -> pa.Table:
+        config, groups = self.context.config, range(chosen.num_rows)
+        n = config.rollout.samples
+        repeated = chosen.take(np.repeat(np.arange(chosen.num_rows), n))
+        seeds = [sample_seed(config.run.seed, position + group, sample) for group in groups for sample in range(n)]
+        batch = engine.generate(repeated["prompt_tokens"].to_pylist(), seeds, self.how)
+        columns = {
+            "prompt_id": repeated["prompt_id"],
+            "prompt_tokens": repeated["prompt_tokens"],
+            "sample_id": pa.array(np.tile(np.arange(n, dtype=np.int32), chosen.num_rows)),
+            "seed": pa.array(seeds, pa.int64()),
+            **{name: batch.column(name) for name in ("response_tokens", "logprobs", "finish_reason")},
+            **self._constants(len(seeds)),
+        }
+        return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)
+
+    def _constants(self, rows: int) -> dict[str, pa.Array]:
+        values = {
+            "run": self.writer.run,
+            "iteration": self.writer.iteration,
+            "weight_version": self.synced.facts["weight_version"],
+            "temperature": self.how.temperature,
+            "top_p": self.how.top_p,
+            "max_tokens": self.how.max_tokens,
+        }
+        return {name: pa.repeat(pa.scalar(value, ROLLOUT.field(name).type), rows) for name, value in values.items()}
+
+
+def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+    return chunked.cast(kind)
+
+
+def rollout_metrics(table: pa.Table, seconds: float) -> dict[str, float]:
+    """Figures for people about a rollout table."""
+    lengths = pc.list_value_length(table["response_tokens"]).to_numpy()
+    truncated = pc.mean(pc.equal(table["finish_reason"], "length").cast(pa.float64())).as_py()
+    return {
+        "tokens": float(lengths.sum()),
+        "tokens_per_second": float(lengths.sum()) / seconds,
+        "response_length": float(lengths.mean()),
+        "truncated": float(truncated),
+    }
+
+
+def number(value: object) -> int:
+    """A whole number from a manifest's facts."""
+    if not isinstance(value, int):
+        raise TypeError(f"a whole number was stored, {value!r} was read")
+    return value

@@ -1,0 +1,93 @@
+"""The one rule of every stage: committed already with the same inputs means done; else do the work, then commit."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from pydantic import JsonValue
+
+from storage.errors import CommitConflict
+from storage.ids import Stage
+from storage.manifest import Manifest, Part, commit, find
+from storage.parts import PartWriter
+from storage.root import Root
+from tasks.code_version import code_version
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What a stage's body hands over to be committed."""
+
+    parts: tuple[Part, ...] = ()
+    schema_fingerprint: str | None = None
+    facts: Mapping[str, JsonValue] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """A committed stage, and whether it was there before."""
+
+    manifest: Manifest
+    reused: bool
+
+
+def run_stage(
+    writer: PartWriter,
+    config_digest: str,
+    inputs: Mapping[str, Manifest],
+    body: Callable[[], StageOutput],
+    attempt: int = 0,
+) -> StageResult:
+    """Return the committed manifest of a stage, doing `body` only if there is none made from the same inputs.
+
+    Raises:
+        CommitConflict: the stage is committed, but from other inputs or by a competing writer with another result.
+    """
+    digests = {role: manifest.digest for role, manifest in inputs.items()}
+    done = committed(writer.root, writer.run, writer.iteration, writer.stage, digests, config_digest)
+    if done is not None:
+        return StageResult(done, reused=True)
+    started, clock = datetime.now(UTC), time.perf_counter()
+    output = body()
+    manifest = Manifest(
+        run=writer.run,
+        iteration=writer.iteration,
+        stage=writer.stage,
+        schema_fingerprint=output.schema_fingerprint,
+        parts=output.parts,
+        inputs=digests,
+        config_digest=config_digest,
+        code_version=code_version(),
+        facts=dict(output.facts),
+        metrics={**output.metrics, "seconds": time.perf_counter() - clock},
+        attempt=attempt,
+        writer=f"{socket.gethostname()}:{os.getpid()}",
+        started=started,
+        finished=datetime.now(UTC),
+    )
+    return StageResult(commit(writer.root, manifest), reused=False)
+
+
+def committed(
+    root: Root, run: str, iteration: int, stage: Stage, inputs: Mapping[str, str], config_digest: str
+) -> Manifest | None:
+    """The stage's manifest if it was made from these inputs under this configuration; None if there is none.
+
+    Raises:
+        CommitConflict: there is one, made from something else.
+    """
+    manifest = find(root, run, iteration, stage)
+    if manifest is None:
+        return None
+    if manifest.inputs == dict(inputs) and manifest.config_digest == config_digest:
+        return manifest
+    changed = [role for role in inputs if manifest.inputs.get(role) != inputs[role]]
+    raise CommitConflict(
+        f"{stage} of iteration {iteration} of run {run} is committed, but from another "
+        f"{' and '.join(changed) or 'configuration'}; it cannot be used here and is not overwritten. "
+        "Start a new run with another --run"
+    )
