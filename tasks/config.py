@@ -3,7 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import fsspec
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
@@ -25,7 +25,7 @@ class RunSection(Section):
 
     name: str | None = None
     """Id of the run below the storage root; `--run` gives it too."""
-    iterations: int = Field(1, ge=0)
+    iterations: int = Field(default=1, ge=0)
     """RL iterations after the preparation (iteration 0). May be raised later to continue."""
     seed: int = 0
     """Source of every other seed: model, data order, samples, trainer."""
@@ -81,9 +81,9 @@ class GeneratedAddition(Section):
 
     max_operand: int = 99
     """Operands are 0 ... this."""
-    held_out: int = Field(256, ge=1)
+    held_out: int = Field(default=256, ge=1)
     """Prompts kept for evaluation; they share no prompt with training."""
-    warmup: int = Field(1024, ge=0)
+    warmup: int = Field(default=1024, ge=0)
     """Solved examples for the supervised warm-up."""
 
 
@@ -117,9 +117,9 @@ class DataSection(Section):
 class WarmupSection(Section):
     """Supervised steps before the first iteration, by the same trainer core."""
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0 starts RL from the model as it is."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Examples a step."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     """Its own optimizer and schedule; RL starts with a fresh one."""
@@ -128,17 +128,17 @@ class WarmupSection(Section):
 class RolloutSection(Section):
     """What the engine samples in one iteration."""
 
-    prompts: int = Field(32, ge=1)
+    prompts: int = Field(default=32, ge=1)
     """Prompt groups an iteration."""
-    samples: int = Field(8, ge=1)
+    samples: int = Field(default=8, ge=1)
     """Samples of each prompt: the group of GRPO."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by it too."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(default=16, ge=1)
     """Limit on response tokens."""
-    groups_per_part: int = Field(64, ge=1)
+    groups_per_part: int = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
 
 
@@ -149,42 +149,42 @@ class RewardSection(Section):
     """Name of an entry point in the group `ratchet.rewards`, or `package.module:function`."""
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments bound to the function."""
-    deadline_s: float = Field(5.0, gt=0)
+    deadline_s: float = Field(default=5.0, gt=0)
     """Seconds after which a sample is recorded as timed out; checked in processes of its own."""
-    processes: int = Field(0, ge=0)
+    processes: int = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the calling process, which only functions of ours that cannot hang may do."""
 
 
 class SyncSection(Section):
     """How the arrival of weights is proved."""
 
-    probe_sequences: int = Field(8, ge=1)
+    probe_sequences: int = Field(default=8, ge=1)
     """Held-out prompts with answers whose log-probabilities engine and trainer must agree on."""
-    max_mean_difference: float = Field(1e-3, gt=0)
+    max_mean_difference: float = Field(default=1e-3, gt=0)
     """Allowed mean |engine - trainer| over the probe tokens, nat."""
-    max_difference: float = Field(5e-3, gt=0)
+    max_difference: float = Field(default=5e-3, gt=0)
     """Allowed largest |engine - trainer|, nat."""
 
 
 class EvaluateSection(Section):
     """Greedy answers to held-out prompts."""
 
-    every: int = Field(1, ge=0)
+    every: int = Field(default=1, ge=0)
     """Evaluate every so many iterations, and after the last; 0 never."""
-    prompts: int = Field(256, ge=1)
+    prompts: int = Field(default=256, ge=1)
     """How many held-out prompts, from the first."""
 
 
 class EngineSection(Section):
     """Runtime settings of the rollout engines: they change no result on a deterministic engine."""
 
-    count: int = Field(1, ge=1)
+    count: int = Field(default=1, ge=1)
     """Engines (Ray actors)."""
-    max_model_len: int = Field(128, ge=8)
+    max_model_len: int = Field(default=128, ge=8)
     """Longest sequence, prompt and response, in tokens."""
-    max_num_seqs: int = Field(256, ge=1)
+    max_num_seqs: int = Field(default=256, ge=1)
     """Sequences decoded together."""
-    kv_cache_mib: int = Field(128, ge=1)
+    kv_cache_mib: int = Field(default=128, ge=1)
     """Key-value cache, MiB."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the engine."""
@@ -311,6 +311,6 @@ def _names_at(location: Sequence[str | int]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for step in location:
         annotation = model.model_fields[str(step)].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        candidates = [annotation, *get_args(annotation)]
         model = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
     return list(model.model_fields)

@@ -7,7 +7,6 @@ from typing import Any
 import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet
 
 from storage.errors import InputError
@@ -65,7 +64,7 @@ def check_lengths(table: pa.Table, context: int, max_tokens: int, where: str) ->
     Raises:
         InputError: naming the first prompt that is too long.
     """
-    lengths = pc.list_value_length(table["prompt_tokens"]).to_numpy()
+    lengths = table["prompt_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
     for bad, reason in ((lengths + max_tokens > context, "too long"), (lengths == 0, "empty")):
         if bad.any():
             row = int(bad.argmax())

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from storage.errors import StageFailed
 from storage.ids import Stage
@@ -66,13 +65,13 @@ def records_of(table: pa.Table) -> dict[str, dict[str, object]]:
 
 
 def _metrics(rewards: pa.Table) -> dict[str, float]:
-    mean = pc.mean(rewards["reward"]).as_py()
-    if mean is None:
+    scored = rewards["reward"].drop_null().to_numpy()
+    if not scored.size:
         first = rewards["detail"][0].as_py() if rewards.num_rows else "there are no samples"
         raise StageFailed(f"not one of {rewards.num_rows} responses could be scored; the first says: {first}")
-    counts = {row["values"]: row["counts"] for row in pc.value_counts(rewards["status"]).to_pylist()}
+    counts = {row["values"]: row["counts"] for row in rewards["status"].value_counts().to_pylist()}
     return {
-        "reward_mean": float(mean),
+        "reward_mean": float(scored.mean()),
         "errors": float(counts.get("error", 0)),
         "timeouts": float(counts.get("timeout", 0)),
     }

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from storage import layout
 from storage.errors import NotCommitted
@@ -133,8 +132,8 @@ def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedA
 
 def rollout_metrics(table: pa.Table, seconds: float) -> dict[str, float]:
     """Figures for people about a rollout table."""
-    lengths = pc.list_value_length(table["response_tokens"]).to_numpy()
-    truncated = pc.mean(pc.equal(table["finish_reason"], "length").cast(pa.float64())).as_py()
+    lengths = table["response_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
+    truncated = (table["finish_reason"].to_numpy() == "length").mean()
     return {
         "tokens": float(lengths.sum()),
         "tokens_per_second": float(lengths.sum()) / seconds,

@@ -12,6 +12,6 @@ def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answe
     """
     from math_verify import parse, verify
 
-    gold = parse(str(record[field]), parsing_timeout=None)
-    answer = parse(response, parsing_timeout=None)
+    gold = parse(str(record[field]), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    answer = parse(response, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     return float(verify(gold, answer, timeout_seconds=None))

@@ -1,6 +1,5 @@
 """From the name of a reward to its function."""
 
-import functools
 import importlib
 import tomllib
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ def resolve_reward(name: str, arguments: Mapping[str, Any]) -> Reward:
     target = name if ":" in name else _entry_point(name)
     module, _, attribute = target.partition(":")
     try:
-        function = vars(importlib.import_module(module))[attribute]
+        function: Any = vars(importlib.import_module(module))[attribute]
     except ImportError as error:
         raise InputError(
             f"reward.function {name!r} cannot be imported: {error}. Give an installed entry point of {GROUP} or "
@@ -34,7 +33,7 @@ def resolve_reward(name: str, arguments: Mapping[str, Any]) -> Reward:
         raise InputError(f"reward.function {name!r}: module {module} has no {attribute!r}") from None
     if not callable(function):
         raise InputError(f"reward.function {name!r} is a {type(function).__name__}, not a function")
-    return functools.partial(function, **arguments)
+    return lambda record, response: function(record, response, **arguments)
 
 
 def _entry_point(name: str) -> str:

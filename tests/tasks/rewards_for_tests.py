@@ -1,0 +1,21 @@
+"""Reward functions that misbehave, found by dotted name."""
+
+import os
+import time
+
+
+def sleepy(record, response):
+    time.sleep(60 if response == "hang" else 0)
+    return 1.0
+
+
+def crashing(record, response):
+    if response == "die":
+        os._exit(3)
+    if response == "raise":
+        raise ValueError("no number in it")
+    print("to standard output, which must not disturb")
+    return 0.5
+
+
+NOT_A_FUNCTION = 3

@@ -1,0 +1,79 @@
+"""The house rules that a machine can check."""
+
+import ast
+import importlib.metadata
+import importlib.util
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parent.parent
+PACKAGES = ("flows", "tasks", "trainer_core", "storage")
+SOURCES = [path for package in PACKAGES for path in sorted((PROJECT / package).rglob("*.py"))]
+FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_lines(node: ast.AST, lines: list[str]) -> int:
+    """Lines of a function that hold code: no docstrings, comments or blank lines."""
+    docs: set[int] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant) and isinstance(inner.value.value, str):
+            docs |= set(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1))
+    body = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    return sum(1 for n in body if n not in docs and (text := lines[n - 1].strip()) and not text.startswith("#"))
+
+
+def function_sizes() -> dict[str, int]:
+    sizes = {}
+    for path in SOURCES:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, FUNCTION_KINDS):
+                sizes[f"{path.relative_to(PROJECT)}:{node.name}"] = code_lines(node, text.splitlines())
+    return sizes
+
+
+def test_functions_are_short():
+    sizes = function_sizes()
+    assert statistics.median(sizes.values()) <= 10
+    too_long = {name: size for name, size in sizes.items() if size > 60}
+    assert not too_long
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PROJECT)))
+def test_a_file_keeps_the_rules(path: Path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    names = {call.id for call in calls if isinstance(call, ast.Name)}
+    assert not names & {"print", "hasattr", "breakpoint"}
+    if path != PROJECT / "tasks" / "settings.py":
+        assert "os.environ" not in text
+        assert "getenv" not in text
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_our_packages_are_the_ones_imported(package: str):
+    # plain top-level names: another distribution that ships one of them would shadow ours
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin == str(PROJECT / package / "__init__.py")
+    assert set(importlib.metadata.packages_distributions().get(package, ["ratchet"])) == {"ratchet"}
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("tasks.config", {"torch", "ray", "vllm", "prefect", "transformers"}),
+        ("trainer_core.config", {"torch", "numpy", "megatron"}),
+        ("storage.parts", {"torch", "ray", "vllm", "prefect"}),
+        ("flows.status", {"torch", "ray", "vllm", "prefect"}),
+    ],
+)
+def test_a_module_is_light(module: str, forbidden: set[str]):
+    code = f"import sys, {module}; print(sorted({forbidden!r} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT)
+    assert found.stdout.strip() == "[]"
