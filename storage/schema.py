@@ -57,6 +57,16 @@ REWARD = pa.schema(
     metadata={"table": "reward", "version": str(SCHEMA_VERSION)},
 )
 
+EVALUATION = pa.schema(
+    [
+        _field("prompt_id", pa.string(), "id of the held-out prompt"),
+        _field("response_tokens", pa.list_(pa.int32()), "greedy answer, with the stop token", "token"),
+        _field("reward", pa.float32(), "score; null unless status is ok", nullable=True),
+        _field("status", pa.string(), "ok, error or timeout, as in the reward table"),
+    ],
+    metadata={"table": "evaluation", "version": str(SCHEMA_VERSION)},
+)
+
 
 def fingerprint(schema: pa.Schema) -> str:
     """Identity of a schema: names, types, nullability, meaning. Arrow casts silently, so readers compare this."""
