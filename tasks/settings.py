@@ -1,0 +1,130 @@
+"""The process environment. The one module that reads or writes it."""
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.code_version import PROJECT_ROOT
+from trainer_core.config import Device
+
+_OFFLINE_AND_SILENT = {
+    "HF_HUB_OFFLINE": "1",  # models are directories; a hub is never asked
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of a data loader or of Ray
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+_ORCHESTRATION = {
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # the default of 20 s is too short on two busy cores
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors reserve no GPU of Ray's and still see the cards given to them
+}
+
+_LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in the actor's own process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on first use, and not used for seeded requests
+}
+
+_ENGINE_ON_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # a few helpers compile even in eager mode: 12 s of start-up, and a compiler is needed
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # never pin: the machine is shared with the trainer
+    "VLLM_MLA_DISABLE": "1",  # MLA has no CPU kernel; the multi-head form is the same mathematics
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says about the machine and the cluster."""
+
+    ray_address: str | None
+    """`host:port` of a Ray cluster to attach to; None starts a local Ray."""
+    ray_token: str | None
+    """Token that Ray's servers ask for."""
+    gpus: tuple[str, ...]
+    """The cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+
+    @classmethod
+    def from_environment(cls) -> "Settings":
+        """Read the environment as it is now."""
+        return cls(
+            ray_address=os.environ.get("RAY_ADDRESS") or None,
+            ray_token=os.environ.get("RAY_AUTH_TOKEN") or None,
+            gpus=_visible_gpus(),
+        )
+
+    @property
+    def local(self) -> bool:
+        """Whether everything runs on this host, under a Ray of our own."""
+        return self.ray_address is None
+
+
+def prepare_process() -> None:
+    """Give this process and its children the defaults they need. Call it before Prefect or Ray is imported.
+
+    What the user has set stays.
+    """
+    for name, value in {**_OFFLINE_AND_SILENT, **_ORCHESTRATION}.items():
+        os.environ.setdefault(name, value)
+
+
+def ensure_ray_token(settings: Settings) -> None:
+    """Switch Ray's token authentication on, with a new token for a local Ray unless the user gave one.
+
+    Must happen before Ray is imported. A mode that the user has set stays. Without a token in the environment Ray would
+    write one to the home directory, and other users of this host could not be told from us where homes are shared.
+    """
+    if settings.local:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "RAY_AUTH_TOKEN" in os.environ:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def engine_environment(device: Device, gpu: str | None, local: bool) -> dict[str, str]:
+    """What an engine's process needs beyond the environment it inherits; `gpu` is the one card it sees."""
+    specific = _ENGINE_ON_CPU if device == "cpu" else {}
+    return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, (gpu,) if gpu else ())}
+
+
+def trainer_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
+    """What a trainer rank's process needs beyond the environment it inherits."""
+    specific = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if device == "cuda" else {}  # Megatron overlaps by launch order
+    return {**_compute_environment(device, local), **specific, **_cards(device, gpus)}
+
+
+def child_python_path() -> dict[str, str]:
+    """The whole environment for a plain child process that imports this project."""
+    return {**os.environ, "PYTHONPATH": _python_path()}
+
+
+def _compute_environment(device: Device, local: bool) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
+    return {**_OFFLINE_AND_SILENT, **(_LOOPBACK if local else {}), **threads, "PYTHONPATH": _python_path()}
+
+
+def _cards(device: Device, gpus: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus) if device == "cuda" else ""}
+
+
+def _python_path() -> str:
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(dict.fromkeys([str(PROJECT_ROOT), *(str(Path(path).absolute()) for path in inherited)]))
+
+
+def _visible_gpus() -> tuple[str, ...]:
+    """Cards that CUDA would see, without importing torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(card.strip() for card in chosen.split(",") if card.strip() not in ("", "-1"))
+    nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    return tuple(str(index) for index in range(len(nodes)))
