@@ -1,0 +1,160 @@
+"""Train state on disk: weights, optimizer, schedule and random generators, loadable under another layout.
+
+megatron-core's distributed checkpoint (torch_dist) holds the tensors; `trainer.json` beside it says in plain words what
+the state is.
+"""
+
+import contextlib
+import json
+import os
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from storage.errors import StorageError
+from trainer_core import rng
+from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
+from trainer_core.mesh import Mesh
+from trainer_core.model import Model
+from trainer_core.optimizer import Optimizer
+
+_FACTS_FILE = "trainer.json"
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",  # the one that can change TP and PP
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+class StateFacts(BaseModel):
+    """What a saved state is, readable without torch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    step: int
+    """Optimizer updates since the model was imported, warm-up included."""
+    optimizer_updates: int
+    """Updates of the optimizer that the state holds; 0 for a fresh one."""
+    optimizer: OptimizerConfig
+    """Configuration of that optimizer."""
+    parallel: ParallelConfig
+    """Layout that saved it."""
+    precision: Precision
+    """Type of the weights."""
+
+
+def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
+    """Write the state into an empty directory; returns the names of the files this rank has written. Collective."""
+    os.makedirs(directory, exist_ok=True)
+    optimizer.allocate()
+    content = _content(mesh)
+    state = _sharded_model(model, content)
+    state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=False, metadata=content)
+    state["schedule"] = optimizer.schedule.state_dict()
+    state["rng"] = _sharded_rng(mesh)
+    with _results_stay_in_process():
+        dist_checkpointing.save(state, directory, content_metadata=_CONTENT)
+    if mesh.rank == 0:
+        Path(directory, _FACTS_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")
+    dist.barrier()
+    return _files_of(mesh.rank, directory)
+
+
+def read_facts(directory: str) -> StateFacts:
+    """What the state in `directory` is.
+
+    Raises:
+        StorageError: if there is no such state, or its facts cannot be read.
+    """
+    path = Path(directory, _FACTS_FILE)
+    try:
+        return StateFacts.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
+
+
+def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, restore_rng: bool) -> None:
+    """Continue from a saved state: weights, optimizer and schedule, and under the same layout the RNG. Collective."""
+    optimizer.allocate()
+    content = _content(mesh)
+    state = _sharded_model(model, content)
+    state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=True, metadata=content)
+    if restore_rng:
+        state["rng"] = _sharded_rng(mesh)
+    loaded = dist_checkpointing.load(state, directory)
+    model.module.load_state_dict(loaded["model"])
+    with _torch_adam_loads():
+        optimizer.megatron.load_state_dict(loaded["optimizer"])
+    optimizer.unshare_steps()
+    optimizer.schedule.load_state_dict(loaded["schedule"])
+    if restore_rng:
+        rng.restore(loaded["rng"])
+
+
+def load_weights(directory: str, model: Model, mesh: Mesh) -> None:
+    """Take the weights alone from a saved state. Collective."""
+    loaded = dist_checkpointing.load(_sharded_model(model, _content(mesh)), directory)
+    model.module.load_state_dict(loaded["model"])
+
+
+def _content(mesh: Mesh) -> dict[str, Any]:
+    return {**_CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _sharded_model(model: Model, content: dict[str, Any]) -> dict[str, Any]:
+    return {"model": model.module.sharded_state_dict(metadata=content)}  # pyright: ignore[reportCallIssue]
+
+
+def _sharded_rng(mesh: Mesh) -> ShardedObject:
+    return ShardedObject("rng", rng.capture(), (mesh.parallel.world_size,), (mesh.rank,), replica_id=0)
+
+
+def _files_of(rank: int, directory: str) -> list[str]:
+    """A rank's tensors are in `__<rank>_<n>.distcp`; rank 0 has also written what describes the whole."""
+    names = sorted(os.listdir(directory))
+    shared = [name for name in names if not name.startswith("__")] if rank == 0 else []
+    return [name for name in names if name.startswith(f"__{rank}_")] + shared
+
+
+@contextlib.contextmanager
+def _results_stay_in_process() -> Iterator[None]:
+    """Collect the writers' results in a plain queue.
+
+    megatron-core's get_write_results_queue starts a Manager process per rank for them, which re-imports the main module
+    (10 s) and outlives a rank that ends by a signal. A synchronous save writes in threads of this process.
+    """
+    original = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mp_mode="spawn": queue.Queue()  # pyright: ignore
+    try:
+        yield
+    finally:
+        filesystem_async.get_write_results_queue = original
+
+
+@contextlib.contextmanager
+def _torch_adam_loads() -> Iterator[None]:
+    """Let torch's AdamW state be loaded, as Transformer Engine's FusedAdam's is.
+
+    DistributedOptimizer._set_main_param_and_optimizer_states looks up each entry of the optimizer's state, of torch's
+    also `step`, which is stored with the parameter groups instead; and it copies into views of leaf parameters.
+    """
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states(self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        with torch.no_grad():
+            original(self, model_param, {"step": None, **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = original

@@ -1,0 +1,115 @@
+"""Run Megatron, which names CUDA throughout, on CPU.
+
+megatron-core writes `torch.cuda.current_device()`, `device="cuda"` and the like as literals. On a machine without a GPU
+each of these few names is given a CPU meaning for as long as `installed()` lasts; nothing of Megatron's own logic is
+replaced. On a GPU this module is never imported.
+"""
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Give CUDA's names a CPU meaning. Enter it before megatron is first imported; on exit all is as before."""
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in _torch_replacements():
+            _replace(undo, owner, name, value)
+        for owner, name, value in _megatron_replacements():
+            _replace(undo, owner, name, value)
+        yield
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _torch_replacements() -> Iterator[tuple[Any, str, object]]:
+    cuda = torch.cuda
+    # torch.compile at import time loads inductor and later wants a C++ compiler; jit_fuser only speeds up kernels
+    yield torch, "compile", _uncompiled
+    # where tensors are made: "the current device"
+    yield cuda, "current_device", lambda: _CPU
+    # one thread of execution: a stream has nothing to wait for
+    yield cuda, "synchronize", _nothing
+    yield cuda, "current_stream", lambda device=None: _Stream()
+    yield cuda, "stream", lambda stream=None: contextlib.nullcontext()
+    yield cuda, "Stream", _Stream
+    # the one random generator there is
+    for owner in (cuda, cuda.random):
+        yield owner, "get_rng_state", lambda device="cuda": torch.get_rng_state()
+        yield owner, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
+        yield owner, "manual_seed", lambda seed: torch.manual_seed(seed)  # dynamo refuses two names for one function
+    # literals device="cuda" of the optimizers, schedules and checkpoints
+    for name in _FACTORIES:
+        yield torch, name, _on_cpu(getattr(torch, name))
+    yield torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor
+    # string comparisons with 'torch.cuda.FloatTensor' in clip_grads.py and distrib_optimizer.py
+    yield torch.Tensor, "type", _type_as_megatron_expects(torch.Tensor.type)
+
+
+def _megatron_replacements() -> Iterator[tuple[Any, str, object]]:
+    # imported here, because importing it needs the names above
+    rng = importlib.import_module("megatron.core.tensor_parallel.random")
+    # reaches for CUDA's generator objects below torch's public functions
+    yield rng, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    yield rng, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+
+
+class _Stream:
+    """A CUDA stream in a world with one."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing runs beside the caller."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing runs beside the caller."""
+
+    def synchronize(self) -> None:
+        """Nothing runs beside the caller."""
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """Stands for calls that wait for a device."""
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
+    return function if function is not None else lambda decorated: decorated
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _type_as_megatron_expects(original: Callable[..., Any]) -> Callable[..., Any]:
+    def tensor_type(tensor: torch.Tensor, dtype: object = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(tensor, dtype, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        name = original(tensor)
+        return name.replace("torch.", "torch.cuda.", 1) if caller.startswith("megatron.") else name
+
+    return tensor_type

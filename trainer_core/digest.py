@@ -1,0 +1,47 @@
+"""A digest of tensors that costs about one read of the memory and is the same on every device."""
+
+import hashlib
+
+import torch
+
+_WORD = 8  # bytes
+_CHUNK = 1 << 22  # words; bounds the temporary memory to a few times 32 MiB
+_K1 = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word: spreads the positions
+_K2 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 of splitmix64 as a signed word: carries each bit into the higher ones
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of an element type without torch's prefix, as `TensorRecord.dtype` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Digest of type, shape and bytes, 32 hexadecimal characters.
+
+    The bytes are read as little-endian 64-bit words w[i]; each is mixed with its position and the results are added
+    modulo 2**64, so that swapped, moved or zeroed words show. Signed wrap-around arithmetic is the same on CPU and GPU.
+    It detects accidents, not adversaries.
+    """
+    words = _words(tensor)
+    total = 0
+    for start in range(0, words.numel(), _CHUNK):
+        total += int(_mix(words[start : start + _CHUNK], start).sum())
+    head = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)} {total % 2**64:016x}"
+    return hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # (bytes,)
+    missing = -octets.numel() % _WORD
+    if missing:
+        octets = torch.nn.functional.pad(octets, (0, missing))
+    elif octets.storage_offset() % _WORD:
+        octets = octets.clone()  # a view as words must start at a whole word
+    return octets.view(torch.int64)  # (bytes / 8,)
+
+
+def _mix(words: torch.Tensor, start: int) -> torch.Tensor:
+    positions = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=words.device)
+    mixed = words ^ (positions * _K1)
+    mixed = (mixed ^ (mixed >> 32)) * _K2
+    return mixed ^ (mixed >> 29)

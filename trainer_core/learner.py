@@ -1,0 +1,140 @@
+"""The parts of a trainer rank put together. Import it only after `platform.prepare`, because it imports Megatron."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import InputError, RatchetError
+from trainer_core import rng
+from trainer_core.batch import Samples, SupervisedExamples, as_sequences
+from trainer_core.checkpoint import StateFacts, load_state, load_weights, read_facts, save_state
+from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
+from trainer_core.export import export_weights
+from trainer_core.mesh import join, leave
+from trainer_core.model import build_model
+from trainer_core.optimizer import Optimizer
+from trainer_core.passes import Matrix, Passes
+from trainer_core.platform import Platform
+from trainer_core.policy import PolicyPhase
+from trainer_core.records import TensorRecord
+from trainer_core.reference import Reference
+from trainer_core.supervised import SupervisedPhase
+
+
+class Learner:
+    """Model, optimizer and counters of one rank; `trainer_core.trainer.Trainer` documents the operations."""
+
+    def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
+        self._config = config
+        self._mesh = join(rank, config.parallel, platform)
+        rng.seed_rank(config.seed)
+        self._model = build_model(model_dir, config, platform)
+        self._passes = Passes(self._model, self._mesh, config.micro_batch_size)
+        self._optimizer: Optimizer | None = None
+        self._reference: Reference | None = None
+        self._step = 0
+
+    def import_model(self) -> None:
+        """Weights from the Hugging Face directory; everything else fresh."""
+        self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+        self._optimizer = Optimizer(self._model, self._config.optimizer)
+        rng.seed_rank(self._config.seed)
+        self._step = 0
+
+    def load(self, directory: str, fresh_optimizer: bool) -> dict[str, object]:
+        """Continue from a saved state; returns what the state is."""
+        facts = read_facts(directory)
+        restore_rng = facts.parallel == self._config.parallel and not fresh_optimizer
+        rng.seed_rank(self._config.seed + facts.step)
+        if fresh_optimizer:
+            load_weights(directory, self._model, self._mesh)
+            self._optimizer = Optimizer(self._model, self._config.optimizer)
+        else:
+            self._optimizer = self._continued(facts)
+            load_state(directory, self._model, self._optimizer, self._mesh, restore_rng)
+        self._step = facts.step
+        return {
+            "step": facts.step,
+            "rng": "restored" if restore_rng else "reseeded",
+            "saved_parallel": facts.parallel.model_dump(),
+            "optimizer_updates": facts.optimizer_updates,
+            "optimizer": facts.optimizer.model_dump(),
+        }
+
+    def _continued(self, facts: StateFacts) -> Optimizer:
+        if facts.optimizer != self._config.optimizer:
+            raise InputError(
+                f"the state holds the optimizer {facts.optimizer} and the trainer is asked for "
+                f"{self._config.optimizer}; use the state's settings, or load it with a fresh optimizer"
+            )
+        return Optimizer(self._model, self._config.optimizer)
+
+    def save(self, directory: str) -> list[str]:
+        """Write the state; the names of this rank's files."""
+        optimizer = self._live_optimizer()
+        facts = StateFacts(
+            step=self._step,
+            optimizer_updates=optimizer.updates,
+            optimizer=optimizer.config,
+            parallel=self._config.parallel,
+            precision=self._config.precision,
+        )
+        return save_state(directory, self._model, optimizer, self._mesh, facts)
+
+    def train_policy(self, samples: Samples, temperature: float, reference: bool) -> dict[str, float]:
+        """One iteration of GRPO."""
+        phase = PolicyPhase(
+            self._passes, self._live_optimizer(), self._config.policy, temperature, (self._config.seed, self._step)
+        )
+        reference_logprobs = self._reference_logprobs(samples, temperature) if reference else None
+        if self._config.policy.kl_coefficient and reference_logprobs is None:
+            raise InputError(
+                f"policy.kl_coefficient is {self._config.policy.kl_coefficient} and no reference is used; "
+                "load a reference, or set the coefficient to 0"
+            )
+        report = phase.run(samples, reference_logprobs)
+        self._step += int(report["steps"])
+        return report
+
+    def train_supervised(
+        self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None
+    ) -> dict[str, float]:
+        """Supervised updates, under their own optimizer if one is given."""
+        if optimizer is not None:
+            self._optimizer = Optimizer(self._model, optimizer)
+        phase = SupervisedPhase(self._passes, self._live_optimizer(), self._config.seed)
+        report = phase.run(examples, steps, batch_size)
+        if optimizer is not None:
+            self._optimizer = Optimizer(self._model, self._config.optimizer)
+        self._step += int(report["steps"])
+        return report
+
+    def logprobs(self, sequences: Sequence[NDArray[np.int32]], temperature: float) -> list[NDArray[np.float32]]:
+        """Log-probabilities of each sequence's tokens but the first."""
+        padded = as_sequences(sequences).padded()
+        scores = self._passes.score(padded, np.arange(len(sequences)), temperature)
+        return [row[:width] for row, width in zip(scores.logprobs, padded.widths, strict=True)]
+
+    def load_reference(self, directory: str) -> None:
+        """Frozen weights for the KL term."""
+        self._reference = Reference(directory, self._model, self._mesh)
+
+    def export(self, directory: str) -> list[TensorRecord]:
+        """Weights in Hugging Face names."""
+        return export_weights(directory, self._model, self._mesh)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        leave()
+
+    def _reference_logprobs(self, samples: Samples, temperature: float) -> Matrix:
+        if self._reference is None:
+            raise InputError("a reference is asked for and none is loaded; call load_reference first")
+        with self._reference.in_place():
+            return self._passes.score(samples.padded(), np.flatnonzero(samples.usable), temperature).logprobs
+
+    def _live_optimizer(self) -> Optimizer:
+        if self._optimizer is None:
+            raise RatchetError("the trainer holds no weights yet; call import_model or load first")
+        return self._optimizer

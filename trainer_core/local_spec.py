@@ -1,0 +1,108 @@
+"""Transformer layers made of megatron-core's own modules, for where Transformer Engine is absent.
+
+Parameters have the names that Transformer Engine's fused modules give them (`linear_qkv.layer_norm_weight`), because
+megatron-bridge's parameter mappings are written for those.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+
+def rms_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """A root-mean-square norm of the trailing dimension, built as `ModuleSpec` builds Transformer Engine's."""
+    return torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+
+
+class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm and column-parallel linear in one module, as `TELayerNormColumnParallelLinear`.
+
+    megatron-bridge recognises the kind of a module by this part of its class name.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
+        ones = torch.ones(input_size, dtype=config.params_dtype, device=_device(config))
+        self.layer_norm_weight = torch.nn.Parameter(ones)
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(S, B, H) -> (S, B, output / tp)."""
+        normed = torch.nn.functional.rms_norm(input_, input_.shape[-1:], self.layer_norm_weight, self.eps)
+        return super().forward(normed, *args, **kwargs)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Weight and bias are split over tensor ranks along their first axis; the norm is replicated."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0, "bias": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"] if metadata else None,
+        )
+
+
+class LocalDotProductAttention(MegatronModule):
+    """Causal core attention by torch's scaled_dot_product_attention, without dropout."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None = None, **_: Any
+    ) -> torch.Tensor:
+        """Query (S, B, heads / tp, D), key and value with the key-value heads -> (S, B, heads / tp * D)."""
+        heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # (B, heads, S, D)
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            *heads_first, is_causal=True, scale=self.scale, enable_gqa=query.shape[2] != key.shape[2]
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class _Backend(LocalSpecProvider):
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return LocalLayerNormColumnParallelLinear
+
+
+def local_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Spec of a dense decoder block with RMSNorm (Qwen3, Llama) for `GPTModelProvider.transformer_layer_spec`."""
+    qk_norm = rms_norm if config.qk_layernorm else None
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=LocalLayerNormColumnParallelLinear, core_attention=LocalDotProductAttention,
+            linear_proj=RowParallelLinear, q_layernorm=qk_norm, k_layernorm=qk_norm,
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention, self_attn_bda=get_bias_dropout_add,
+            mlp=get_mlp_module_spec_for_backend(backend=_Backend(), num_experts=None), mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=rms_norm)
+
+
+def _device(config: TransformerConfig) -> torch.device | int | None:
+    return None if config.use_cpu_initialization else torch.cuda.current_device()

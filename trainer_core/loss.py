@@ -1,0 +1,94 @@
+"""The objectives, as pure functions of numpy arrays (advantages) and tensors (losses).
+
+Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; the clipped surrogate, PPO (arXiv 1707.06347) equation 7; the
+KL estimators, J. Schulman, "Approximating KL divergence" (2020); asymmetric clipping, DAPO (arXiv 2503.14476).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer_core.config import KlEstimator, PolicyConfig
+
+_STD_FLOOR = 1e-6  # keeps the division finite; a group without spread has zero advantages anyway
+
+
+def group_advantages(
+    rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_], normalize_by_std: bool
+) -> NDArray[np.float32]:
+    """Each sample's reward relative to its group.
+
+    (N,) rewards, (N,) group numbers, (N,) usable -> (N,) advantages: (r - mean) / std over the usable samples of the
+    group, std with n - 1 (as TRL and verl take it). Zero for samples that are not usable, for groups in which all
+    rewards are equal, and for groups with a single usable sample.
+    """
+    advantages = np.zeros(len(rewards), dtype=np.float32)
+    for group in np.unique(groups):
+        members = np.flatnonzero((groups == group) & usable)
+        scores = rewards[members].astype(np.float64)
+        if len(members) < 2 or np.ptp(scores) == 0:
+            continue
+        scale = scores.std(ddof=1) + _STD_FLOOR if normalize_by_std else 1.0
+        advantages[members] = (scores - scores.mean()) / scale
+    return advantages
+
+
+def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+    """Estimate KL(q || p) at samples of q from log_ratio = log p(x) - log q(x), element by element, in nats.
+
+    k1 = -log r (unbiased, may be negative), k2 = (log r)^2 / 2 (biased), k3 = r - 1 - log r (unbiased, not negative).
+    """
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    return torch.expm1(log_ratio) - log_ratio
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Loss of each position and what is reported about it, all (B, S) float32; positions to be masked hold anything."""
+
+    loss: torch.Tensor
+    """To be averaged with the positions' weights and minimised."""
+    clipped: torch.Tensor
+    """1 where the clipped branch of the surrogate was taken, so that no gradient flows."""
+
+
+def policy_loss(
+    policy: PolicyConfig,
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    entropy: torch.Tensor,
+    reference_logprobs: torch.Tensor | None,
+) -> TokenLoss:
+    """Clipped surrogate, plus KL to the reference, minus the entropy bonus, per position; all (B, S) float32.
+
+    The surrogate is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - old_logprobs).
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    plain = -advantages * ratio
+    limited = -advantages * ratio.clamp(1 - policy.clip_low, 1 + policy.clip_high)
+    loss = torch.maximum(plain, limited)
+    if reference_logprobs is not None and policy.kl_coefficient:
+        loss = loss + policy.kl_coefficient * kl_estimate(reference_logprobs - logprobs, policy.kl_estimator)
+    if policy.entropy_coefficient:
+        loss = loss - policy.entropy_coefficient * entropy
+    return TokenLoss(loss, (limited > plain).float())
+
+
+def token_weights(response_mask: NDArray[np.bool_], aggregation: str) -> NDArray[np.float32]:
+    """Weight of each position in the loss of a mini-batch: (N, S) mask -> (N, S), summing to the number of tokens.
+
+    "token" weighs all tokens alike; "sequence" gives every non-empty sequence the same sum. Megatron divides the
+    weighted sum by the number of tokens of all micro-batches and data-parallel ranks.
+    """
+    weights = response_mask.astype(np.float32)
+    if aggregation == "sequence":
+        lengths = response_mask.sum(axis=1, keepdims=True)  # (N, 1)
+        filled = max(1, int((lengths > 0).sum()))
+        weights *= response_mask.sum() / (filled * np.maximum(lengths, 1))
+    return weights

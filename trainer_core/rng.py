@@ -1,0 +1,40 @@
+"""The random generators of one rank: seeding, capturing, restoring."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+_STAGE_STRIDE = 100  # Megatron's distance between the seeds of pipeline stages (megatron.training initialize.py)
+
+
+def seed_rank(seed: int) -> None:
+    """Seed every generator of this rank: alike over data-parallel ranks, apart over pipeline stages."""
+    own = seed + _STAGE_STRIDE * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(own)
+    np.random.seed(own)
+    torch.manual_seed(own)
+    model_parallel_cuda_manual_seed(own, force_reset_rng=True)
+
+
+def capture() -> dict[str, Any]:
+    """State of every generator of this rank."""
+    return {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tensor_parallel": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Continue where `capture` was called on this rank."""
+    random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tensor_parallel"])

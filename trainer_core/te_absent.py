@@ -1,0 +1,72 @@
+"""Import megatron.bridge on a machine without Transformer Engine."""
+
+import builtins
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Mapping, Sequence
+
+# Imports Transformer Engine unguarded although it only asks `isinstance(module, te.<Class>)` when LoRA is used.
+_NEEDS_TE = "megatron.bridge.peft.lora_layers"
+
+
+def install() -> None:
+    """Let `megatron.bridge.peft.lora_layers` be imported; a no-op where Transformer Engine is installed.
+
+    That one module gets an import function of its own, which answers with inert classes. Nothing goes into
+    `sys.modules`, because megatron-core and others probe for Transformer Engine there and would believe in it.
+    """
+    if is_absent() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def uninstall() -> None:
+    """Take the import hook out again; modules already imported stay."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+
+
+def is_absent() -> bool:
+    """Whether Transformer Engine is not installed."""
+    return importlib.util.find_spec("transformer_engine") is None
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _NEEDS_TE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(fullname, spec.origin)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        absent = _absent_classes()
+
+        def import_absent(
+            name: str,
+            globals: Mapping[str, object] | None = None,
+            locals: Mapping[str, object] | None = None,
+            fromlist: Sequence[str] | None = (),
+            level: int = 0,
+        ) -> object:
+            if level == 0 and name.split(".")[0] == "transformer_engine":
+                return absent
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_absent}
+        super().exec_module(module)
+
+
+def _absent_classes() -> types.SimpleNamespace:
+    """Stands for `transformer_engine` and for `transformer_engine.pytorch`: classes which nothing is an instance of."""
+    names = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm")
+    classes = types.SimpleNamespace(**{name: type(name, (), {}) for name in names})
+    classes.ops = types.SimpleNamespace(Sequential=type("Sequential", (), {}))
+    classes.pytorch = classes
+    return classes
