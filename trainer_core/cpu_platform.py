@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+_FACTORIES = ("tensor", "zeros", "ones")
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Give CUDA's names a CPU meaning. Enter it before megatron is first imported; on exit all is as before."""
+    with torch.device("cpu"):
+        torch.empty(0)  # torch.device() as a context knows factories by identity, and notes them when first used
     with contextlib.ExitStack() as undo:
         for owner, name, value in _torch_replacements():
             _replace(undo, owner, name, value)

@@ -6,8 +6,9 @@ from numpy.typing import NDArray
 
 from storage.errors import StageFailed
 from storage.manifest import Manifest
-from storage.reader import read_table
+from storage.parts import read_table
 from storage.root import Root
+from storage.schema import REWARD, ROLLOUT
 from trainer_core.batch import Samples
 
 
@@ -19,8 +20,8 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
         StorageError: if stored bytes are not what the manifests say.
     """
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
-    table = read_table(root, rollouts, columns).combine_chunks()
-    scores = _scores(read_table(root, rewards, ["prompt_id", "sample_id", "reward"]))
+    table = read_table(root, rollouts, ROLLOUT, columns).combine_chunks()
+    scores = _scores(read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"]))
     keys = list(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))
     missing = [key for key in keys if key not in scores]
     if missing:
