@@ -6,11 +6,10 @@ the state is.
 
 import contextlib
 import json
-import os
 import queue
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 from trainer_core.mesh import Mesh
 from trainer_core.model import Model
 from trainer_core.optimizer import Optimizer
+from trainer_core.platform import quietly
 
 _FACTS_FILE = "trainer.json"
 _CONTENT = {
@@ -54,14 +54,14 @@ class StateFacts(BaseModel):
 
 def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
     """Write the state into an empty directory; returns the names of the files this rank has written. Collective."""
-    os.makedirs(directory, exist_ok=True)
+    Path(directory).mkdir(parents=True, exist_ok=True)
     optimizer.allocate()
     content = _content(mesh)
     state = _sharded_model(model, content)
     state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=False, metadata=content)
     state["schedule"] = optimizer.schedule.state_dict()
     state["rng"] = _sharded_rng(mesh)
-    with _results_stay_in_process():
+    with quietly(), _results_stay_in_process():
         dist_checkpointing.save(state, directory, content_metadata=_CONTENT)
     if mesh.rank == 0:
         Path(directory, _FACTS_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")
@@ -90,7 +90,7 @@ def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, r
     state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=True, metadata=content)
     if restore_rng:
         state["rng"] = _sharded_rng(mesh)
-    loaded = dist_checkpointing.load(state, directory)
+    loaded = _load(state, directory)
     model.module.load_state_dict(loaded["model"])
     with _torch_adam_loads():
         optimizer.megatron.load_state_dict(loaded["optimizer"])
@@ -102,8 +102,13 @@ def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, r
 
 def load_weights(directory: str, model: Model, mesh: Mesh) -> None:
     """Take the weights alone from a saved state. Collective."""
-    loaded = dist_checkpointing.load(_sharded_model(model, _content(mesh)), directory)
+    loaded = _load(_sharded_model(model, _content(mesh)), directory)
     model.module.load_state_dict(loaded["model"])
+
+
+def _load(state: dict[str, Any], directory: str) -> dict[str, Any]:
+    with quietly():
+        return cast(dict[str, Any], dist_checkpointing.load(state, directory))
 
 
 def _content(mesh: Mesh) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def _sharded_rng(mesh: Mesh) -> ShardedObject:
 
 def _files_of(rank: int, directory: str) -> list[str]:
     """A rank's tensors are in `__<rank>_<n>.distcp`; rank 0 has also written what describes the whole."""
-    names = sorted(os.listdir(directory))
+    names = sorted(path.name for path in Path(directory).iterdir())
     shared = [name for name in names if not name.startswith("__")] if rank == 0 else []
     return [name for name in names if name.startswith(f"__{rank}_")] + shared
 

@@ -1,7 +1,7 @@
 """Weights in Hugging Face names, written for an engine to read."""
 
-import os
 import re
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +11,7 @@ from storage.errors import StorageUnavailable
 from trainer_core.digest import dtype_name, tensor_digest
 from trainer_core.mesh import Mesh
 from trainer_core.model import Model
+from trainer_core.platform import quietly
 from trainer_core.records import TensorRecord
 
 _FILE_BYTES = 256 << 20
@@ -28,7 +29,7 @@ def export_weights(directory: str, model: Model, mesh: Mesh) -> list[TensorRecor
         StorageUnavailable: on rank 0, if the files cannot be written.
     """
     writer = _Writer(directory) if mesh.rank == 0 else None
-    with torch.no_grad():
+    with torch.no_grad(), quietly():
         # no conversion_tasks given: AutoBridge makes a new bridge, new mappings and new tasks
         for name, tensor in model.bridge.export_hf_weights([model.ddp], cpu=False, show_progress=False):  # pyright: ignore
             if writer is not None:
@@ -43,7 +44,7 @@ class _Writer:
     """
 
     def __init__(self, directory: str) -> None:
-        self._directory = directory
+        self._directory = Path(directory)
         self._records: list[TensorRecord] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._layer = ""
@@ -84,8 +85,8 @@ class _Writer:
     def _flush(self) -> None:
         if self._failure is None and self._pending:
             try:
-                os.makedirs(self._directory, exist_ok=True)
-                save_file(self._pending, os.path.join(self._directory, self._file_name()))
+                self._directory.mkdir(parents=True, exist_ok=True)
+                save_file(self._pending, self._directory / self._file_name())
             except (OSError, SafetensorError) as error:
                 self._failure = error
         self._files += 1

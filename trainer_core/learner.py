@@ -15,7 +15,7 @@ from trainer_core.mesh import join, leave
 from trainer_core.model import build_model
 from trainer_core.optimizer import Optimizer
 from trainer_core.passes import Matrix, Passes
-from trainer_core.platform import Platform
+from trainer_core.platform import Platform, quietly
 from trainer_core.policy import PolicyPhase
 from trainer_core.records import TensorRecord
 from trainer_core.reference import Reference
@@ -37,7 +37,8 @@ class Learner:
 
     def import_model(self) -> None:
         """Weights from the Hugging Face directory; everything else fresh."""
-        self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+        with quietly():
+            self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
         self._step = 0
@@ -63,6 +64,11 @@ class Learner:
         }
 
     def _continued(self, facts: StateFacts) -> Optimizer:
+        if facts.precision != self._config.precision:
+            raise InputError(
+                f"the state is in {facts.precision} and the trainer computes in {self._config.precision}; "
+                "use the state's precision, or load it with a fresh optimizer"
+            )
         if facts.optimizer != self._config.optimizer:
             raise InputError(
                 f"the state holds the optimizer {facts.optimizer} and the trainer is asked for "

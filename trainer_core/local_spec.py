@@ -4,7 +4,7 @@ Parameters have the names that Transformer Engine's fused modules give them (`li
 megatron-bridge's parameter mappings are written for those.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -48,10 +48,12 @@ class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
     ) -> dict[str, Any]:
         """Weight and bias are split over tensor ranks along their first axis; the norm is replicated."""
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0, "bias": 0}, sharded_offsets,
-            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"] if metadata else None,
-        )
+        groups: dict[str, Any] = {
+            "tp_group": self.tp_group,
+            "dp_cp_group": metadata["dp_cp_group"] if metadata else None,
+        }
+        split_axes = {"weight": 0, "bias": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, split_axes, sharded_offsets, **groups)
 
 
 class LocalDotProductAttention(MegatronModule):
@@ -61,15 +63,22 @@ class LocalDotProductAttention(MegatronModule):
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
     ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.scale = softmax_scale if softmax_scale is not None else cast(int, config.kv_channels) ** -0.5
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None = None, **_: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        /,
+        **_: Any,
     ) -> torch.Tensor:
         """Query (S, B, heads / tp, D), key and value with the key-value heads -> (S, B, heads / tp * D)."""
-        heads_first = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # (B, heads, S, D)
+        is_grouped = query.shape[2] != key.shape[2]
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # (B, heads, S, D)
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            *heads_first, is_causal=True, scale=self.scale, enable_gqa=query.shape[2] != key.shape[2]
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=is_grouped
         )
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
@@ -89,16 +98,18 @@ def local_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=LocalLayerNormColumnParallelLinear, core_attention=LocalDotProductAttention,
-            linear_proj=RowParallelLinear, q_layernorm=qk_norm, k_layernorm=qk_norm,
+            linear_qkv=LocalLayerNormColumnParallelLinear,
+            core_attention=LocalDotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
         ),
     )
+    add = cast(Any, get_bias_dropout_add)  # a function where the annotation has a class
+    mlp = get_mlp_module_spec_for_backend(backend=_Backend(), num_experts=None)
     layer = ModuleSpec(
         module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=attention, self_attn_bda=get_bias_dropout_add,
-            mlp=get_mlp_module_spec_for_backend(backend=_Backend(), num_experts=None), mlp_bda=get_bias_dropout_add,
-        ),
+        submodules=TransformerLayerSubmodules(self_attention=attention, self_attn_bda=add, mlp=mlp, mlp_bda=add),
     )
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=rms_norm)

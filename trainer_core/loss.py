@@ -1,7 +1,7 @@
 """The objectives, as pure functions of numpy arrays (advantages) and tensors (losses).
 
-Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; the clipped surrogate, PPO (arXiv 1707.06347) equation 7; the
-KL estimators, J. Schulman, "Approximating KL divergence" (2020); asymmetric clipping, DAPO (arXiv 2503.14476).
+Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; the clipped surrogate, PPO (arXiv 1707.06347) equation 7;
+the KL estimators, J. Schulman, "Approximating KL divergence" (2020); asymmetric clipping, DAPO (arXiv 2503.14476).
 """
 
 from dataclasses import dataclass

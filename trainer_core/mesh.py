@@ -2,6 +2,7 @@
 
 import datetime
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class Mesh:
     @property
     def tensor_group(self) -> dist.ProcessGroup:
         """Ranks that hold the other shards of this rank's matrices."""
-        return parallel_state.get_tensor_model_parallel_group()
+        return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
     def combine(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum `values` over the ranks that speak; every rank gets the sum. Collective.

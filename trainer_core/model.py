@@ -1,8 +1,8 @@
 """A Megatron model of a Hugging Face directory, laid over the ranks."""
 
 import json
-import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +20,13 @@ from trainer_core.platform import Platform, quietly
 _VOCABULARY_MULTIPLE = 128
 
 _FUSIONS_OF_TRANSFORMER_ENGINE = (
-    "gradient_accumulation_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion",
-    "persist_layer_norm", "apply_rope_fusion", "cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+    "cross_entropy_loss_fusion",
 )
 
 
@@ -52,10 +57,9 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
     Raises:
         InputError: if the directory holds no such file, or it is not JSON.
     """
-    path = os.path.join(model_dir, "config.json")
+    path = Path(model_dir, "config.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"no model at {model_dir}: {error}; give a Hugging Face directory") from error
     except json.JSONDecodeError as error:
@@ -109,8 +113,6 @@ def _settings(config: TrainerConfig, platform: Platform) -> dict[str, Any]:
         "use_cpu_initialization": platform.device.type == "cpu",
         # the sum over tokens is divided once, by Megatron, by the tokens of the whole batch
         "calculate_per_token_loss": True,
-        # our losses keep the logits that Megatron would free after sending them on
-        "deallocate_pipeline_outputs": False,
     }
     if not platform.transformer_engine:
         settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)

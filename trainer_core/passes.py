@@ -79,14 +79,13 @@ class Passes:
         """Leave the gradient of the loss of `rows` in the model's buffers, reduced over data-parallel ranks.
 
         The loss is sum(weight * loss) / tokens over all micro-batches and ranks; `extras["weight"]` holds the weights.
-        Returns the loss and the clip fraction (means over tokens) and the number of tokens.
+        Returns loss and clip_fraction, means over tokens.
         """
         self.model.ddp.zero_grad_buffer()
         reported = self._run(padded, rows, extras, temperature, loss)
-        names = ("loss", "clipped", "tokens")
-        sums = [[float(result[name]) for result in reported] for name in names]
-        loss_sum, clipped, tokens = self.mesh.combine(np.array([sum(column) for column in sums]))
-        return {"loss": loss_sum / tokens, "clip_fraction": clipped / tokens, "tokens": tokens}
+        own = [sum(float(result[name]) for result in reported) for name in ("loss", "clipped", "tokens")]
+        loss_sum, clipped, tokens = self.mesh.combine(np.array(own)).tolist()
+        return {"loss": loss_sum / tokens, "clip_fraction": clipped / tokens}
 
     def _run(
         self,

@@ -40,10 +40,7 @@ def prepare(device: Device, local_rank: int = 0) -> Platform:
         return _prepared[device]
     if _prepared:
         raise InputError(f"this process already trains on {next(iter(_prepared))}; use another process for {device}")
-    if device == "cuda":
-        platform = _prepare_cuda(local_rank)
-    else:
-        platform = _prepare_cpu()
+    platform = _prepare_cuda(local_rank) if device == "cuda" else _prepare_cpu()
     _prepared[device] = platform
     return platform
 
@@ -59,6 +56,7 @@ def _prepare_cuda(local_rank: int) -> Platform:
 def _prepare_cpu() -> Platform:
     from trainer_core import cpu_platform  # never imported where a GPU trains
 
+    torch.set_num_threads(1)  # several ranks share the cores, and sums do not depend on the number of threads then
     with quietly():
         _process_wide.enter_context(cpu_platform.installed())
     _import_megatron()
@@ -67,6 +65,7 @@ def _prepare_cpu() -> Platform:
 
 def _import_megatron() -> None:
     te_absent.install()
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # advice on packages and flags that are ours to choose
     with quietly():
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.bridge")
@@ -77,7 +76,9 @@ def quietly() -> Iterator[None]:
     """Megatron and its bridge print, warn and log about optional packages and defaults that do not concern us."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-    logging.disable(disabled)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -53,9 +53,11 @@ class PolicyPhase:
             **_engine_difference(samples, old.logprobs, counted),
             "entropy": float(old.entropy[counted].mean()),
             "kl": _mean_kl((new.logprobs - old.logprobs)[counted]),
-            **({} if reference_logprobs is None else {
-                "kl_reference": _mean_kl((reference_logprobs - old.logprobs)[counted])
-            }),
+            **(
+                {}
+                if reference_logprobs is None
+                else {"kl_reference": _mean_kl((reference_logprobs - old.logprobs)[counted])}
+            ),
             "tokens": float(counted.sum()),
         }
 
@@ -83,7 +85,11 @@ class PolicyPhase:
 
     def _loss(self, batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:
         return policy_loss(
-            self.policy, logprobs, batch.extras["old_logprobs"], batch.extras["advantages"], entropy,
+            self.policy,
+            logprobs,
+            batch.extras["old_logprobs"],
+            batch.extras["advantages"],
+            entropy,
             batch.extras.get("reference_logprobs"),
         )
 

@@ -1,12 +1,16 @@
 """The random generators of one rank: seeding, capturing, restoring."""
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
 _STAGE_STRIDE = 100  # Megatron's distance between the seeds of pipeline stages (megatron.training initialize.py)
 
@@ -27,7 +31,7 @@ def capture() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tensor_parallel": dict(get_cuda_rng_tracker().get_states()),
+        "tensor_parallel": dict(_tracker().get_states()),
     }
 
 
@@ -37,4 +41,9 @@ def restore(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])
-    get_cuda_rng_tracker().set_states(state["tensor_parallel"])
+    _tracker().set_states(state["tensor_parallel"])
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    """Keeps the generators that differ between tensor-parallel ranks."""
+    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())

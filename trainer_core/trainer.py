@@ -121,9 +121,7 @@ class Trainer:
         self._identity = None
         return self._learner.train_supervised(examples, steps, batch_size, optimizer)
 
-    def logprobs(
-        self, sequences: Sequence[NDArray[np.int32]], temperature: float = 1.0
-    ) -> list[NDArray[np.float32]]:
+    def logprobs(self, sequences: Sequence[NDArray[np.int32]], temperature: float = 1.0) -> list[NDArray[np.float32]]:
         """Log-probability of every token but the first of each sequence given those before it.
 
         Nats, float32, (len(sequence) - 1,) each, under softmax(logits / temperature); every rank gets all.
