@@ -2,27 +2,29 @@
 
 import hashlib
 import json
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import xxhash
-from pydantic import JsonValue
 
 
-def bytes_digest(data: bytes | memoryview) -> str:
+def bytes_digest(data: bytes | memoryview | pa.Buffer) -> str:
     """xxh3-128 of `data`, 32 hexadecimal characters."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def file_digest(path: str) -> tuple[str, int]:
+def file_digest(path: str | Path) -> tuple[str, int]:
     """xxh3-128 of a local file, and its size in bytes."""
     hasher, size = xxhash.xxh3_128(), 0
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         while chunk := file.read(1 << 20):
             hasher.update(chunk)
             size += len(chunk)
     return hasher.hexdigest(), size
 
 
-def value_digest(value: JsonValue) -> str:
-    """blake2b-128 of the canonical JSON of `value`: an identity that does not depend on key order or spacing."""
+def value_digest(value: Any) -> str:
+    """blake2b-128 of the canonical JSON of `value` (plain JSON types): the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -35,6 +35,20 @@ class DigestMismatch(StorageError):
     """Bytes read differ from the digest that the manifest records."""
 
 
+class PartMissing(StorageError):
+    """A manifest names a part that is not there: lost, or removed by retention."""
+
+
+class LeaseHeld(StorageError):
+    """Another process drives the run."""
+
+    exit_code = 2
+
+
+class LeaseLost(StorageError):
+    """This process drives the run no longer: its lease ran out, was taken over, or was ended by `ratchet unlock`."""
+
+
 class SchemaMismatch(StorageError):
     """A part or manifest was written under a schema or format that this version cannot read."""
 

@@ -36,3 +36,12 @@ def report_key(run: str, name: str) -> str:
 def probe_key(token: str) -> str:
     """Written and removed by the check that a root can be written."""
     return f".probe-{token}"
+
+
+TEMPORARY_PREFIX = ".tmp-"
+"""Files of a write in progress, or of one that a crash ended: never read, swept by gc."""
+
+
+def temporary_name(token: str) -> str:
+    """Name of a file that is being written, in the folder of the file that it becomes."""
+    return f"{TEMPORARY_PREFIX}{token}"

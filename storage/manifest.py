@@ -1,8 +1,10 @@
 """What a finished stage is, and the one commit point."""
 
+import json
 from datetime import datetime
+from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from storage import layout
 from storage.digest import value_digest
@@ -11,6 +13,37 @@ from storage.ids import Stage
 from storage.root import Root
 
 FORMAT_VERSION = 1
+
+_IDENTITY = {
+    "format_version", "run", "iteration", "stage", "schema_fingerprint", "parts", "inputs", "config_digest", "facts",
+}  # fmt: skip
+# named one by one: a field that a later version adds does not change the identity of what is stored already
+
+
+class Fence(Protocol):
+    """What a commit asks before it publishes: whether this process may still drive the run. A `Lease` is one."""
+
+    @property
+    def epoch(self) -> int:
+        """Fencing token: higher for every later holder."""
+        ...
+
+    def check(self) -> None:
+        """Raise LeaseLost if another process may drive the run."""
+        ...
+
+
+class Origin(BaseModel):
+    """Where a forked run took a manifest from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    """Run that did the work, or had taken it over itself."""
+    digest: str
+    """Identity of the manifest there."""
+    config_digest: str
+    """Configuration the work was done under."""
 
 
 class Part(BaseModel):
@@ -59,6 +92,10 @@ class Manifest(BaseModel):
     """Small values that later stages need: weight version, data cursor, weights digest."""
     metrics: dict[str, float] = {}
     """Numbers for people: rewards, losses, seconds. Not part of the identity."""
+    origin: Origin | None = None
+    """Set on what a fork shares with its parent."""
+    epoch: int | None = None
+    """Fencing token of the lease under which it was committed."""
     attempt: int = 0
     """How many attempts at this stage came before."""
     writer: str = ""
@@ -70,11 +107,8 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Identity of the content: equal for two attempts that produced the same result."""
-        content = self.model_dump(
-            mode="json", exclude={"metrics", "attempt", "writer", "started", "finished", "code_version"}
-        )
-        return value_digest(content)
+        """Identity of the content: equal for two attempts or revisions that produced the same result."""
+        return value_digest(self.model_dump(mode="json", include=_IDENTITY))
 
     def part(self, name: str) -> Part:
         """The part called `name`.
@@ -93,23 +127,39 @@ class Manifest(BaseModel):
         return [part.name for part in self.parts]
 
 
-def commit(root: Root, manifest: Manifest) -> Manifest:
+def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manifest:
     """Publish `manifest`, or adopt the equal one that another writer published first.
+
+    A holder that lost its lease between the fence's check and the write can still be the one that publishes: then its
+    result is the truth, and the process that took over meets it here.
 
     Raises:
         CommitConflict: the stage is committed already with other content.
+        LeaseLost: by the fence; nothing was written.
     """
+    if fence is not None:
+        fence.check()
+        manifest = manifest.model_copy(update={"epoch": fence.epoch})
     key = layout.manifest_key(manifest.run, manifest.iteration, manifest.stage, manifest.revision)
     if root.put_if_absent(key, manifest.model_dump_json(indent=1).encode()):
         return manifest
-    winner = _load(root, key)
+    winner = load(root, key)
     if winner.digest != manifest.digest:
-        raise CommitConflict(
-            f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} was committed by "
-            f"{winner.writer} with other content ({winner.digest} against {manifest.digest}). "
-            "Two processes drive this run; let one of them finish"
-        )
+        raise CommitConflict(_conflict(manifest, winner))
     return winner
+
+
+def _conflict(manifest: Manifest, winner: Manifest) -> str:
+    overtaken = manifest.epoch is not None and winner.epoch is not None and winner.epoch < manifest.epoch
+    repair = (
+        "It drove the run until this process took over: start again, and its result is used"
+        if overtaken
+        else "Two processes drive this run; let one of them finish"
+    )
+    return (
+        f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} was committed by {winner.writer} "
+        f"with other content ({winner.digest} against {manifest.digest}). {repair}"
+    )
 
 
 def find(root: Root, run: str, iteration: int, stage: Stage) -> Manifest | None:
@@ -117,7 +167,7 @@ def find(root: Root, run: str, iteration: int, stage: Stage) -> Manifest | None:
     newest, revision = None, 0
     while True:
         try:
-            newest = _load(root, layout.manifest_key(run, iteration, stage, revision))
+            newest = load(root, layout.manifest_key(run, iteration, stage, revision))
         except NotCommitted:
             return newest
         revision += 1
@@ -135,15 +185,21 @@ def need(root: Root, run: str, iteration: int, stage: Stage) -> Manifest:
     return manifest
 
 
-def _load(root: Root, key: str) -> Manifest:
+def load(root: Root, key: str) -> Manifest:
+    """Read the manifest at `key`.
+
+    Raises:
+        NotCommitted: there is none.
+        SchemaMismatch: it is damaged, or of a format that this version does not read.
+    """
     data = root.read_bytes(key)
     try:
-        manifest = Manifest.model_validate_json(data)
-    except ValidationError as error:
-        raise SchemaMismatch(f"{root.url}/{key} is not a manifest this version can read: {error}") from error
-    if manifest.format_version > FORMAT_VERSION:
-        raise SchemaMismatch(
-            f"{root.url}/{key} has manifest format {manifest.format_version}; this version reads up to "
-            f"{FORMAT_VERSION}. Use a newer Ratchet"
-        )
-    return manifest
+        version = json.loads(data)["format_version"]  # before the rest: a newer format may have other fields
+        if not version > FORMAT_VERSION:
+            return Manifest.model_validate_json(data)
+    except (ValueError, KeyError, TypeError) as error:
+        raise SchemaMismatch(f"{root.url}/{key} is damaged, or was never a manifest: {error}") from error
+    raise SchemaMismatch(
+        f"{root.url}/{key} has manifest format {version}; this version of Ratchet reads up to {FORMAT_VERSION}. "
+        "Use a newer Ratchet"
+    )

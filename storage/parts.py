@@ -9,13 +9,14 @@ import pyarrow as pa
 
 from storage import layout
 from storage.digest import bytes_digest, file_digest
-from storage.errors import DigestMismatch
+from storage.errors import DigestMismatch, NotCommitted, PartMissing, StorageError
 from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.root import Root
-from storage.schema import check
+from storage.schema import accept, check
 
 _PARALLEL = 4
+_BATCH_ROWS = 1024  # rows of a record batch: 64 groups of 16 samples, 10 MB at 1,000 tokens each
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,15 @@ class PartWriter:
     iteration: int
     stage: Stage
 
-    def write_bytes(self, name: str, data: bytes, rows: int | None = None) -> Part:
+    def write_bytes(self, name: str, data: bytes | pa.Buffer, rows: int | None = None) -> Part:
         """Store `data`. Equal content has an equal key, so writing it again is harmless."""
-        digest = bytes_digest(data)
-        key = layout.part_key(self.run, self.iteration, self.stage, name, digest)
-        self.root.put_if_absent(key, data)
-        return Part(name=name, key=key, bytes=len(data), digest=digest, rows=rows)
+        part = self._part(name, bytes_digest(data), len(memoryview(data)), rows)
+        if not self.root.put_if_absent(part.key, data) and not is_intact(self.root, part):
+            self.root.replace(part.key, data)  # damaged since: what the name promises is at hand
+        return part
 
     def write_table(self, name: str, table: pa.Table, schema: pa.Schema, compression: str | None = "zstd") -> Part:
-        """Store a table as an Arrow IPC file.
+        """Store a table as an Arrow IPC file; equal tables give equal bytes, however they are chunked.
 
         Raises:
             SchemaMismatch: the table does not have `schema`.
@@ -43,13 +44,33 @@ class PartWriter:
         check(table.schema, schema, name)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
-            writer.write_table(table)
-        return self.write_bytes(name, sink.getvalue().to_pybytes(), table.num_rows)
+            writer.write_table(table.combine_chunks(), max_chunksize=_BATCH_ROWS)
+        return self.write_bytes(name, sink.getvalue(), table.num_rows)
+
+    def write_file(self, name: str, path: Path) -> Part:
+        """Store a local file without holding it in memory.
+
+        Raises:
+            StorageError: it changed meanwhile.
+        """
+        before = path.stat()
+        digest, size = file_digest(path)
+        part = self._part(name, digest, size, None)
+        if not self.root.put_file_if_absent(part.key, path) and not is_intact(self.root, part):
+            self.root.replace(part.key, path.read_bytes())
+        after = path.stat()
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise StorageError(f"{path} changed while it was stored as {part.key}: finish writing it first")
+        return part
 
     def write_files(self, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:
         """Store local files, several at a time."""
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            return tuple(pool.map(lambda name: self.write_bytes(name, (folder / name).read_bytes()), names))
+            return tuple(pool.map(lambda name: self.write_file(name, folder / name), names))
+
+    def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
+        key = layout.part_key(self.run, self.iteration, self.stage, name, digest)
+        return Part(name=name, key=key, bytes=size, digest=digest, rows=rows)
 
 
 def read_part(root: Root, part: Part) -> bytes:
@@ -57,10 +78,28 @@ def read_part(root: Root, part: Part) -> bytes:
 
     Raises:
         DigestMismatch: they are not what the manifest records.
+        PartMissing: the part is gone.
     """
-    data = root.read_bytes(part.key)
+    return read_part_buffer(root, part).to_pybytes()
+
+
+def read_part_buffer(root: Root, part: Part) -> pa.Buffer:
+    """Like `read_part`, without a copy where the storage is local."""
+    try:
+        data = root.read_buffer(part.key)
+    except NotCommitted:
+        raise _missing(root, part) from None
     _compare(part, bytes_digest(data), root)
     return data
+
+
+def is_intact(root: Root, part: Part) -> bool:
+    """Whether the part is there with the content it should have."""
+    try:
+        read_part_buffer(root, part)
+    except (DigestMismatch, PartMissing):
+        return False
+    return True
 
 
 def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
@@ -68,16 +107,34 @@ def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Seque
 
     Raises:
         DigestMismatch: a part was damaged.
-        SchemaMismatch: a part has another schema.
+        SchemaMismatch: a part has another schema, and not one that an earlier version wrote.
     """
-    table = read_parts(root, [part for part in manifest.parts if part.rows is not None], schema)
-    return table.select(list(columns)) if columns is not None else table
+    return read_parts(root, [part for part in manifest.parts if part.rows is not None], schema, columns)
 
 
-def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema) -> pa.Table:
-    """Table parts in the given order, verified; raises as `read_table`."""
-    tables = [_open_table(read_part(root, part), schema, part.key) for part in parts]
-    return pa.concat_tables(tables) if tables else schema.empty_table()
+def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
+    """Table parts in the given order, verified; raises as `read_table`. Other columns are not even decompressed."""
+    names = schema.names if columns is None else list(columns)
+    tables = [open_table(read_part_buffer(root, part), schema, part.key, names) for part in parts]
+    return pa.concat_tables(tables) if tables else schema.empty_table().select(names)
+
+
+def open_table(
+    data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[str], earlier: Sequence[pa.Schema] | None = None
+) -> pa.Table:
+    """Columns `names` of an Arrow IPC file in memory; a column that an earlier version did not write is null.
+
+    Raises:
+        SchemaMismatch: the file has another schema, and not one that an earlier version wrote.
+    """
+    written = pa.ipc.open_file(data).schema
+    accept(written, schema, where, earlier)
+    included = [index for index, name in enumerate(written.names) if name in names]
+    table = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(included_fields=included)).read_all()
+    for field in schema:
+        if field.name in names and field.name not in written.names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table.select(list(names)).replace_schema_metadata(schema.metadata)
 
 
 def materialize(root: Root, manifest: Manifest, folder: Path, prefix: str = "") -> Path:
@@ -93,17 +150,21 @@ def materialize(root: Root, manifest: Manifest, folder: Path, prefix: str = "") 
 
 
 def _fetch(root: Root, part: Part, target: Path) -> None:
-    if target.exists() and file_digest(str(target))[0] == part.digest:
+    if target.exists() and file_digest(target)[0] == part.digest:
         return
     target.unlink(missing_ok=True)
-    root.download(part.key, target)
-    _compare(part, file_digest(str(target))[0], root)
+    try:
+        root.download(part.key, target)
+    except NotCommitted:
+        raise _missing(root, part) from None
+    _compare(part, file_digest(target)[0], root)
 
 
-def _open_table(data: bytes, schema: pa.Schema, where: str) -> pa.Table:
-    table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-    check(table.schema, schema, where)
-    return table
+def _missing(root: Root, part: Part) -> PartMissing:
+    return PartMissing(
+        f"{root.url}/{part.key} is named by a manifest and is not there: retention removed it, or it was lost "
+        "(ratchet verify tells which). Go back to an iteration that is kept, or restore the object"
+    )
 
 
 def _compare(part: Part, digest: str, root: Root) -> None:

@@ -7,20 +7,31 @@ S3 and compatible: a conditional put (`If-None-Match: *`). Memory: for unit test
 import contextlib
 import errno
 import os
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import fsspec
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+import pyarrow as pa
 
-from storage import layout
+from storage import layout, local, objects
 from storage.errors import InputError, NotCommitted, StorageError, StorageUnavailable
 
 _CONDITIONAL_PUT = ("s3", "s3a")
-_ATTEMPTS = 6
+_memory_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as a listing shows it."""
+
+    key: str
+    bytes: int
+    modified: datetime
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,7 @@ class Root:
 
     def exists(self, key: str) -> bool:
         """Whether `key` is there now."""
-        with _explained(self, key):
-            return bool(self.fs.exists(self.full(key)))
+        return self._read(key, lambda: bool(self.fs.exists(self.full(key))))
 
     def read_bytes(self, key: str) -> bytes:
         """The content of `key`.
@@ -47,62 +57,109 @@ class Root:
         Raises:
             NotCommitted: there is no such key.
         """
-        with _explained(self, key):
-            try:
-                return self.fs.cat_file(self.full(key))
-            except FileNotFoundError:
-                raise NotCommitted(f"{self.url}/{key} is not there") from None
+        with _absence_explained(self, key):
+            return self._read(key, lambda: self.fs.cat_file(self.full(key)))
 
-    def put_if_absent(self, key: str, data: bytes) -> bool:
+    def read_buffer(self, key: str) -> pa.Buffer:
+        """The content of `key` without copying it: mapped memory on local storage. Raises as `read_bytes`."""
+        if self.protocol != "file":
+            return pa.py_buffer(self.read_bytes(key))
+        with _absence_explained(self, key):
+            return self._read(key, lambda: pa.memory_map(self.full(key)).read_buffer())
+
+    def put_if_absent(self, key: str, data: bytes | pa.Buffer) -> bool:
         """Write `data` under `key` unless the key is taken; whole or not at all, durable on return.
 
         Returns:
             True if this call wrote it, False if the key was taken (by whatever content: read it back and compare).
         """
-        if not data:
+        if not len(memoryview(data)):
             raise StorageError(f"{key}: refusing to write an empty object; conditional puts of empty bodies overwrite")
         with _explained(self, key):
             if self.protocol == "file":
-                return _link_if_absent(Path(self.full(key)), data)
+                return local.put_if_absent(Path(self.full(key)), memoryview(data))
             if self.protocol == "memory":
-                return _store_if_absent(self.fs, self.full(key), data)
-            return _conditional_put(self.fs, self.full(key), data)
+                return _store_if_absent(self.fs, self.full(key), bytes(data))
+            return objects.put_if_absent(self.fs, self.full(key), bytes(data))
 
-    def replace(self, key: str, data: bytes) -> None:
+    def put_file_if_absent(self, key: str, source: Path) -> bool:
+        """Like `put_if_absent`, with the content of a local file; a large one is streamed."""
+        if not source.stat().st_size:
+            raise StorageError(f"{key}: refusing to write an empty object; {source} holds nothing")
+        with _explained(self, key):
+            if self.protocol == "file":
+                return local.put_file_if_absent(Path(self.full(key)), source)
+            if self.protocol == "memory":
+                return _store_if_absent(self.fs, self.full(key), source.read_bytes())
+            return objects.put_file_if_absent(self.fs, self.full(key), source)
+
+    def replace(self, key: str, data: bytes | pa.Buffer) -> None:
         """Write a derived file for people, replacing what was there. Nothing may decide anything by reading it."""
         with _explained(self, key):
-            self.fs.makedirs(self.fs._parent(self.full(key)), exist_ok=True)
-            self.fs.pipe_file(self.full(key), data)
+            if self.protocol == "file":
+                local.replace(Path(self.full(key)), memoryview(data))
+            else:
+                objects.retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
+
+    def remove(self, key: str) -> None:
+        """Remove an object that nothing names; one that is gone already is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self._read(key, lambda: self.fs.rm_file(self.full(key)))
 
     def keys(self, prefix: str) -> list[str]:
         """Keys below `prefix`, sorted: to show and to clean up, never to decide what is committed."""
-        with _explained(self, prefix):
-            try:
-                found = self.fs.find(self.full(prefix))
-            except FileNotFoundError:
-                return []
-        return sorted(name.removeprefix(self.path).lstrip("/") for name in found)
+        return [stored.key for stored in self.stored(prefix)]
+
+    def stored(self, prefix: str) -> list[Stored]:
+        """Objects below `prefix` with size and time, sorted by key; use as `keys`."""
+        try:
+            found = self._read(prefix, lambda: self.fs.find(self.full(prefix), detail=True))
+        except FileNotFoundError:
+            return []
+        named = ((name.removeprefix(self.path).lstrip("/"), info) for name, info in found.items())
+        return sorted((Stored(key, info["size"], _modified(info)) for key, info in named), key=lambda one: one.key)
+
+    def folders(self) -> list[str]:
+        """Names one level below the root that hold something: to show, never to decide."""
+        try:
+            found = self._read("", lambda: self.fs.ls(self.path, detail=True))
+        except FileNotFoundError:
+            return []
+        return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
 
     def download(self, key: str, target: Path) -> None:
-        """Bring `key` to the local file `target`; on local storage it is a hard link (parts are write-once)."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _explained(self, key):
+        """Bring `key` to the local file `target`; on local storage it is a hard link (parts are write-once).
+
+        Raises:
+            NotCommitted: there is no such key.
+        """
+        with _absence_explained(self, key), _explained(self, f"{key} (to {target})", reading=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
             if self.protocol == "file":
                 with contextlib.suppress(OSError):
                     os.link(self.full(key), target)
                     return
-            self.fs.get_file(self.full(key), str(target))
+            objects.retried(lambda: self.fs.get_file(self.full(key), str(target)))
 
     def check_writable(self) -> None:
-        """Write and remove a small object.
+        """Write and remove a small object, and see that a second write under its name is refused.
 
         Raises:
             StorageUnavailable: that failed.
         """
         key = layout.probe_key(uuid.uuid4().hex)
         self.put_if_absent(key, b"ratchet")
-        with _explained(self, key):
-            self.fs.rm_file(self.full(key))
+        twice = self.put_if_absent(key, b"Ratchet")
+        self.remove(key)
+        if twice:
+            raise StorageUnavailable(
+                f"{self.url} ignores conditional writes (If-None-Match: *): two writers would overwrite each other. "
+                "Use a store that honours them"
+            )
+
+    def _read[T](self, key: str, call: Callable[[], T]) -> T:
+        with _explained(self, key, reading=True):
+            return call() if self.protocol == "file" else objects.retried(call)
 
 
 def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] | None = None) -> Root:
@@ -126,73 +183,60 @@ def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] |
             "Use file:///some/folder or s3://bucket/prefix"
         )
     # an object written by another process must be seen at once: no listing cache
-    fs = fsspec.filesystem(protocol, **({"use_listings_cache": False} if protocol != "memory" else {}), **(options or {}))
+    caching = {} if protocol == "memory" else {"use_listings_cache": False}
+    fs = fsspec.filesystem(protocol, **caching, **(options or {}))
     return Root(url.rstrip("/"), fs, fs._strip_protocol(url).rstrip("/"), protocol)
 
 
 @contextlib.contextmanager
-def _explained(root: Root, key: str) -> Iterator[None]:
-    """Turn what the operating system or the object store says into an error with a repair."""
+def _absence_explained(root: Root, key: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise NotCommitted(f"{root.url}/{key} is not there") from None
+
+
+@contextlib.contextmanager
+def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]:
+    """Turn what the operating system or the object store says into an error with a repair.
+
+    When reading, FileNotFoundError goes through; when writing it says that the bucket is missing.
+    """
+    clients = objects.client_errors() if root.protocol in _CONDITIONAL_PUT else ()
     try:
         yield
     except (PermissionError, NotADirectoryError) as error:
         raise StorageUnavailable(
             f"cannot write or read {root.url}/{key}: {error}. Choose a root that this user may write with --root"
         ) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageUnavailable(
-                f"no space left while writing {root.url}/{key}. Nothing that was committed is lost: free space "
-                "and start the same command again"
-            ) from error
-        raise StorageUnavailable(f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}") from error
+    except (OSError, *clients) as error:
+        if reading and isinstance(error, FileNotFoundError):
+            raise
+        raise StorageUnavailable(_failure(root, key, error)) from error
 
 
-def _link_if_absent(target: Path, data: bytes) -> bool:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".tmp-{uuid.uuid4().hex}"
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(temporary, target)
-        except FileExistsError:
-            return False
-        _sync_folder(target.parent)
-        return True
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _failure(root: Root, key: str, error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"no space left while writing {root.url}/{key}. Nothing that was committed is lost: free space "
+            "and start the same command again"
+        )
+    return f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
 
 
 def _store_if_absent(fs: Any, path: str, data: bytes) -> bool:
-    if fs.exists(path):
-        return False
-    fs.makedirs(fs._parent(path), exist_ok=True)
-    fs.pipe_file(path, data)
+    with _memory_lock:
+        if fs.exists(path):
+            return False
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        fs.pipe_file(path, data)
     return True
 
 
-def _conditional_put(fs: Any, path: str, data: bytes) -> bool:
-    # 409 ConditionalRequestConflict reaches us as EBUSY and says "try again"; a lost answer shows as FileExistsError
-    for attempt in Retrying(
-        retry=retry_if_exception(lambda error: isinstance(error, OSError) and error.errno == errno.EBUSY),
-        stop=stop_after_attempt(_ATTEMPTS),
-        wait=wait_random_exponential(multiplier=0.05, max=2),
-        reraise=True,
-    ):
-        with attempt:
-            try:
-                fs.pipe_file(path, data, mode="create")
-            except FileExistsError:
-                return False
-    return True
+def _modified(info: dict[str, Any]) -> datetime:
+    # local: seconds since the epoch; S3 and memory: a date
+    for field in ("mtime", "LastModified", "created"):
+        if field in info:
+            value = info[field]
+            return value if isinstance(value, datetime) else datetime.fromtimestamp(value, UTC)
+    return datetime.now(UTC)

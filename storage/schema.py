@@ -1,5 +1,7 @@
 """The Arrow schemas of stored tables. Field metadata says what a field means and its unit."""
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 from storage.digest import value_digest
@@ -33,8 +35,10 @@ ROLLOUT = pa.schema(
         _field("prompt_tokens", pa.list_(pa.int32()), "token ids given to the engine", "token"),
         _field("response_tokens", pa.list_(pa.int32()), "token ids sampled, with the stop token", "token"),
         _field(
-            "logprobs", pa.list_(pa.float32()), "engine's log-probability of each sampled token under the "
-            "distribution it was sampled from", "nat",
+            "logprobs",
+            pa.list_(pa.float32()),
+            "engine's log-probability of each sampled token under the distribution it was sampled from",
+            "nat",
         ),
         _field("finish_reason", pa.string(), "stop, length or abort"),
         _field("weight_version", pa.int32(), "iteration whose weights the engine held"),
@@ -67,6 +71,13 @@ EVALUATION = pa.schema(
     metadata={"table": "evaluation", "version": str(SCHEMA_VERSION)},
 )
 
+TABLES = {schema.metadata[b"table"].decode(): schema for schema in (PROMPTS, ROLLOUT, REWARD, EVALUATION)}
+"""Every stored table as this version writes it, by name."""
+
+EARLIER: dict[str, tuple[pa.Schema, ...]] = {}
+"""Schemas that released versions wrote, oldest first, by table. A new version may only add nullable columns at the end;
+the schema it replaces comes here as it was, and `tests/storage/test_schema.py` holds both to the rule."""
+
 
 def fingerprint(schema: pa.Schema) -> str:
     """Identity of a schema: names, types, nullability, meaning. Arrow casts silently, so readers compare this."""
@@ -86,6 +97,67 @@ def check(schema: pa.Schema, expected: pa.Schema, where: str) -> None:
         if not mine.equals(theirs, check_metadata=True):
             raise SchemaMismatch(f"{where}: field {theirs} stands where {mine} is expected")
     raise SchemaMismatch(f"{where}: fields {schema.names} with {_text(schema.metadata)}; expected {expected.names}")
+
+
+def accept(written: pa.Schema, expected: pa.Schema, where: str, earlier: Sequence[pa.Schema] | None = None) -> None:
+    """Refuse a stored schema that is neither `expected` nor one that an earlier version wrote.
+
+    Args:
+        earlier: what earlier versions wrote; by default as `EARLIER` has it.
+
+    Raises:
+        SchemaMismatch: with the version numbers if a newer version wrote it.
+    """
+    known = EARLIER.get(_table(expected), ()) if earlier is None else earlier
+    if any(fingerprint(written) == fingerprint(old) for old in known):
+        return
+    if _table(written) == _table(expected) and _version(written) > _version(expected):
+        raise SchemaMismatch(
+            f"{where} was written by version {_version(written)} of table {_table(expected)!r}; this version of "
+            f"Ratchet reads up to {_version(expected)}. Use a newer Ratchet"
+        )
+    check(written, expected, where)
+
+
+def check_succession(old: pa.Schema, new: pa.Schema) -> None:
+    """Refuse a new version of a schema that does more than add nullable columns at the end.
+
+    Raises:
+        SchemaMismatch: naming the column.
+    """
+    if _version(new) <= _version(old) or _table(new) != _table(old):
+        raise SchemaMismatch(f"{_label(new)} cannot follow {_label(old)}: keep the name and raise the version")
+    for before, after in zip(old, new, strict=False):
+        if not before.equals(after, check_metadata=True):
+            raise SchemaMismatch(f"{_label(new)} changes {before} to {after}: a column's meaning is for ever")
+    for field in list(new)[len(old) :]:
+        if not field.nullable:
+            raise SchemaMismatch(f"{_label(new)} adds {field}: what older files do not have must be nullable")
+    if len(new) < len(old):
+        raise SchemaMismatch(f"{_label(new)} drops {old.names[len(new) :]}: older versions could not read it")
+
+
+def stored_schema(schema: pa.Schema, where: str) -> pa.Schema:
+    """The schema, as this version writes it, of the table that a file says it holds.
+
+    Raises:
+        SchemaMismatch: the file names no table, or one that this version does not know.
+    """
+    if _table(schema) not in TABLES:
+        raise SchemaMismatch(f"{where} holds table {_table(schema)!r}; this version knows {sorted(TABLES)}")
+    return TABLES[_table(schema)]
+
+
+def _table(schema: pa.Schema) -> str:
+    return _text(schema.metadata).get("table", "")
+
+
+def _version(schema: pa.Schema) -> int:
+    return int(_text(schema.metadata).get("version", "0"))
+
+
+def _label(schema: pa.Schema) -> str:
+    return f"version {_version(schema)} of table {_table(schema)!r}"
 
 
 def _text(metadata: dict[bytes, bytes] | None) -> dict[str, str]:

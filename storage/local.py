@@ -1,0 +1,101 @@
+"""Local files: written whole under a temporary name, flushed, then linked, which fails if the name is taken.
+
+A rename would silently replace what is there; `open("xb")` would leave half an object under its name after a crash.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from storage import layout
+from storage.errors import StorageUnavailable
+
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
+
+
+def put_if_absent(target: Path, data: memoryview) -> bool:
+    """Write `data` at `target` unless the name is taken; durable on return. False if it was taken."""
+    return _publish(target, lambda file: file.write(data))
+
+
+def put_file_if_absent(target: Path, source: Path) -> bool:
+    """Like `put_if_absent`, with the content of a local file, which is not held in memory."""
+
+    def copy(file: BinaryIO) -> None:
+        with source.open("rb") as reader:
+            shutil.copyfileobj(reader, file, 1 << 22)
+
+    return _publish(target, copy)
+
+
+def replace(target: Path, data: memoryview) -> None:
+    """Write `data` at `target` in one step, whatever stood there."""
+    _make_folders(target.parent)
+    with _temporary(target.parent, lambda file: file.write(data)) as temporary:
+        temporary.replace(target)
+    _sync_folder(target.parent)
+
+
+def _publish(target: Path, fill: Callable[[BinaryIO], object]) -> bool:
+    if target.exists():
+        return False
+    _make_folders(target.parent)
+    with _temporary(target.parent, fill) as temporary:
+        if not _link(temporary, target):
+            return False
+    _sync_folder(target.parent)
+    return True
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path, fill: Callable[[BinaryIO], object]) -> Iterator[Path]:
+    path = folder / layout.temporary_name(uuid.uuid4().hex)
+    try:
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _READ_ONLY), "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _link(temporary: Path, target: Path) -> bool:
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        # over a network filesystem the answer to a link that succeeded can be lost and asked for again
+        return temporary.stat().st_nlink == 2
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        raise StorageUnavailable(
+            f"the filesystem of {target.parent} makes no hard links ({error.strerror}), without which a result cannot "
+            "be published exactly once. Choose another folder with --root"
+        ) from error
+    return True
+
+
+def _make_folders(folder: Path) -> None:
+    """Like `mkdir -p`, with every new name flushed: a file in a folder that a power cut forgets is lost too."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for made in reversed(missing):
+        made.mkdir(exist_ok=True)
+        _sync_folder(made.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
