@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+Matrix = NDArray[np.float32]
+
 _WIDTH_MULTIPLE = 8  # padded widths are multiples of it, which matrix kernels like
 
 
@@ -56,7 +58,7 @@ class Sequences:
         tokens = np.where(columns[:-1] < lengths[:, None] - 1, rows[:, :-1], 0)
         return Padded(tokens, rows[:, 1:], self._predicts_response(width), lengths - 1)
 
-    def spread(self, values: NDArray[np.float32], width: int) -> NDArray[np.float32]:
+    def spread(self, values: NDArray[np.float32], width: int) -> Matrix:
         """Values of the response tokens, flat, put where they are predicted: (sum of response lengths,) -> (N, S)."""
         matrix = np.zeros((len(self), width), dtype=np.float32)
         matrix[self._predicts_response(width)] = values
@@ -98,6 +100,25 @@ def as_sequences(sequences: Sequence[NDArray[np.int32]]) -> Sequences:
     tokens = np.concatenate(sequences).astype(np.int32)
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     return Sequences(tokens, np.ones_like(lengths), lengths - 1)
+
+
+def share_rows(rows: NDArray[np.int64], replicas: int, micro_batch_size: int) -> list[list[NDArray[np.int64]]]:
+    """Divide rows over data-parallel replicas and these into micro-batches: result[replica][micro-batch] -> (B,).
+
+    All replicas get the same number of micro-batches of the same size, as the schedules demand; what is missing is
+    filled with -1.
+    """
+    size = min(micro_batch_size, -(-len(rows) // replicas))
+    count = -(-len(rows) // (size * replicas))
+    filled = np.full(count * size * replicas, -1, dtype=np.int64)
+    filled[: len(rows)] = rows
+    shares = filled.reshape(count, size, replicas)
+    return [[shares[batch, :, replica] for batch in range(count)] for replica in range(replicas)]
+
+
+def per_position(sequence_values: NDArray[np.float32], padded: Padded) -> Matrix:
+    """One value per sequence, spread over the positions of its row: (N,) -> (N, S)."""
+    return np.broadcast_to(sequence_values[:, None], padded.tokens.shape)
 
 
 def _round_up(width: int) -> int:

@@ -8,13 +8,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
-from trainer_core.batch import Padded
+from trainer_core.batch import Matrix, Padded, share_rows
 from trainer_core.loss import TokenLoss
 from trainer_core.mesh import Mesh
 from trainer_core.model import Model
 from trainer_core.vocab_parallel import log_probabilities
-
-Matrix = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -137,22 +135,3 @@ class Passes:
         total = torch.where(batch.mask, result.loss * batch.extras["weight"], 0.0).sum()
         clipped = torch.where(batch.mask, result.clipped, 0.0).sum()
         return total, tokens.int(), {"loss": total.detach(), "clipped": clipped.detach(), "tokens": tokens}
-
-
-def share_rows(rows: NDArray[np.int64], replicas: int, micro_batch_size: int) -> list[list[NDArray[np.int64]]]:
-    """Divide rows over data-parallel replicas and these into micro-batches: result[replica][micro-batch] -> (B,).
-
-    All replicas get the same number of micro-batches of the same size, as the schedules demand; what is missing is
-    filled with -1.
-    """
-    size = min(micro_batch_size, -(-len(rows) // replicas))
-    count = -(-len(rows) // (size * replicas))
-    filled = np.full(count * size * replicas, -1, dtype=np.int64)
-    filled[: len(rows)] = rows
-    shares = filled.reshape(count, size, replicas)
-    return [[shares[batch, :, replica] for batch in range(count)] for replica in range(replicas)]
-
-
-def per_position(sequence_values: NDArray[np.float32], padded: Padded) -> Matrix:
-    """One value per sequence, spread over the positions of its row: (N,) -> (N, S)."""
-    return np.broadcast_to(sequence_values[:, None], padded.tokens.shape)

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from storage.errors import StageFailed
-from trainer_core.batch import Padded, Samples
+from trainer_core.batch import Matrix, Padded, Samples, per_position
 from trainer_core.config import PolicyConfig
 from trainer_core.loss import TokenLoss, group_advantages, kl_estimate, policy_loss, token_weights
 from trainer_core.optimizer import Optimizer
-from trainer_core.passes import Matrix, MicroBatch, Passes, per_position
+from trainer_core.passes import MicroBatch, Passes
 from trainer_core.update import Update, apply_loss
 
 

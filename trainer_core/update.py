@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import NumericsError
-from trainer_core.batch import Padded
+from trainer_core.batch import Matrix, Padded
 from trainer_core.optimizer import Optimizer
-from trainer_core.passes import LossFunction, Matrix, Passes
+from trainer_core.passes import LossFunction, Passes
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""Tiny models and data; all of it is made in a rank's process, which has torch and transformers already."""
+
+import numpy as np
+
+from trainer_core.batch import Samples, SupervisedExamples
+
+VOCABULARY = 100  # is padded to 128 columns, so that padding is exercised
+
+
+def make_model(rank, world_size, store, directory, tied):
+    """Write a random Qwen3 of four layers."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=tied, dtype="float32",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # away from ones and zeros, where mix-ups would not show
+    model.save_pretrained(directory)
+
+
+def hugging_face_logprobs(rank, world_size, store, directory, sequences, temperature):
+    """Log-probabilities of each sequence's tokens but the first, by transformers."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    found = []
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1] / temperature
+        found.append(logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy())
+    return found
+
+
+def random_sequences(seed=0, lengths=(5, 17, 2, 30, 12)):
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
+
+
+def random_samples(seed=0, groups=4, per_group=4):
+    """Samples of unequal lengths with random rewards; one of them is not usable."""
+    generator = np.random.default_rng(seed)
+    count = groups * per_group
+    prompts, responses = generator.integers(2, 8, count), generator.integers(1, 9, count)
+    usable = np.ones(count, dtype=bool)
+    usable[5] = False
+    return Samples(
+        tokens=generator.integers(0, VOCABULARY, int((prompts + responses).sum())).astype(np.int32),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        engine_logprobs=-5 * generator.random(int(responses.sum())).astype(np.float32),
+        rewards=generator.random(count).astype(np.float32),
+        groups=np.repeat(np.arange(groups), per_group).astype(np.int32),
+        usable=usable,
+    )
+
+
+def random_examples(seed=0, count=24):
+    generator = np.random.default_rng(seed)
+    draw = lambda: generator.integers(0, VOCABULARY, generator.integers(2, 9)).tolist()  # noqa: E731
+    return SupervisedExamples.of([(draw(), draw()) for _ in range(count)])
+
+
+def read_export(directory):
+    """All tensors of an export, by name."""
+    from pathlib import Path
+
+    from safetensors.numpy import load_file
+
+    tensors = {}
+    for path in sorted(Path(directory).glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors

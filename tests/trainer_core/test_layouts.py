@@ -1,0 +1,125 @@
+"""One model, several layouts: the same numbers."""
+
+import numpy as np
+import pytest
+
+from tests.trainer_core.models import hugging_face_logprobs, random_samples, random_sequences, read_export
+from tests.trainer_core.ranks import run_ranks, run_trainers
+from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+
+SINGLE = ParallelConfig()
+LAYOUTS = {
+    "pp2": ParallelConfig(pipeline=2),
+    "tp2": ParallelConfig(tensor=2),
+    "dp2": ParallelConfig(data=2),
+    "tp2-pp2": ParallelConfig(tensor=2, pipeline=2),
+}
+# without moments and with a large eps the weights move by about lr * gradient / eps, so that they show the gradient
+PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
+TEMPERATURE = 0.7
+
+
+def configuration(parallel, micro_batch_size=4, **policy):
+    return TrainerConfig(
+        parallel=parallel,
+        optimizer=PLAIN_GRADIENT,
+        policy=PolicyConfig(**policy),
+        micro_batch_size=micro_batch_size,
+        max_length=64,
+    )
+
+
+def import_score_step(trainer, folder):
+    """Everything the tests below compare."""
+    trainer.import_model()
+    logprobs = trainer.logprobs(random_sequences(), TEMPERATURE)
+    records = trainer.export(f"{folder}/imported")
+    metrics = trainer.train_policy(random_samples(), TEMPERATURE)
+    trainer.export(f"{folder}/stepped")
+    return {"logprobs": logprobs, "records": records, "metrics": metrics}
+
+
+@pytest.fixture(scope="module")
+def walks(model_dirs, tmp_path_factory):
+    """Results of `import_score_step` by layout and kind of model, each computed once."""
+    done = {}
+
+    def walk(parallel, tied=True, **settings):
+        key = (str(parallel), tied, *settings.items())
+        if key not in done:
+            folder = str(tmp_path_factory.mktemp("walk"))
+            ranks = run_trainers(model_dirs[tied], configuration(parallel, **settings), import_score_step, folder)
+            done[key] = {
+                "ranks": ranks,
+                "imported": read_export(f"{folder}/imported"),
+                "stepped": read_export(f"{folder}/stepped"),
+            }
+        return done[key]
+
+    return walk
+
+
+@pytest.fixture(scope="module")
+def expected_logprobs(model_dirs):
+    return {
+        tied: run_ranks(1, hugging_face_logprobs, directory, random_sequences(), TEMPERATURE)[0]
+        for tied, directory in model_dirs.items()
+    }
+
+
+def largest_difference(left, right):
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", ["single", *LAYOUTS])
+def test_logprobs_equal_those_of_transformers(walks, expected_logprobs, layout, tied):
+    for rank in walks(LAYOUTS.get(layout, SINGLE), tied)["ranks"]:
+        for found, expected in zip(rank["logprobs"], expected_logprobs[tied], strict=True):
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", ["single", *LAYOUTS])
+def test_export_after_import_is_bitwise_the_model(walks, model_dirs, layout, tied):
+    exported, original = walks(LAYOUTS.get(layout, SINGLE), tied)["imported"], read_export(model_dirs[tied])
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert exported[name].dtype == tensor.dtype
+        assert np.array_equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_does_not_depend_on_the_layout(walks, layout, tied):
+    reference, other = walks(SINGLE, tied), walks(LAYOUTS[layout], tied)
+    assert largest_difference(reference["stepped"], reference["imported"]) > 1e-2
+    assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
+    for rank in other["ranks"]:
+        assert rank["metrics"] == pytest.approx(reference["ranks"][0]["metrics"], abs=1e-4, rel=1e-4)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 64])
+def test_the_gradient_does_not_depend_on_the_micro_batches(walks, micro_batch_size):
+    reference, other = walks(SINGLE), walks(SINGLE, micro_batch_size=micro_batch_size)
+    assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+def test_sequence_means_do_not_depend_on_the_layout(walks, layout):
+    settings = {"loss_aggregation": "sequence", "micro_batch_size": 3, "entropy_coefficient": 0.1}
+    reference, other = walks(SINGLE, **settings), walks(LAYOUTS[layout], **settings)
+    assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
+    assert largest_difference(reference["stepped"], walks(SINGLE)["stepped"]) > 1e-4
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2-pp2"])
+def test_rank_0_records_what_it_wrote(walks, layout):
+    walk = walks(LAYOUTS.get(layout, SINGLE))
+    first, *others = [rank["records"] for rank in walk["ranks"]]
+    assert {record.name: record.shape for record in first} == {
+        name: tensor.shape for name, tensor in walk["imported"].items()
+    }
+    assert all(records == [] for records in others)
