@@ -121,9 +121,10 @@ class Engine:
         if not dist.is_initialized():
             # a store in memory: vLLM would open one that listens on every interface
             backend = "nccl" if spec.device == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not listed in __all__
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self._spec = spec
-        self._llm = LLM(**_vllm_arguments(spec))
+        self._llm: Any = LLM(**_vllm_arguments(spec))
         self._llm.init_weight_transfer_engine({"init_info": {"model_dir": spec.model_dir}})
         self._held: EngineIdentity | Unusable = EngineIdentity(weight_version=None, weights_digest=None)
 
@@ -148,22 +149,7 @@ class Engine:
         """
         self._check_usable()
         self._check_lengths(prompts, "prompt")
-        from vllm import SamplingParams
-
-        common: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "detokenize": False,
-            "skip_clone": True,
-        }
-        parameters = [SamplingParams(seed=seed, **common) for seed in seeds]
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(inputs, parameters, use_tqdm=False)
+        outputs = self._run(prompts, [_sampling_parameters(sampling, seed) for seed in seeds])
         return _completions([output.outputs[0] for output in outputs])
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
@@ -181,8 +167,7 @@ class Engine:
         from vllm import SamplingParams
 
         how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        inputs = [{"prompt_token_ids": list(sequence)} for sequence in sequences]
-        outputs = self._llm.generate(inputs, how, use_tqdm=False)
+        outputs = self._run(sequences, how)
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
 
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
@@ -211,6 +196,9 @@ class Engine:
             bytes=sum((Path(directory) / file).stat().st_size for file in {record.file for record in records}),
             seconds=time.perf_counter() - clock,
         )
+
+    def _run(self, sequences: Sequence[Sequence[int]], how: Any) -> list[Any]:
+        return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in sequences], how, use_tqdm=False)
 
     def _update(self, directory: str, records: Sequence[TensorRecord]) -> dict[str, str]:
         files: dict[str, list[TensorRecord]] = {}
@@ -275,6 +263,23 @@ def _vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
             "compilation_config": {"custom_ops": ["none"]},  # the CPU kernel of interleaved rotary embedding is wrong
         }
     return arguments
+
+
+def _sampling_parameters(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        seed=seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,  # lists of numbers instead of a dict and objects for each token
+        detokenize=False,
+        skip_clone=True,  # made for this one request: no deep copy
+    )
 
 
 def _completions(outputs: Sequence[Any]) -> pa.RecordBatch:

@@ -4,7 +4,9 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from storage.errors import InputError
 from tasks.code_version import PROJECT_ROOT
 from trainer_core.config import Device
 
@@ -68,6 +70,18 @@ class Settings:
         """Whether everything runs on this host, under a Ray of our own."""
         return self.ray_address is None
 
+    def device(self, kind: Device | Literal["auto"]) -> Device:
+        """Where to compute: `auto` is CUDA if a card is visible.
+
+        Raises:
+            InputError: CUDA is asked for and no card is visible.
+        """
+        if kind == "cuda" and not self.gpus:
+            raise InputError('device.kind is "cuda" and no GPU is visible; use "auto" or "cpu"')
+        if kind == "auto":
+            return "cuda" if self.gpus else "cpu"
+        return kind
+
 
 def prepare_process() -> None:
     """Give this process and its children the defaults they need. Call it before Prefect or Ray is imported.
@@ -78,16 +92,13 @@ def prepare_process() -> None:
         os.environ.setdefault(name, value)
 
 
-def ensure_ray_token(settings: Settings) -> None:
-    """Switch Ray's token authentication on, with a new token for a local Ray unless the user gave one.
+def ensure_ray_token() -> None:
+    """Give a Ray that will be started here a new token, unless the user gave one.
 
-    Must happen before Ray is imported. A mode that the user has set stays. Without a token in the environment Ray would
-    write one to the home directory, and other users of this host could not be told from us where homes are shared.
+    Ray switches token authentication on for a Ray it starts, unless RAY_AUTH_MODE says otherwise. Without a token in
+    the environment it would keep one in the home directory for good.
     """
-    if settings.local:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    if "RAY_AUTH_TOKEN" in os.environ:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def engine_environment(device: Device, gpu: str | None, local: bool) -> dict[str, str]:

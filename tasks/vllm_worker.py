@@ -5,9 +5,9 @@ weight-transfer backend `ratchet` with vLLM's factory.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -48,6 +48,14 @@ class RatchetUpdate(WeightTransferUpdateInfo):
     """Whether this is the last file, so that the update must be complete with it."""
 
 
+class _Loadable(Protocol):
+    """What every vLLM model class offers beside `torch.nn.Module`."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load checkpoint tensors; returns the names of the parameters they went to."""
+        ...
+
+
 class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     """Loads verified files through vLLM's layer-wise reload."""
 
@@ -83,7 +91,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         _same_names(tensors.keys(), records.keys(), f"tensors of {update_info.path}")
         for name, tensor in tensors.items():
             self._received[name] = _checked_digest(tensor, records[name])
-        self._loaded |= self.model.load_weights(iter(tensors.items())) or set()
+        self._loaded |= cast(_Loadable, self.model).load_weights(iter(tensors.items()))
         if update_info.final:
             _same_names(self._received.keys(), self._needed, "tensors of the weight update")
             _same_names(self._loaded, dict(self.model.named_parameters()).keys(), "parameters that vLLM loaded")
@@ -140,7 +148,7 @@ def _describe(dtype: str, shape: tuple[int, ...], digest: str) -> str:
     return f"{dtype} {list(shape)} with digest {digest}"
 
 
-def _same_names(found: Any, expected: Any, what: str) -> None:
+def _same_names(found: Collection[str], expected: Collection[str], what: str) -> None:
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         raise SyncMismatch(f"{what}: {_named(missing)} missing, {_named(unknown)} not expected")

@@ -1,0 +1,133 @@
+"""The trainer ranks: one process each, around `trainer_core.trainer.Trainer`, and the handle that calls them all."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import InputError
+from tasks.remote import WorkerGroup, fresh_names, spawn
+from tasks.settings import Settings, trainer_environment
+from trainer_core.batch import Samples, SupervisedExamples
+from trainer_core.config import Device, OptimizerConfig, RankSpec, TrainerConfig
+from trainer_core.records import TensorRecord
+from trainer_core.trainer import Trainer
+
+
+class TrainerRank:
+    """One rank, in its own process. Beside the trainer it knows which reference is loaded."""
+
+    def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec) -> None:
+        """Meet the other ranks and build the model without weights."""
+        self._trainer = Trainer(model_dir, config, rank)
+        self._reference: str | None = None
+
+    def identity(self) -> str | None:
+        """Identity of the committed state that this rank holds, or None."""
+        return self._trainer.identity
+
+    def adopt(self, identity: str) -> None:
+        """See `Trainer.adopt`."""
+        self._trainer.adopt(identity)
+
+    def reference(self) -> str | None:
+        """Identity of the reference that this rank holds, or None."""
+        return self._reference
+
+    def import_model(self) -> None:
+        """See `Trainer.import_model`."""
+        self._trainer.import_model()
+
+    def load(self, directory: str, fresh_optimizer: bool = False) -> dict[str, object]:
+        """See `Trainer.load`."""
+        return self._trainer.load(directory, fresh_optimizer)
+
+    def save(self, directory: str) -> list[str]:
+        """See `Trainer.save`."""
+        return self._trainer.save(directory)
+
+    def train_policy(self, samples: Samples, temperature: float, reference: bool) -> dict[str, float]:
+        """See `Trainer.train_policy`."""
+        return self._trainer.train_policy(samples, temperature, reference)
+
+    def train_supervised(
+        self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None
+    ) -> dict[str, float]:
+        """See `Trainer.train_supervised`."""
+        return self._trainer.train_supervised(examples, steps, batch_size, optimizer)
+
+    def logprobs(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """See `Trainer.logprobs`."""
+        return self._trainer.logprobs(sequences)
+
+    def load_reference(self, directory: str, identity: str) -> None:
+        """See `Trainer.load_reference`; `identity` is that of the state in `directory`."""
+        self._reference = None
+        self._trainer.load_reference(directory)
+        self._reference = identity
+
+    def export(self, directory: str) -> list[TensorRecord]:
+        """See `Trainer.export`."""
+        return self._trainer.export(directory)
+
+
+class TrainerGroup(WorkerGroup):
+    """All trainer ranks. `call` names a method of `TrainerRank`; every call goes to every rank."""
+
+    def __init__(self, labels: Sequence[str], actors: Sequence[Any], meeting_place: Path | None = None) -> None:
+        super().__init__(labels, actors)
+        self._meeting_place = meeting_place
+
+    def end(self) -> None:
+        """End the ranks' processes and remove the folder of their rendezvous."""
+        super().end()
+        if self._meeting_place is not None:
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
+
+    def identity(self) -> str | None:
+        """Identity of the committed state that all ranks hold; None if they hold none, or different ones."""
+        return _common(self.call("identity"))
+
+    def reference(self) -> str | None:
+        """Identity of the reference that all ranks hold, or None."""
+        return _common(self.call("reference"))
+
+
+def start_trainers(
+    prefix: str, model_dir: str, config: TrainerConfig, device: Device, settings: Settings
+) -> TrainerGroup:
+    """Start the ranks of the layout without waiting for them. They meet at a file, so nothing listens for it.
+
+    Raises:
+        InputError: there are fewer cards than ranks.
+    """
+    world_size = config.parallel.world_size
+    if device == "cuda" and world_size > len(settings.gpus):
+        raise InputError(
+            f"the layout {config.parallel} needs {world_size} GPUs, one a rank, and {len(settings.gpus)} are visible; "
+            "choose a smaller layout under [train.parallel]"
+        )
+    environment = trainer_environment(device, settings.gpus, settings.local)
+    actors = spawn(fresh_names(prefix, world_size), [environment] * world_size, detached=not settings.local)
+    meeting_place = Path(tempfile.mkdtemp(prefix="ratchet-rendezvous-"))
+    group = TrainerGroup(rank_labels(world_size), actors, meeting_place)
+    store = str(meeting_place / "store")
+    ranks = [
+        RankSpec(rank=rank, world_size=world_size, local_rank=rank, store=store, device=device)
+        for rank in range(world_size)
+    ]
+    group.start(TrainerRank, [(model_dir, config, rank) for rank in ranks])
+    return group
+
+
+def rank_labels(world_size: int) -> list[str]:
+    """What ranks are called in messages."""
+    return [f"trainer rank {rank} of {world_size}" for rank in range(world_size)]
+
+
+def _common(values: Sequence[Any]) -> Any:
+    return values[0] if len(set(values)) == 1 else None
