@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import FunctionCtx
 
+_PADDING_LOGIT = -1e9
+
 
 def log_probabilities(
     logits: torch.Tensor,
@@ -70,11 +72,11 @@ class _VocabParallel(torch.autograd.Function):
 
 
 def _without_padding(scaled: torch.Tensor, real_columns: int) -> torch.Tensor:
-    """Give padded columns a logit so low that they take no probability; finite, so that 0 * logit stays 0."""
+    """Give padded columns a logit so low that their probability is 0, and so moderate that 0 * logit * gradient is."""
     if real_columns >= scaled.shape[-1]:
         return scaled
     is_padding = torch.arange(scaled.shape[-1], device=scaled.device) >= real_columns
-    return scaled.masked_fill(is_padding, torch.finfo(scaled.dtype).min / 2)
+    return scaled.masked_fill(is_padding, _PADDING_LOGIT)
 
 
 def _log_normalizer(scaled: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

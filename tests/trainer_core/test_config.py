@@ -1,0 +1,55 @@
+import pytest
+from pydantic import ValidationError
+
+from storage.errors import InputError
+from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig, check_layout
+
+MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "named"),
+    [
+        ({"pipeline": 3}, {}, ["layers (4)", "parallel.pipeline = 3", "[1, 2, 4]"]),
+        ({"tensor": 3}, {}, ["attention heads (8)", "parallel.tensor = 3"]),
+        ({"tensor": 4}, {}, ["key-value heads (2)", "parallel.tensor = 4", "[1, 2]"]),
+        ({"tensor": 2}, {"intermediate_size": 95}, ["intermediate size (95)", "parallel.tensor = 2"]),
+    ],
+)
+def test_an_impossible_layout_is_refused(parallel, model, named):
+    with pytest.raises(InputError) as caught:
+        check_layout(ParallelConfig(**parallel), {**MODEL, **model})
+    assert all(text in str(caught.value) for text in named)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pipeline": 4}, {"tensor": 2, "pipeline": 2, "data": 5}])
+def test_a_possible_layout_is_taken(parallel):
+    check_layout(ParallelConfig(**parallel), MODEL)
+
+
+def test_heads_without_groups_are_their_own_key_value_heads():
+    model = {name: value for name, value in MODEL.items() if name != "num_key_value_heads"}
+    check_layout(ParallelConfig(tensor=8), model)
+
+
+def test_the_world_is_the_product_of_the_layout():
+    assert ParallelConfig(tensor=2, pipeline=3, data=4).world_size == 24
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"warmup_steps": 10, "decay_steps": 10},
+        {"min_learning_rate": 2.0},
+        {"learning_rate": -1.0},
+        {"learning_rte": 1.0},
+    ],
+)
+def test_an_impossible_optimizer_is_refused(settings):
+    with pytest.raises(ValidationError):
+        OptimizerConfig(**{"learning_rate": 1.0, **settings})
+
+
+def test_a_configuration_survives_json():
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-5), max_length=32)
+    assert TrainerConfig.model_validate_json(config.model_dump_json()) == config
