@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from storage.digest import value_digest
 from storage.errors import InputError
 from storage.ids import check_run_name
-from trainer_core.config import OptimizerConfig, TrainerConfig
+from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 
 
 class Section(BaseModel):
@@ -77,14 +77,24 @@ class ModelSection(Section):
 
 
 class GeneratedAddition(Section):
-    """Integer addition: prompts such as `12+34=`, answers such as `46`."""
+    """Integer addition: prompts such as `47+38=`, answers such as `085`, all of one width."""
 
-    max_operand: int = 99
-    """Operands are 0 ... this."""
+    min_operand: int = Field(default=10, ge=0)
+    """Smallest operand."""
+    max_operand: int = Field(default=99, ge=1)
+    """Largest operand."""
     held_out: int = Field(default=256, ge=1)
-    """Prompts kept for evaluation; they share no prompt with training."""
-    warmup: int = Field(default=1024, ge=0)
-    """Solved examples for the supervised warm-up."""
+    """Prompts kept for evaluation; training sees neither them nor their commuted twins."""
+    warmup: int = Field(default=0, ge=0)
+    """Demonstrations for the supervised warm-up, on training prompts; at most one for each."""
+    warmup_mistakes: float = Field(default=0.0, ge=0, le=1)
+    """Share of the demonstrations that forget to carry, which RL has to repair."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "GeneratedAddition":
+        if self.min_operand > self.max_operand:
+            raise ValueError(f"min_operand {self.min_operand} is above max_operand {self.max_operand}")
+        return self
 
 
 class DataSection(Section):
@@ -182,18 +192,22 @@ class EngineSection(Section):
     """Engines (Ray actors)."""
     max_model_len: int = Field(default=128, ge=8)
     """Longest sequence, prompt and response, in tokens."""
-    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
     kv_cache_mib: int = Field(default=128, ge=1)
     """Key-value cache, MiB."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the engine."""
+    precision: Precision = "fp32"
+    """Type of the engine's weights and activations."""
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Share of the card the engine may use; the trainer needs the rest. Without effect on CPU."""
+    cuda_graphs: bool = False
+    """Capture CUDA graphs: faster steps, a start that takes a minute longer. Without effect on CPU."""
 
 
 class DeviceSection(Section):
     """Where the run computes."""
 
-    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    kind: Device | Literal["auto"] = "auto"
     """auto takes CUDA if a device is there."""
 
 

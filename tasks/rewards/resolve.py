@@ -1,10 +1,11 @@
 """From the name of a reward to its function."""
 
+import functools
 import importlib
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, cast
 
 from storage.errors import InputError
 from tasks.code_version import PROJECT_ROOT
@@ -33,7 +34,7 @@ def resolve_reward(name: str, arguments: Mapping[str, Any]) -> Reward:
         raise InputError(f"reward.function {name!r}: module {module} has no {attribute!r}") from None
     if not callable(function):
         raise InputError(f"reward.function {name!r} is a {type(function).__name__}, not a function")
-    return lambda record, response: function(record, response, **arguments)
+    return cast(Reward, functools.partial(function, **arguments))
 
 
 def _entry_point(name: str) -> str:

@@ -1,0 +1,73 @@
+"""The trainer ranks as the stages use them: holding exactly the state that a manifest names."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from storage.ids import Stage
+from storage.manifest import Manifest, Part, need
+from storage.parts import PartWriter, materialize
+from tasks.context import RunContext
+from tasks.prepare import model_directory
+from tasks.stage import StageResult
+from tasks.trainers import TrainerGroup
+
+STATE = "state/"
+
+
+def learner(context: RunContext, prepared: Manifest) -> TrainerGroup:
+    """The run's trainer ranks, started if they are not there; what they hold is another question."""
+    config = context.config.train.model_copy(update={"seed": context.config.run.seed})
+    return context.fleet.trainers(model_directory(context, prepared), config)
+
+
+def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> TrainerGroup:
+    """Trainer ranks that hold the state of the train stage `state`: as they are if they say so, else loaded from storage.
+
+    What a rank holds is used only when its identity is the digest of the committed manifest.
+    """
+    group = learner(context, prepared)
+    if group.identity() != state.digest:
+        with local_copy(context, state) as folder:
+            group.call("load", str(folder))
+        group.call("adopt", state.digest)
+    return group
+
+
+def adopted(context: RunContext, result: StageResult) -> StageResult:
+    """Tell the ranks that what they hold after a train stage is committed; a reused stage left them as they were."""
+    if not result.reused:
+        context.fleet.adopt(result.manifest.digest)
+    return result
+
+
+def ensure_reference(context: RunContext, prepared: Manifest, group: TrainerGroup) -> None:
+    """Give the ranks the frozen reference of the KL term: the state before the first RL iteration."""
+    if context.config.train.policy.kl_coefficient == 0:
+        return
+    reference = need(context.root, prepared.run, 0, Stage.TRAIN)
+    if group.reference() != reference.digest:
+        with local_copy(context, reference) as folder:
+            group.call("load_reference", str(folder), reference.digest)
+
+
+def save_state(context: RunContext, group: TrainerGroup, writer: PartWriter) -> tuple[Part, ...]:
+    """Save the ranks' state and store its files as parts."""
+    folder = context.scratch / f"save-{writer.iteration:06d}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    names = sorted({name for owned in group.call("save", str(folder)) for name in owned})
+    parts = writer.write_files(folder, names)
+    shutil.rmtree(folder)
+    return tuple(part.model_copy(update={"name": STATE + part.name}) for part in parts)
+
+
+@contextmanager
+def local_copy(context: RunContext, state: Manifest) -> Iterator[Path]:
+    """A local directory with the files of a state, for as long as it is read."""
+    folder = context.scratch / f"load-{state.digest[:16]}"
+    try:
+        yield materialize(context.root, state, folder, STATE)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,38 @@
+"""Stage `train`: from the previous state and one iteration's scored samples to the next state."""
+
+from storage.ids import Stage
+from storage.manifest import Manifest
+from storage.parts import PartWriter
+from tasks.context import RunContext
+from tasks.learner import adopted, ensure_reference, ensure_state, save_state
+from tasks.stage import StageOutput, StageResult, run_stage
+from trainer_core.reading import read_samples
+
+
+def train(
+    context: RunContext, iteration: int, prepared: Manifest, rollouts: Manifest, rewards: Manifest, state: Manifest
+) -> StageResult:
+    """Take the policy steps of one iteration, starting from `state`, and save what results.
+
+    The data cursor travels with the state: prompts count as consumed once they are trained on.
+    """
+    writer = context.writer(iteration, Stage.TRAIN)
+    inputs = {"prepare": prepared, "rollout": rollouts, "reward": rewards, "state": state}
+
+    def body() -> StageOutput:
+        return _train(context, writer, prepared, rollouts, rewards, state)
+
+    return adopted(context, run_stage(writer, context.config.digest, inputs, body))
+
+
+def _train(
+    context: RunContext, writer: PartWriter, prepared: Manifest, rollouts: Manifest, rewards: Manifest, state: Manifest
+) -> StageOutput:
+    group = ensure_state(context, prepared, state)
+    ensure_reference(context, prepared, group)
+    samples = read_samples(context.root, rollouts, rewards)
+    referenced = context.config.train.policy.kl_coefficient > 0
+    metrics = group.call("train_policy", samples, context.config.rollout.temperature, referenced)[0]
+    return StageOutput(
+        parts=save_state(context, group, writer), facts={"cursor": rollouts.facts["cursor"]}, metrics=metrics
+    )
