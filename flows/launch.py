@@ -1,0 +1,146 @@
+"""One run from the command line: checks first, then the processes, then the flow, and the result at the end."""
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import psutil
+from prefect import tags
+from pydantic import BaseModel, ConfigDict
+
+from flows.memory import MemoryMeter
+from flows.output import Output
+from flows.progress import closing_lines
+from flows.run import next_iteration, process_cluster, run
+from flows.server import connected, prefect_server
+from flows.status import RunStatus, read_status
+from storage.errors import InputError, RatchetError
+from storage.root import Root, open_root
+from tasks.checks import check_run, check_scratch
+from tasks.config import RunConfig
+from tasks.context import open_run
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the command line asks for."""
+
+    config: RunConfig
+    run: str
+    root: str
+    again: str
+    """The command that continues the run."""
+
+
+class RunSummary(BaseModel):
+    """The result of `ratchet run` and `ratchet demo`, as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    """Id of the run."""
+    root: str
+    """Storage root."""
+    iterations: int
+    """RL iterations that are complete."""
+    first_accuracy: float | None
+    """Held-out pass rate before the first RL iteration."""
+    last_accuracy: float | None
+    """Held-out pass rate after the last."""
+    first_reward: float | None
+    last_reward: float | None
+    seconds_total: float
+    """From the start of this process to the result."""
+    seconds_per_iteration: float | None
+    """Median duration of the RL iterations after the second."""
+    peak_rss_gib: float
+    """Largest proportional set size of this process and everything it started, GiB."""
+    report: str | None
+    """URL of the plot."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+def launch(order: Order, output: Output) -> int:
+    """Do or continue a run and report the result.
+
+    Returns:
+        The exit code: 0, 128 + the signal's number if interrupted (130 for Ctrl-C).
+
+    Raises:
+        RatchetError: whatever stops the run.
+    """
+    root = open_root(order.root)
+    check_scratch()
+    check_run(order.config, root)
+    open_run(order.config, order.root, order.run)
+    _quieten_prefect()
+    try:
+        with interruptible(), MemoryMeter() as meter:
+            _run_flow(order, root)
+    except Interrupted as interruption:
+        output.error(f"interrupted. Nothing that was committed is lost; go on with: {order.again}")
+        return interruption.exit_code
+    except InputError:
+        raise
+    except RatchetError as error:
+        raise type(error)(f"{error}\nWhen that is mended, go on with: {order.again}") from error
+    status = read_status(root, order.run)
+    output.result(summarise(status, meter), closing_lines(status))
+    return 0
+
+
+def summarise(status: RunStatus, meter: MemoryMeter) -> RunSummary:
+    """The result of this process."""
+    shared = set(RunSummary.model_fields) & set(RunStatus.model_fields)
+    return RunSummary(
+        **status.model_dump(include=shared),
+        seconds_total=round(time.time() - psutil.Process().create_time(), 2),
+        peak_rss_gib=round(meter.peak_gib, 3),
+    )
+
+
+def _run_flow(order: Order, root: Root) -> None:
+    with prefect_server() as server, process_cluster() as cluster:
+        if next_iteration(root, order.run, order.config) <= order.config.run.iterations:
+            cluster.start()  # while the server comes up
+        with connected(server), tags(f"run:{order.run}"):
+            run(order.run, order.root, order.config)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; later ones must not disturb the clearing up."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        for other in signals:
+            signal.signal(other, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _quieten_prefect() -> None:
+    """Keep Prefect's log off the terminal, where errors stand once and in our words; its server has all of it.
+
+    Somebody who sets PREFECT_LOGGING_LEVEL to INFO or DEBUG wants to see it.
+    """
+    if logging.getLogger("prefect").getEffectiveLevel() > logging.INFO:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(lambda record: not record.name.startswith("prefect"))

@@ -1,0 +1,51 @@
+"""Where the command line writes: results to standard output, everything else to standard error."""
+
+import json as json_format
+import os
+import sys
+from collections.abc import Sequence
+from typing import IO, Self
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.text import Text
+
+_STDOUT, _STDERR = 1, 2
+
+
+class Output:
+    """Standard output for the result, standard error for messages.
+
+    With `json`, inside the `with` block the descriptor of standard output leads to standard error, so that nothing that
+    a library or a child process says can stand beside the JSON.
+    """
+
+    def __init__(self, json: bool = False) -> None:
+        self.json = json
+        self.console = Console(stderr=True)
+        self._result: IO[str] = sys.stdout
+        self._saved: int | None = None
+
+    def __enter__(self) -> Self:
+        if self.json:
+            sys.stdout.flush()
+            self._saved = os.dup(_STDOUT)
+            os.dup2(_STDERR, _STDOUT)
+            self._result = os.fdopen(self._saved, "w", closefd=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._result.flush()
+        if self._saved is not None:
+            os.dup2(self._saved, _STDOUT)
+            os.close(self._saved)
+
+    def result(self, model: BaseModel, lines: Sequence[str]) -> None:
+        """The result: one line of JSON, or lines for people."""
+        text = json_format.dumps(model.model_dump(mode="json")) if self.json else "\n".join(lines)
+        self._result.write(f"{text}\n")
+        self._result.flush()
+
+    def error(self, message: str) -> None:
+        """One message on standard error."""
+        self.console.print(Text(f"ratchet: {message}", style="red"), soft_wrap=True, highlight=False)

@@ -1,0 +1,78 @@
+"""A run as a Prefect flow. It goes on where the manifests end, so running it again continues it."""
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect import flow
+
+from flows.artifacts import publish
+from flows.history import first_incomplete, read_iteration, record_of
+from flows.iteration import begin, iterate, position_after
+from flows.progress import Progress
+from flows.report import store_plot
+from flows.status import read_status
+from storage.root import Root
+from tasks.cluster import Cluster
+from tasks.config import RunConfig
+from tasks.context import RunContext, open_run
+from tasks.fleet import Fleet
+from tasks.settings import Settings
+
+
+@flow(name="ratchet", flow_run_name="{name}", persist_result=False)
+def run(name: str, root: str, config: RunConfig) -> None:
+    """Do the iterations of a run that are not complete yet, then publish what came of it.
+
+    Args:
+        name: id of the run.
+        root: URL of the storage root.
+        config: the resolved configuration; `config.run.iterations` says how far to go.
+    """
+    store, _ = open_run(config, root, name)
+    with Progress(name, config.run.iterations) as progress:
+        first = next_iteration(store, name, config)
+        if first <= config.run.iterations:
+            with open_context(name, store, config) as context:
+                advance(context, progress, first)
+        progress.say("drawing the curves")
+        png = store_plot(store, name, read_status(store, name).history)
+        publish(read_status(store, name), png)
+
+
+def next_iteration(root: Root, name: str, config: RunConfig) -> int:
+    """The iteration to go on with; beyond the last if the run is complete."""
+    return first_incomplete(root, name, config.run.iterations, config.evaluate.every)
+
+
+def advance(context: RunContext, progress: Progress, first: int) -> None:
+    """Do the iterations from `first` to the last."""
+    iterations, previous = context.config.run.iterations, max(first - 1, 0)
+    position = begin(context, progress) if first == 0 else position_after(context, first - 1)
+    before = read_iteration(context.root, context.run, previous)[-1]
+    if first == 0:
+        progress.finished(record_of(read_iteration(context.root, context.run, 0), None))
+    for iteration in range(max(first, 1), iterations + 1):
+        position = iterate(context, progress, iteration, position)
+        manifests = read_iteration(context.root, context.run, iteration)
+        progress.finished(record_of(manifests, before))
+        before = manifests[-1]
+
+
+@functools.cache
+def process_cluster() -> Cluster:
+    """The Ray of this process: Ray itself knows only one."""
+    return Cluster(Settings.from_environment())
+
+
+@contextmanager
+def open_context(name: str, root: Root, config: RunConfig) -> Iterator[RunContext]:
+    """The room a run works in; its processes and scratch files are gone at the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ratchet-") as scratch,
+        process_cluster() as cluster,
+        Fleet(name, config, cluster) as fleet,
+    ):
+        yield RunContext(name, root, config, fleet, Path(scratch))

@@ -1,0 +1,68 @@
+"""Runs made of hand-written manifests on the real storage, and one real Prefect server for the whole folder."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.history import stages_of
+from flows.server import TemporaryServer
+from storage import layout
+from storage.ids import Stage
+from storage.manifest import commit
+from storage.root import Root, open_root
+from tasks.config import RunConfig, parse_config
+from tests.flows.runs import MINIMAL, MakeRun, make_manifest
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return parse_config(tomllib.loads(MINIMAL), "test")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    return open_root(str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def make_run(root: Root, config: RunConfig) -> MakeRun:
+    """Store a run whose iterations 0 ... `complete` are done, and some stages of the next."""
+
+    def make(run: str, complete: int, begun: tuple[Stage, ...] = (), unevaluated: tuple[int, ...] = ()) -> None:
+        root.put_if_absent(layout.run_config_key(run), config.model_dump_json().encode())
+        for iteration in range(complete + 1):
+            for stage in stages_of(iteration):
+                if stage != Stage.EVALUATE or iteration not in unevaluated:
+                    commit(root, make_manifest(run, iteration, stage))
+        for stage in begun:
+            commit(root, make_manifest(run, complete + 1, stage))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Home of every Prefect server that these tests start."""
+    home = tmp_path_factory.mktemp("prefect")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_HOME", str(home))
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+        yield home
+
+
+@pytest.fixture(scope="session")
+def prefect_server(prefect_home: Path) -> Iterator[TemporaryServer]:
+    """A real server with a database of its own."""
+    with TemporaryServer() as server:
+        server.wait(240)
+        yield server
+
+
+@pytest.fixture
+def prefect_api(prefect_server: TemporaryServer) -> Iterator[str]:
+    """Prefect in this process talks to the real server."""
+    with temporary_settings({PREFECT_API_URL: prefect_server.url}):
+        yield prefect_server.url
