@@ -20,7 +20,7 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
         StorageError: if stored bytes are not what the manifests say.
     """
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
-    table = read_table(root, rollouts, ROLLOUT, columns).combine_chunks()
+    table = read_table(root, rollouts, ROLLOUT, columns)
     scores = _scores(read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"]))
     keys = list(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))
     missing = [key for key in keys if key not in scores]
@@ -45,13 +45,11 @@ def _scores(table: pa.Table) -> dict[tuple[str, int], float | None]:
 
 
 def _flat(table: pa.Table, column: str) -> NDArray[np.generic]:
-    chunks = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table[column].chunks]
-    return np.concatenate(chunks)
+    return table[column].combine_chunks().flatten().to_numpy(zero_copy_only=False)
 
 
 def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
-    chunks = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in table[column].chunks]
-    return np.concatenate(chunks).astype(np.int64)
+    return table[column].combine_chunks().value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _interleave(

@@ -1,14 +1,12 @@
 """What the server that forks ranks imports once, so that a test does not pay for it."""
 
+import importlib
 import os
-
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 from trainer_core.platform import prepare
 
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+os.environ["HF_HUB_OFFLINE"] = "1"
 prepare("cpu")
-
-import transformers.models.qwen3.modeling_qwen3
-
-import trainer_core.learner  # noqa: F401
+for module in ("trainer_core.learner", "transformers.models.qwen3.modeling_qwen3"):
+    importlib.import_module(module)

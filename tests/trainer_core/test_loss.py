@@ -42,9 +42,7 @@ def test_a_lone_usable_sample_has_no_advantage():
     assert advantages([1, 0], [0, 0], [True, False]).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"), [("k1", -0.2), ("k2", 0.02), ("k3", math.exp(0.2) - 1 - 0.2)]
-)
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", -0.2), ("k2", 0.02), ("k3", math.exp(0.2) - 1 - 0.2)])
 def test_kl_estimators_by_hand(estimator, expected):
     assert kl_estimate(torch.tensor([0.2], dtype=torch.float64), estimator).item() == pytest.approx(expected)
 

@@ -87,9 +87,7 @@ def train_on_own_logprobs(trainer, samples, temperature):
     trainer.import_model()
     sequences = np.split(samples.tokens, np.cumsum(samples.lengths)[:-1])
     own = trainer.logprobs(sequences, temperature)
-    responses = [
-        values[prompt - 1 :] for values, prompt in zip(own, samples.prompt_lengths, strict=True)
-    ]
+    responses = [values[prompt - 1 :] for values, prompt in zip(own, samples.prompt_lengths, strict=True)]
     same = replace(samples, engine_logprobs=np.concatenate(responses))
     return trainer.train_policy(same, temperature)
 
