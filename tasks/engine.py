@@ -198,7 +198,9 @@ class Engine:
         )
 
     def _run(self, sequences: Sequence[Sequence[int]], how: Any) -> list[Any]:
-        return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in sequences], how, use_tqdm=False)
+        # plain integers: from numpy's, vLLM would make tensors of a type that it does not take
+        inputs = [{"prompt_token_ids": np.asarray(ids).tolist()} for ids in sequences]
+        return self._llm.generate(inputs, how, use_tqdm=False)
 
     def _update(self, directory: str, records: Sequence[TensorRecord]) -> dict[str, str]:
         files: dict[str, list[TensorRecord]] = {}

@@ -17,7 +17,7 @@ _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and i
 _ATTACH_S = 10.0
 
 
-class _Died(WorkerLost):
+class WorkerDied(WorkerLost):
     """The process is gone, unlike one that failed and was ended by us."""
 
 
@@ -160,7 +160,7 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
 
 def _explained(error: ray.exceptions.RayError, label: str, what: str) -> RatchetError:
     if not isinstance(error, ray.exceptions.RayTaskError):
-        return _Died(f"{label} died during {what} ({_first_line(error)}); the next attempt starts a new one")
+        return WorkerDied(f"{label} died during {what} ({_first_line(error)}); the next attempt starts a new one")
     cause = error.cause
     if isinstance(cause, RatchetError):
         return type(cause)(f"{label}: {cause}")
@@ -171,7 +171,7 @@ def _explained(error: ray.exceptions.RayError, label: str, what: str) -> Ratchet
 
 def _worst(failures: Iterable[RatchetError]) -> RatchetError:
     """A death explains the errors of those that waited for the dead one; else the first."""
-    return min(failures, key=lambda failure: not isinstance(failure, _Died))
+    return min(failures, key=lambda failure: not isinstance(failure, WorkerDied))
 
 
 def _first_line(error: BaseException) -> str:

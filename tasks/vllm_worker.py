@@ -65,7 +65,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
 
     def init_transfer_engine(self, init_info: RatchetInit) -> None:
         """Learn which tensors a complete update has."""
-        self._needed = checkpoint_names(Path(init_info.model_dir))
+        self._needed = checkpoint_shapes(Path(init_info.model_dir))
         self._received: dict[str, str] = {}
         self._loaded: set[str] = set()
         self._open = False
@@ -91,10 +91,19 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         _same_names(tensors.keys(), records.keys(), f"tensors of {update_info.path}")
         for name, tensor in tensors.items():
             self._received[name] = _checked_digest(tensor, records[name])
+            self._check_belongs(name, tuple(tensor.shape))
         self._loaded |= cast(_Loadable, self.model).load_weights(iter(tensors.items()))
         if update_info.final:
-            _same_names(self._received.keys(), self._needed, "tensors of the weight update")
+            _same_names(self._received.keys(), self._needed.keys(), "tensors of the weight update")
             _same_names(self._loaded, dict(self.model.named_parameters()).keys(), "parameters that vLLM loaded")
+
+    def _check_belongs(self, name: str, shape: tuple[int, ...]) -> None:
+        expected = self._needed.get(name)
+        if shape != expected:
+            raise SyncMismatch(
+                f"tensor {name} was sent with shape {list(shape)}, but the model that the engine started from has "
+                f"{'no such tensor' if expected is None else list(expected)}; export the same architecture"
+            )
 
     def finish_weight_update(self) -> None:
         """Let vLLM put the loaded layers into its kernels' form."""
@@ -124,13 +133,13 @@ class WorkerExtension:
         return self.weight_transfer_engine.received_digests()
 
 
-def checkpoint_names(directory: Path) -> set[str]:
-    """Names of all tensors in the safetensors files of a Hugging Face directory."""
-    names: set[str] = set()
+def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of all tensors in the safetensors files of a Hugging Face directory."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
-    return names
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+    return shapes
 
 
 def _checked_digest(tensor: torch.Tensor, record: TensorRecord) -> str:

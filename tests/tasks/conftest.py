@@ -1,0 +1,38 @@
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.cluster import Cluster
+from tasks.engine import EngineSpec
+from tasks.settings import Settings
+from tests.tasks.engine_process import CONTEXT, engine_process
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory):
+    """By `tied`: an engine that started from the model `old`, and a model `new` of the same shape."""
+    folder = tmp_path_factory.mktemp("models")
+    with engine_process() as process:
+        reference = process.Reference()
+        served = {}
+        for tied in (False, True):
+            models = {name: str(folder / f"{name}-{tied}") for name in ("old", "new")}
+            for seed, directory in enumerate(models.values()):
+                reference.make(directory, seed, tied)
+            spec = EngineSpec(model_dir=models["old"], max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
+            served[tied] = SimpleNamespace(engine=process.Engine(spec), reference=reference, **models)
+        yield served
+
+
+@pytest.fixture
+def served(engines):
+    """The engine of the model whose output layer has weights of its own."""
+    return engines[False]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A local Ray."""
+    with Cluster(Settings(ray_address=None, ray_token=None, gpus=())) as started:
+        started.start()
+        yield started
