@@ -1,8 +1,9 @@
 """Object stores: conditional puts, and which failures are worth another try.
 
-s3fs maps what a server answers to errors of the operating system: 412 of a conditional put to FileExistsError, 409
-(ConditionalRequestConflict: two puts at once) and 503 to EBUSY, 500 to EREMOTEIO. A retry after an answer that was lost
-meets its own object, so callers read back and compare whenever a put finds the key taken.
+s3fs maps what a server answers to errors of the operating system: 412 of a conditional put to FileExistsError, 503 to
+EBUSY, 500 to EREMOTEIO - but 409 ConditionalRequestConflict (two conditional puts at once: try again) to a bare EIO, so
+the status is looked at. A retry after an answer that was lost meets its own object, so callers read back and compare
+whenever a put finds the key taken.
 """
 
 import errno
@@ -14,10 +15,8 @@ from typing import Any
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 _ATTEMPTS = 6
-_TRANSIENT = {
-    errno.EBUSY, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
-    errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH,
-}  # fmt: skip
+_TRANSIENT = (errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET)
+_TRANSIENT_STATUS = (409, 429, 500, 502, 503, 504)
 
 
 def put_if_absent(fs: Any, path: str, data: bytes) -> bool:
@@ -60,9 +59,16 @@ def _create(put: Callable[[], object]) -> bool:
 
 
 def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _TRANSIENT or isinstance(error, TimeoutError | ConnectionError)
-    from botocore.exceptions import ConnectionError as NoConnection
-    from botocore.exceptions import HTTPClientError
+    # broken connections are not here: s3fs and botocore have tried those again themselves
+    if not isinstance(error, OSError):
+        return False
+    return error.errno in _TRANSIENT or isinstance(error, TimeoutError) or _status(error) in _TRANSIENT_STATUS
 
-    return isinstance(error, HTTPClientError | NoConnection)
+
+def _status(error: OSError) -> int | None:
+    """The HTTP status that s3fs made this error from."""
+    clients = client_errors() if error.__cause__ is not None else ()
+    if not isinstance(error.__cause__, clients):
+        return None
+    response: dict[str, Any] = vars(error.__cause__).get("response", {})
+    return response.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -216,10 +216,10 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
 
 
 def _failure(root: Root, key: str, error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"no space left while writing {root.url}/{key}. Nothing that was committed is lost: free space "
-            "and start the same command again"
+            f"no space left while writing {root.url}/{key} ({error.strerror}). Nothing that was committed is lost: "
+            "free space and start the same command again"
         )
     return f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
 

@@ -1,0 +1,35 @@
+import uuid
+
+import pytest
+
+from storage.root import open_root
+from tests.storage.s3 import s3_server
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Local files."""
+    return open_root(str(tmp_path / "runs"))
+
+
+@pytest.fixture(scope="session")
+def s3():
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_root(s3):
+    """S3 semantics over a socket; a prefix of its own for each test."""
+    s3.fail_next([])
+    return s3.root(uuid.uuid4().hex)
+
+
+@pytest.fixture(params=["file", "s3", "memory"])
+def any_root(request, tmp_path):
+    """Each backend in turn."""
+    if request.param == "s3":
+        return request.getfixturevalue("s3_root")
+    if request.param == "memory":
+        return open_root(f"memory://{uuid.uuid4().hex}", allow_memory=True)
+    return open_root(str(tmp_path / "runs"))
