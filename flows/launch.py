@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import FrameType
 
 import psutil
-from prefect import tags
 from pydantic import BaseModel, ConfigDict
 
 from flows.memory import MemoryMeter
@@ -114,7 +113,7 @@ def _run_flow(order: Order, root: Root) -> None:
     with prefect_server() as server, process_cluster() as cluster:
         if next_iteration(root, order.run, order.config) <= order.config.run.iterations:
             cluster.start()  # while the server comes up
-        with connected(server), tags(f"run:{order.run}"):
+        with connected(server):
             run(order.run, order.root, order.config)
 
 

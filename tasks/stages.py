@@ -41,7 +41,6 @@ class StageTask:
         self._task: Task = task(
             name=stage.value,
             task_run_name=f"{stage.value}-{{iteration}}",
-            tags=["ratchet", stage.value],
             cache_policy=NO_CACHE,
             persist_result=False,
         )(_perform)
@@ -52,6 +51,7 @@ class StageTask:
         Raises:
             RatchetError: whatever the stage raises; the task run is `Failed`.
         """
+        # no tags: for each tag Prefect asks the server for a concurrency slot, which costs two seconds a stage
         # the context is bound, not a parameter: Prefect would walk through it in search of futures
         work = partial(self._body, context, iteration)
         state = self._task(iteration, work, inputs, return_state=True)
