@@ -113,7 +113,7 @@ def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Seque
 
 
 def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """Table parts in the given order, verified; raises as `read_table`. Other columns are not even decompressed."""
+    """Table parts in the given order, verified; raises as `read_table`."""
     names = schema.names if columns is None else list(columns)
     tables = [open_table(read_part_buffer(root, part), schema, part.key, names) for part in parts]
     return pa.concat_tables(tables) if tables else schema.empty_table().select(names)
@@ -127,12 +127,12 @@ def open_table(
     Raises:
         SchemaMismatch: the file has another schema, and not one that an earlier version wrote.
     """
-    written = pa.ipc.open_file(data).schema
-    accept(written, schema, where, earlier)
-    included = [index for index, name in enumerate(written.names) if name in names]
-    table = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(included_fields=included)).read_all()
+    file = pa.ipc.open_file(data)
+    accept(file.schema, schema, where, earlier)
+    # all columns: `included_fields` would spare decompression, but it copies what is stored uncompressed
+    table = file.read_all()
     for field in schema:
-        if field.name in names and field.name not in written.names:
+        if field.name not in table.schema.names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return table.select(list(names)).replace_schema_metadata(schema.metadata)
 

@@ -1,0 +1,45 @@
+"""Tables and manifests to store in tests."""
+
+from datetime import UTC, datetime
+
+import numpy as np
+import pyarrow as pa
+
+from storage.ids import Stage
+from storage.manifest import Manifest, Part
+from storage.schema import ROLLOUT
+
+TIME = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def manifest(stage: Stage = Stage.ROLLOUT, iteration: int = 1, parts: tuple[Part, ...] = (), **fields) -> Manifest:
+    given = {"run": "run", "config_digest": "c0", "code_version": "1", "started": TIME, "finished": TIME, **fields}
+    return Manifest(stage=stage, iteration=iteration, parts=parts, **given)
+
+
+def list_column(lengths, kind, random) -> pa.Array:
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    values = random.integers(0, 1000, offsets[-1]).astype(kind)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def rollout_table(groups: int = 4, samples: int = 3, seed: int = 0, iteration: int = 1, version: int = 0) -> pa.Table:
+    """A rollout table with groups p0, p1, ... whose responses have 1 to 9 tokens."""
+    random, rows = np.random.default_rng(seed), groups * samples
+    lengths = random.integers(1, 10, rows)
+    columns = {
+        "run": pa.array(["run"] * rows),
+        "iteration": pa.array([iteration] * rows, pa.int32()),
+        "prompt_id": pa.array([f"p{row // samples}" for row in range(rows)]),
+        "sample_id": pa.array([row % samples for row in range(rows)], pa.int32()),
+        "prompt_tokens": list_column(np.full(rows, 5), np.int32, random),
+        "response_tokens": list_column(lengths, np.int32, random),
+        "logprobs": list_column(lengths, np.float32, random),
+        "finish_reason": pa.array(["stop"] * rows),
+        "weight_version": pa.array([version] * rows, pa.int32()),
+        "seed": pa.array(range(rows), pa.int64()),
+        "temperature": pa.array([1.0] * rows, pa.float32()),
+        "top_p": pa.array([1.0] * rows, pa.float32()),
+        "max_tokens": pa.array([9] * rows, pa.int32()),
+    }
+    return pa.Table.from_arrays([columns[name] for name in ROLLOUT.names], schema=ROLLOUT)

@@ -1,0 +1,145 @@
+"""The commit point: identity, adoption, conflict, fence, and what a reader refuses."""
+
+import json
+from datetime import timedelta
+
+import pytest
+
+from storage import layout
+from storage.errors import CommitConflict, LeaseLost, NotCommitted, SchemaMismatch, StorageError
+from storage.ids import Stage
+from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
+from tests.storage.flaky import flaky_root
+from tests.storage.tables import TIME, manifest
+
+PART = Part(name="groups.arrow", key="run/parts/groups-00.arrow", bytes=10, digest="00", rows=3)
+KEY = layout.manifest_key("run", 1, Stage.ROLLOUT, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metrics": {"seconds": 2.0}},
+        {"attempt": 3},
+        {"writer": "elsewhere:1"},
+        {"started": TIME + timedelta(1), "finished": TIME + timedelta(2)},
+        {"code_version": "2"},
+        {"revision": 1},
+        {"epoch": 7},
+        {"origin": Origin(run="parent", digest="d", config_digest="c")},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_how_a_result_came_about_is_not_its_identity(change):
+    assert manifest(**change).digest == manifest().digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "other"},
+        {"iteration": 2},
+        {"stage": Stage.REWARD},
+        {"schema_fingerprint": "f"},
+        {"parts": (PART,)},
+        {"inputs": {"weights": "d"}},
+        {"config_digest": "c1"},
+        {"facts": {"cursor": 1}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_a_result_is_and_was_made_from_is_its_identity(change):
+    assert manifest(**change).digest != manifest().digest
+
+
+def test_the_identity_of_stored_runs_is_for_ever():
+    # written down: a change of this value would cut every stored run into a past and a future that do not match
+    stored = manifest(
+        parts=(PART,), inputs={"weights": "d"}, facts={"cursor": 1, "digest": None}, schema_fingerprint="f"
+    )
+    assert stored.digest == "9d1ba1c3bac568eb1521b7a87ed2f373"
+
+
+def test_a_committed_manifest_is_found_as_it_was(any_root):
+    published = commit(any_root, manifest(parts=(PART,), facts={"cursor": 3}, metrics={"seconds": 0.1}))
+    assert find(any_root, "run", 1, Stage.ROLLOUT) == published
+    assert need(any_root, "run", 1, Stage.ROLLOUT).part("groups.arrow") == PART
+    with pytest.raises(StorageError, match=r"no part 'other'.*groups.arrow"):
+        published.part("other")
+
+
+def test_what_was_not_committed_is_not_there(any_root):
+    assert find(any_root, "run", 1, Stage.ROLLOUT) is None
+    with pytest.raises(NotCommitted, match="run run has no rollout of iteration 1"):
+        need(any_root, "run", 1, Stage.ROLLOUT)
+
+
+def test_the_newest_revision_is_the_one_that_counts(any_root):
+    commit(any_root, manifest(facts={"cursor": 0}))
+    newer = commit(any_root, manifest(facts={"cursor": 1}, revision=1))
+    assert find(any_root, "run", 1, Stage.ROLLOUT) == newer
+
+
+def test_the_second_of_two_equal_results_adopts_the_first(any_root):
+    first = commit(any_root, manifest(writer="one"))
+    assert commit(any_root, manifest(writer="two")) == first
+
+
+def test_the_second_of_two_different_results_is_refused(any_root):
+    first = commit(any_root, manifest(writer="one", facts={"cursor": 0}))
+    with pytest.raises(CommitConflict, match="committed by one with other content"):
+        commit(any_root, manifest(writer="two", facts={"cursor": 1}))
+    assert find(any_root, "run", 1, Stage.ROLLOUT) == first
+
+
+@pytest.mark.parametrize("script", [["lost server error"], ["busy", "lost timeout"], ["reset", "slow"]])
+def test_a_commit_whose_answer_was_lost_is_a_commit(script):
+    root = flaky_root(script)
+    published = commit(root, manifest(writer="one"))
+    assert find(root, "run", 1, Stage.ROLLOUT) == published
+
+
+class Fencing:
+    """A fence that says what it was told to."""
+
+    def __init__(self, epoch, lost=False):
+        self.epoch, self.lost = epoch, lost
+
+    def check(self):
+        if self.lost:
+            raise LeaseLost("taken over")
+
+
+def test_a_fence_is_asked_before_anything_is_written(any_root):
+    with pytest.raises(LeaseLost):
+        commit(any_root, manifest(), Fencing(1, lost=True))
+    assert find(any_root, "run", 1, Stage.ROLLOUT) is None
+    assert commit(any_root, manifest(), Fencing(4)).epoch == 4
+
+
+def test_who_took_over_is_told_that_the_earlier_holder_published(any_root):
+    commit(any_root, manifest(writer="one", facts={"cursor": 0}), Fencing(1))
+    with pytest.raises(CommitConflict, match="until this process took over: start again"):
+        commit(any_root, manifest(writer="two", facts={"cursor": 1}), Fencing(2))
+
+
+def test_a_newer_format_is_refused_with_the_numbers(root):
+    document = {**json.loads(manifest().model_dump_json()), "format_version": FORMAT_VERSION + 1, "shards": []}
+    root.put_if_absent(KEY, json.dumps(document).encode())
+    with pytest.raises(SchemaMismatch, match=f"format {FORMAT_VERSION + 1}; .* up to {FORMAT_VERSION}") as refusal:
+        find(root, "run", 1, Stage.ROLLOUT)
+    assert KEY in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "data", [b"{", b"[]", b"{}", b"\xff\xfe", b'{"format_version": 1}', b'{"format_version": "x"}']
+)
+def test_a_damaged_manifest_is_refused_with_its_key(root, data):
+    root.put_if_absent(KEY, data)
+    with pytest.raises(SchemaMismatch, match=KEY):
+        load(root, KEY)
+
+
+def test_a_manifest_survives_its_json():
+    given = manifest(parts=(PART,), inputs={"a": "b"}, facts={"n": 1, "x": [None, 0.1]}, metrics={"loss": 1e-300})
+    assert Manifest.model_validate_json(given.model_dump_json()) == given

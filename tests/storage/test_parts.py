@@ -1,0 +1,189 @@
+"""Parts: write-once, verified, repaired when written again, and read in older schemas."""
+
+import os
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from storage.errors import DigestMismatch, PartMissing, SchemaMismatch, StorageError
+from storage.ids import Stage
+from storage.parts import PartWriter, is_intact, materialize, read_part, read_parts, read_table
+from storage.reader import flat
+from storage.schema import REWARD, ROLLOUT, fingerprint
+from tests.storage.flaky import flaky_root
+from tests.storage.tables import manifest, rollout_table
+
+
+def writer(root, stage=Stage.ROLLOUT):
+    return PartWriter(root, "run", 1, stage)
+
+
+def damage(root, key, change):
+    data = bytearray(root.read_bytes(key))
+    root.replace(key, bytes(change(data)))
+
+
+def flip(position):
+    def change(data):
+        data[position] ^= 0x10
+        return data
+
+    return change
+
+
+def test_a_part_is_named_by_its_content(any_root):
+    first = writer(any_root).write_bytes("part.bin", b"one")
+    assert writer(any_root).write_bytes("part.bin", b"one") == first
+    second = writer(any_root).write_bytes("part.bin", b"two")
+    assert second.key != first.key
+    assert (read_part(any_root, first), read_part(any_root, second)) == (b"one", b"two")
+    assert first.key == f"run/parts/000001/rollout/part-{first.digest[:16]}.bin"
+
+
+@pytest.mark.parametrize(
+    "change", [flip(0), flip(-1), flip(1000), lambda data: data[:-1], lambda data: data + b"\0"], ids=range(5)
+)
+def test_a_part_that_changed_is_refused_with_its_key(any_root, change):
+    table = rollout_table(40)
+    part = writer(any_root).write_table("groups.arrow", table, ROLLOUT)
+    damage(any_root, part.key, change)
+    stage = manifest(parts=(part,))
+    for read in (
+        lambda: read_table(any_root, stage, ROLLOUT),
+        lambda: read_part(any_root, part),
+    ):
+        with pytest.raises(DigestMismatch, match=part.key):
+            read()
+    assert not is_intact(any_root, part)
+
+
+def test_a_damaged_file_is_not_brought_down(any_root, tmp_path):
+    part = writer(any_root).write_bytes("part.bin", b"content")
+    damage(any_root, part.key, flip(2))
+    with pytest.raises(DigestMismatch, match=part.key):
+        materialize(any_root, manifest(parts=(part,)), tmp_path / "scratch")
+
+
+def test_a_part_that_is_gone_is_named(any_root, tmp_path):
+    part = writer(any_root).write_bytes("part.bin", b"content")
+    any_root.remove(part.key)
+    with pytest.raises(PartMissing, match=part.key):
+        read_part(any_root, part)
+    with pytest.raises(PartMissing, match=part.key):
+        materialize(any_root, manifest(parts=(part,)), tmp_path / "scratch")
+
+
+@pytest.mark.parametrize("how", ["bytes", "file"])
+def test_writing_a_part_again_repairs_it(any_root, tmp_path, how):
+    (tmp_path / "part.bin").write_bytes(b"content" * 1000)
+
+    def write():
+        if how == "file":
+            return writer(any_root).write_file("part.bin", tmp_path / "part.bin")
+        return writer(any_root).write_bytes("part.bin", b"content" * 1000)
+
+    part = write()
+    damage(any_root, part.key, lambda data: data[:100])
+    assert write() == part
+    assert read_part(any_root, part) == b"content" * 1000
+
+
+def test_a_torn_write_is_mended_by_the_next_try():
+    root = flaky_root(["torn"])
+    part = writer(root).write_bytes("part.bin", b"content" * 100)
+    assert read_part(root, part) == b"content" * 100
+
+
+def test_equal_tables_give_equal_parts_however_they_are_chunked(root):
+    table = rollout_table(30)
+    chunked = pa.concat_tables([table.slice(0, 7), table.slice(7, 50), table.slice(57)])
+    parts = {writer(root).write_table("groups.arrow", one, ROLLOUT) for one in (table, chunked)}
+    assert len(parts) == 1
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4", None])
+def test_tables_are_read_back_in_the_order_of_the_manifest(any_root, compression):
+    tables = [rollout_table(seed=seed) for seed in range(3)]
+    parts = tuple(
+        writer(any_root).write_table(f"groups-{n}.arrow", table, ROLLOUT, compression) for n, table in enumerate(tables)
+    )
+    stage = manifest(parts=parts, schema_fingerprint=fingerprint(ROLLOUT))
+    assert read_table(any_root, stage, ROLLOUT).equals(pa.concat_tables(tables))
+    some = read_table(any_root, stage, ROLLOUT, ["logprobs", "prompt_id"])
+    assert some.equals(pa.concat_tables(tables).select(["logprobs", "prompt_id"]))
+    assert [part.rows for part in parts] == [12, 12, 12]
+
+
+def test_a_stage_without_tables_reads_as_an_empty_one(root):
+    assert read_parts(root, [], ROLLOUT, ["seed"]).schema.names == ["seed"]
+
+
+def test_a_table_of_another_schema_is_not_written(root):
+    table = rollout_table()
+    wrong = table.set_column(6, "logprobs", table["logprobs"].cast(pa.list_(pa.float64())))
+    with pytest.raises(SchemaMismatch, match="logprobs"):
+        writer(root).write_table("groups.arrow", wrong, ROLLOUT)
+    assert root.keys("") == []
+
+
+def test_a_table_of_another_schema_is_not_read(root):
+    part = writer(root).write_table("groups.arrow", rollout_table(), ROLLOUT)
+    with pytest.raises(SchemaMismatch, match=part.key):
+        read_parts(root, [part], REWARD)
+
+
+def test_files_are_stored_and_brought_back_together(any_root, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    contents = {f"__{rank}_0.distcp": os.urandom(200_000) for rank in range(6)}
+    for name, content in contents.items():
+        (source / name).write_bytes(content)
+    parts = writer(any_root, Stage.TRAIN).write_files(source, sorted(contents))
+    stage = manifest(Stage.TRAIN, parts=tuple(p.model_copy(update={"name": f"state/{p.name}"}) for p in parts))
+    folder = materialize(any_root, stage, tmp_path / "scratch", "state/")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents
+
+
+def test_a_scratch_file_that_is_right_stays_and_one_that_is_not_is_fetched_again(any_root, tmp_path):
+    part = writer(any_root).write_bytes("part.bin", b"content")
+    folder = materialize(any_root, manifest(parts=(part,)), tmp_path / "scratch")
+    first = (folder / "part.bin").stat().st_ino
+    materialize(any_root, manifest(parts=(part,)), folder)
+    assert (folder / "part.bin").stat().st_ino == first
+    (folder / "part.bin").unlink()
+    (folder / "part.bin").write_bytes(b"half")
+    materialize(any_root, manifest(parts=(part,)), folder)
+    assert (folder / "part.bin").read_bytes() == b"content"
+
+
+def test_a_file_that_is_still_being_written_is_refused(root, tmp_path):
+    source, stop = tmp_path / "state", threading.Event()
+    source.write_bytes(bytes(1000))
+
+    def keep_writing():
+        with source.open("ab") as file:
+            while not stop.is_set():
+                file.write(b"more")
+                file.flush()
+
+    thread = threading.Thread(target=keep_writing)
+    thread.start()
+    try:
+        with pytest.raises(StorageError, match="changed while it was stored"):
+            for _ in range(100):
+                writer(root).write_file("state", source)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_local_reads_copy_nothing(root):
+    table = rollout_table(500)
+    part = writer(root).write_table("groups.arrow", table, ROLLOUT, compression=None)
+    before = pa.total_allocated_bytes()
+    back = read_parts(root, [part], ROLLOUT)
+    assert pa.total_allocated_bytes() - before < 10_000
+    for name in ("prompt_tokens", "response_tokens", "logprobs"):
+        assert np.array_equal(flat(back[name])[0], flat(table[name])[0])

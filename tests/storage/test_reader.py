@@ -1,0 +1,73 @@
+"""Tables as arrays: views of the stored memory, row by row, and never a list."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from storage import parts, reader
+from storage.errors import SchemaMismatch, StorageError
+from storage.ids import Stage
+from storage.parts import PartWriter
+from storage.reader import flat, read_table, row_views
+from storage.schema import ROLLOUT
+from tests.storage.tables import manifest, rollout_table
+
+
+def stored(root, *tables, compression="zstd"):
+    writer = PartWriter(root, "run", 1, Stage.ROLLOUT)
+    written = (writer.write_table(f"groups-{n}.arrow", table, ROLLOUT, compression) for n, table in enumerate(tables))
+    return manifest(parts=tuple(written))
+
+
+def test_the_parts_themselves_say_which_table_they_are(any_root):
+    tables = [rollout_table(seed=seed) for seed in range(2)]
+    stage = stored(any_root, *tables)
+    assert read_table(any_root, stage).equals(pa.concat_tables(tables))
+    assert read_table(any_root, stage, ["seed"]).schema.names == ["seed"]
+
+
+def test_a_stage_without_tables_cannot_be_read_as_one(root):
+    with pytest.raises(StorageError, match="rollout of iteration 1 of run run has no table"):
+        read_table(root, manifest())
+
+
+def test_a_table_that_nobody_knows_is_refused(root):
+    schema = pa.schema([pa.field("x", pa.int32())], metadata={"table": "poems", "version": "1"})
+    table = pa.Table.from_arrays([pa.array([1], pa.int32())], schema=schema)
+    part = PartWriter(root, "run", 1, Stage.ROLLOUT).write_table("poems.arrow", table, schema)
+    with pytest.raises(SchemaMismatch, match=f"{part.key} holds table 'poems'"):
+        read_table(root, manifest(parts=(part,)))
+
+
+@pytest.mark.parametrize("slices", [[(0, 12)], [(0, 5), (5, 7)], [(3, 4), (7, 0), (7, 5)]], ids=len)
+def test_rows_are_views_with_the_values_of_the_table(slices):
+    table = rollout_table()
+    column = pa.chunked_array([table["logprobs"].chunk(0).slice(start, count) for start, count in slices])
+    expected = column.to_pylist()
+    views = row_views(column)
+    assert [view.tolist() for view in views] == expected
+    assert not any(view.flags.owndata or view.flags.writeable for view in views)
+    values, offsets = flat(column)
+    assert [values[a:b].tolist() for a, b in itertools.pairwise(offsets)] == expected
+    assert (values.dtype, offsets.dtype) == (np.float32, np.int64)
+
+
+def test_an_empty_column_is_flat_too():
+    values, offsets = flat(pa.chunked_array([], pa.list_(pa.int32())))
+    assert (values.shape, values.dtype, offsets.tolist()) == ((0,), np.int32, [0])
+
+
+def test_views_of_stored_rows_copy_nothing(root):
+    stage = stored(root, rollout_table(300), compression=None)
+    before = pa.total_allocated_bytes()
+    columns = [row_views(read_table(root, stage)[name]) for name in ("prompt_tokens", "response_tokens", "logprobs")]
+    assert pa.total_allocated_bytes() - before < 10_000
+    assert [len(views) for views in columns] == [900] * 3
+
+
+def test_no_code_on_the_reading_path_makes_python_lists():
+    for module in (reader, parts):
+        assert "to_pylist" not in Path(module.__file__).read_text()
