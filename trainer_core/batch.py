@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float32]
 
-_WIDTH_MULTIPLE = 8  # padded widths are multiples of it, which matrix kernels like
-
 
 @dataclass(frozen=True)
 class Padded:
@@ -25,8 +23,8 @@ class Padded:
     """(N,) positions that hold a target at all."""
 
     def width_of(self, rows: NDArray[np.int64]) -> int:
-        """Columns that these rows need, rounded up to a multiple of 8."""
-        return _round_up(int(self.widths[rows].max()))
+        """Columns that these rows need."""
+        return max(1, int(self.widths[rows].max()))
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Sequences:
     def padded(self) -> Padded:
         """Rows of the longest sequence's width; the mask marks the positions that predict response tokens."""
         lengths = self.lengths
-        width = _round_up(int(lengths.max()) - 1)
+        width = max(1, int(lengths.max()) - 1)
         columns = np.arange(width + 1)
         rows = np.zeros((len(self), width + 1), dtype=np.int64)
         rows[columns < lengths[:, None]] = self.tokens
@@ -119,7 +117,3 @@ def share_rows(rows: NDArray[np.int64], replicas: int, micro_batch_size: int) ->
 def per_position(sequence_values: NDArray[np.float32], padded: Padded) -> Matrix:
     """One value per sequence, spread over the positions of its row: (N,) -> (N, S)."""
     return np.broadcast_to(sequence_values[:, None], padded.tokens.shape)
-
-
-def _round_up(width: int) -> int:
-    return max(1, -(-width // _WIDTH_MULTIPLE)) * _WIDTH_MULTIPLE

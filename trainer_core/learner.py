@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError
 from trainer_core import rng
-from trainer_core.batch import Matrix, Samples, SupervisedExamples, as_sequences
+from trainer_core.batch import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
 from trainer_core.checkpoint import StateFacts, load_state, load_weights, read_facts, save_state
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.export import export_weights
@@ -90,6 +90,7 @@ class Learner:
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool) -> dict[str, float]:
         """One iteration of GRPO."""
+        self._check_length(samples)
         phase = PolicyPhase(
             self._passes, self._live_optimizer(), self._config.policy, temperature, (self._config.seed, self._step)
         )
@@ -107,6 +108,7 @@ class Learner:
         self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None
     ) -> dict[str, float]:
         """Supervised updates, under their own optimizer if one is given."""
+        self._check_length(examples)
         if optimizer is not None:
             self._optimizer = Optimizer(self._model, optimizer)
         phase = SupervisedPhase(self._passes, self._live_optimizer(), self._config.seed)
@@ -118,7 +120,9 @@ class Learner:
 
     def logprobs(self, sequences: Sequence[NDArray[np.int32]], temperature: float) -> list[NDArray[np.float32]]:
         """Log-probabilities of each sequence's tokens but the first."""
-        padded = as_sequences(sequences).padded()
+        whole = as_sequences(sequences)
+        self._check_length(whole)
+        padded = whole.padded()
         scores = self._passes.score(padded, np.arange(len(sequences)), temperature)
         return [row[:width] for row, width in zip(scores.logprobs, padded.widths, strict=True)]
 
@@ -139,6 +143,14 @@ class Learner:
             raise InputError("a reference is asked for and none is loaded; call load_reference first")
         with self._reference.in_place():
             return self._passes.score(samples.padded(), np.flatnonzero(samples.usable), temperature).logprobs
+
+    def _check_length(self, sequences: Sequences) -> None:
+        longest = int(sequences.lengths.max(initial=0))
+        if longest > self._config.max_length:
+            raise InputError(
+                f"a sequence has {longest} tokens and the trainer's max_length is {self._config.max_length}; "
+                "shorten prompts or responses, or raise max_length"
+            )
 
     def _live_optimizer(self) -> Optimizer:
         if self._optimizer is None:

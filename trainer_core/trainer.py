@@ -92,6 +92,7 @@ class Trainer:
             tokens; steps: updates.
 
         Raises:
+            InputError: if a sequence is longer than max_length, or no reference is there where one is needed.
             StageFailed: if no sample is usable.
             NumericsError: if a loss or gradient norm is not finite; that update is not applied.
         """

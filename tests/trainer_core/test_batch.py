@@ -8,8 +8,8 @@ EXAMPLES = SupervisedExamples.of([([1, 2, 3], [4, 5]), ([6], [7, 8, 9])])
 
 def test_a_row_predicts_the_next_token():
     padded = EXAMPLES.padded()
-    assert padded.tokens.tolist() == [[1, 2, 3, 4, 0, 0, 0, 0], [6, 7, 8, 0, 0, 0, 0, 0]]
-    assert padded.targets.tolist() == [[2, 3, 4, 5, 0, 0, 0, 0], [7, 8, 9, 0, 0, 0, 0, 0]]
+    assert padded.tokens.tolist() == [[1, 2, 3, 4], [6, 7, 8, 0]]
+    assert padded.targets.tolist() == [[2, 3, 4, 5], [7, 8, 9, 0]]
 
 
 def test_only_positions_that_predict_the_response_count():
@@ -21,7 +21,7 @@ def test_only_positions_that_predict_the_response_count():
 def test_values_of_response_tokens_stand_where_they_are_predicted():
     padded = EXAMPLES.padded()
     matrix = EXAMPLES.spread(np.arange(5, dtype=np.float32), padded.tokens.shape[1])
-    assert matrix[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert matrix[0].tolist() == [0, 0, 0, 1]
     assert matrix[padded.mask].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -32,9 +32,9 @@ def test_of_a_whole_sequence_all_but_the_first_token_count():
 
 def test_a_width_covers_the_longest_of_the_rows():
     padded = as_sequences([np.arange(length, dtype=np.int32) for length in (3, 30)]).padded()
-    assert padded.tokens.shape == (2, 32)
-    assert padded.width_of(np.array([0])) == 8
-    assert padded.width_of(np.array([0, 1])) == 32
+    assert padded.tokens.shape == (2, 29)
+    assert padded.width_of(np.array([0])) == 2
+    assert padded.width_of(np.array([0, 1])) == 29
 
 
 def test_one_value_per_sequence_is_spread_over_its_row():

@@ -175,6 +175,13 @@ def test_a_missing_reference_is_refused(model_dir, settings, reference, named):
     assert named in found[1]
 
 
+def test_a_sequence_beyond_the_longest_is_refused(model_dir):
+    settings = configuration().model_copy(update={"max_length": 9})
+    (found,) = run_trainers(model_dir, settings, first_error, random_samples(), False)
+    assert found[0] == "InputError"
+    assert "max_length is 9" in found[1]
+
+
 def test_samples_of_which_none_is_usable_fail_the_stage(model_dir):
     samples = replace(random_samples(), usable=np.zeros(16, dtype=bool))
     (found,) = run_trainers(model_dir, configuration(), first_error, samples, False)
