@@ -76,7 +76,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform) -> Mo
     check_layout(config.parallel, hf_config)
     wanted = _settings(config, platform)
     with quietly():
-        bridge = AutoBridge.from_hf_pretrained(model_dir, dtype=_dtype(config))
+        bridge = AutoBridge.from_hf_pretrained(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
         for name, value in wanted.items():
             _set_known(provider, name, value)
@@ -140,7 +140,7 @@ def _wrap(provider: GPTModelProvider, module: torch.nn.Module) -> DistributedDat
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
-        overlap_param_gather=False,
+        overlap_param_gather=False,  # after an update every replica holds all new weights, ready for export
         check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
     )
     ddp = DistributedDataParallel(provider, settings, module)

@@ -48,18 +48,16 @@ class PolicyPhase:
         ]
         new = self.passes.score(padded, rows, self.temperature)
         counted = padded.mask & samples.usable[:, None]  # (N, S)
-        return {
+        report = {
             **_mean_of(updates),
             **_engine_difference(samples, old.logprobs, counted),
             "entropy": float(old.entropy[counted].mean()),
             "kl": _mean_kl((new.logprobs - old.logprobs)[counted]),
-            **(
-                {}
-                if reference_logprobs is None
-                else {"kl_reference": _mean_kl((reference_logprobs - old.logprobs)[counted])}
-            ),
             "tokens": float(counted.sum()),
         }
+        if reference_logprobs is not None:
+            report["kl_reference"] = _mean_kl((reference_logprobs - old.logprobs)[counted])
+        return report
 
     def _extras(
         self, samples: Samples, padded: Padded, old_logprobs: Matrix, reference_logprobs: Matrix | None
