@@ -70,23 +70,26 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform) -> Mo
     """Build the model with weights that are yet to be set. Collective.
 
     Raises:
-        InputError: if the model cannot take the layout.
+        InputError: if there is no model, its architecture is not supported, or it cannot take the layout.
     """
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
-    wanted = _settings(config, platform)
     with quietly():
-        bridge = AutoBridge.from_hf_pretrained(model_dir)
+        bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        for name, value in wanted.items():
-            _set_known(provider, name, value)
-        provider.finalize()
-        _refuse_difference(provider, wanted)
+        _configure(provider, _settings(config, platform))
         chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=wanted["use_cpu_initialization"]
+            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
         )
     ddp = _wrap(provider, chunks[0])
     return Model(bridge, ddp, provider, int(hf_config["vocab_size"]), _dtype(config))
+
+
+def _bridge(model_dir: str) -> AutoBridge:
+    try:
+        return AutoBridge.from_hf_pretrained(model_dir)
+    except ValueError as error:
+        raise InputError(f"megatron-bridge cannot read the model at {model_dir}: {error}") from error
 
 
 def _dtype(config: TrainerConfig) -> torch.dtype:
@@ -120,17 +123,19 @@ def _settings(config: TrainerConfig, platform: Platform) -> dict[str, Any]:
     return settings
 
 
-def _set_known(provider: GPTModelProvider, name: str, value: object) -> None:
-    if name not in type(provider).__dataclass_fields__:
-        raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
-    setattr(provider, name, value)
-
-
-def _refuse_difference(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
-    """`finalize` may overrule what was asked for without a word."""
+def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
+    """Apply the settings; refuse a result that differs, because `finalize` may overrule them without a word."""
+    if provider.num_moe_experts and "transformer_layer_spec" in wanted:
+        raise InputError(
+            "the model has experts, whose layers need Transformer Engine; install it, or take a dense model"
+        )
     for name, value in wanted.items():
-        held = vars(provider)[name]
-        if held != value:
+        if name not in type(provider).__dataclass_fields__:
+            raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
+        setattr(provider, name, value)
+    provider.finalize()
+    for name, value in wanted.items():
+        if (held := vars(provider)[name]) != value:
             raise InputError(f"Megatron set {name} to {held!r} where {value!r} was asked for")
 
 
