@@ -17,9 +17,14 @@ STATE = "state/"
 
 
 def learner(context: RunContext, prepared: Manifest) -> TrainerGroup:
-    """The run's trainer ranks, started if they are not there; what they hold is another question."""
+    """The run's trainer ranks, started if they are not there; what they hold is another question.
+
+    The engines are started beside them: each process imports for ten seconds and more, and all are needed in the end.
+    """
     config = context.config.train.model_copy(update={"seed": context.config.run.seed})
-    return context.fleet.trainers(model_directory(context, prepared), config)
+    directory = model_directory(context, prepared)
+    context.fleet.warm(directory, config)
+    return context.fleet.trainers(directory, config)
 
 
 def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> TrainerGroup:

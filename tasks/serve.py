@@ -12,7 +12,7 @@ from storage.manifest import Manifest, need
 from tasks.context import RunContext
 from tasks.engine import weights_digest
 from tasks.fleet import EngineHandle
-from tasks.learner import ensure_state
+from tasks.learner import ensure_state, learner
 from tasks.prepare import model_directory
 from tasks.trainers import TrainerGroup
 from trainer_core.records import TensorRecord
@@ -30,7 +30,8 @@ class Delivery:
 
 
 def engines_of(context: RunContext, prepared: Manifest) -> list[EngineHandle]:
-    """The run's engines, started if they are not there."""
+    """The run's engines, started if they are not there, with the trainer ranks beside them."""
+    learner(context, prepared)
     return context.fleet.engines(model_directory(context, prepared))
 
 

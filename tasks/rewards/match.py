@@ -19,3 +19,10 @@ def regex(record: Mapping[str, Any], response: str, *, pattern: str, field: str 
         return 0.0
     text = found.group(1) if found.re.groups else found.group(0)
     return float(text.strip() == str(record[field]).strip())
+
+
+def characters(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:
+    """Share of places at which response and answer have the same character: partial credit, 0.0 to 1.0."""
+    answer, given = str(record[field]).strip(), response.strip()
+    length = max(len(answer), len(given))
+    return sum(a == b for a, b in zip(answer, given, strict=False)) / length if length else 1.0
