@@ -1,8 +1,10 @@
 """Ray: a local one of our own that listens on the loopback interface only, or a cluster to attach to."""
 
 import logging
+import multiprocessing
+import socket
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 _OBJECT_STORE_BYTES = 200 << 20  # what passes through it is small: token ids, log-probabilities, manifests
 _ATTACH_DEADLINE_S = 60.0  # with a wrong token Ray itself tries for 20 s or more
+_CONNECT_DEADLINE_S = 5.0
 _ANSWER_DEADLINE_S = 15.0
 _LINGER_S = 1.0
 _END_DEADLINE_S = 5.0
@@ -61,9 +64,12 @@ class Cluster:
         Raises:
             InputError: the cluster does not answer at RAY_ADDRESS, or refuses the token.
             WorkerLost: a local Ray does not start.
+            RatchetError: this process is connected to another Ray.
         """
         if self._started:
             return
+        if ray.is_initialized():
+            raise RatchetError("this process is connected to another Ray already; end that with ray.shutdown() first")
         if self._settings.ray_address is None:
             self._start_local()
         else:
@@ -85,7 +91,9 @@ class Cluster:
             raise
 
     def shutdown(self) -> None:
-        """Leave the cluster, or end the local Ray with every process of it."""
+        """Leave the cluster, or end the local Ray with every process of it; without effect if it was not started."""
+        if not self._started:
+            return
         tree = {*self._seen, *self.processes()}  # those whose parent has died are children of ours no more
         ray.shutdown()
         _end(tree)
@@ -127,11 +135,11 @@ class Cluster:
 
 
 def _attach(address: str) -> None:
-    host = address.rpartition(":")[0]
+    repair = "check that the cluster runs, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
+    host = _reachable(address, repair)
     if host in ("localhost", LOOPBACK):
         _keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    repair = "check that the cluster runs, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
 
     def attach() -> Any:
         return ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -141,6 +149,16 @@ def _attach(address: str) -> None:
         _within(_ATTACH_DEADLINE_S, attach, late)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(f"cannot attach to the Ray cluster at {address} ({_first_line(error)}): {repair}") from error
+
+
+def _reachable(address: str, repair: str) -> str:
+    """The host of `address`, once something accepts a connection there; Ray itself would go on trying for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_DEADLINE_S).close()
+    except (OSError, ValueError) as error:
+        raise InputError(f"there is no Ray cluster at {address!r} ({error}): {repair}") from error
+    return host
 
 
 def _keep_loopback() -> None:
@@ -162,14 +180,11 @@ def _unchanged(host: str) -> str:
 
 
 def _within[T](deadline_s: float, work: Callable[[], T], late: RatchetError) -> T:
-    """Run `work` in a thread; raise `late` when it takes too long (the thread is then left to end by itself)."""
-    executor = ThreadPoolExecutor(1)
+    """Run `work` in a daemon thread; raise `late` when it takes too long (the thread is then left to itself)."""
     try:
-        return executor.submit(work).result(deadline_s)
-    except TimeoutError:
+        return ThreadPool(1).apply_async(work).get(deadline_s)
+    except multiprocessing.TimeoutError:
         raise late from None
-    finally:
-        executor.shutdown(wait=False)
 
 
 def _children_of_ray() -> list[psutil.Process]:
