@@ -4,7 +4,7 @@ import bisect
 import statistics
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 
@@ -37,7 +37,7 @@ class IterationRecord(BaseModel):
     stage_seconds: dict[Stage, float]
     """Duration of each committed stage."""
     seconds: float
-    """To the end of the last stage, from the end of the iteration before (another process: from its own start)."""
+    """Time spent, with what lies between the stages, but without the absence of a process that ended."""
     reward: float | None
     """Mean reward of the sampled responses."""
     accuracy: float | None
@@ -115,7 +115,7 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
         iteration=manifests[0].iteration,
         done=tuple(manifest.stage for manifest in manifests),
         stage_seconds={stage: values["seconds"] for stage, values in metrics.items() if "seconds" in values},
-        seconds=(manifests[-1].finished - _began(manifests, before)).total_seconds(),
+        seconds=_seconds(manifests, before),
         reward=rewards.get("reward_mean"),
         accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),
         kl=trained.get("kl"),
@@ -125,11 +125,14 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
     )
 
 
-def _began(manifests: Sequence[Manifest], before: Manifest | None) -> datetime:
-    # in one process the time between two stages is part of the work; between two processes it is somebody's absence
-    if before is not None and before.writer == manifests[0].writer:
-        return before.finished
-    return manifests[0].started
+def _seconds(manifests: Sequence[Manifest], before: Manifest | None) -> float:
+    total = timedelta()
+    for manifest in manifests:
+        # in one process the time between two stages is part of the work; between two processes it is somebody's absence
+        continued = before if before is not None and before.writer == manifest.writer else None
+        total += manifest.finished - (manifest.started if continued is None else continued.finished)
+        before = manifest
+    return total.total_seconds()
 
 
 def first_and_last(values: Iterable[float | None]) -> tuple[float | None, float | None]:

@@ -1,24 +1,23 @@
 """One run from the command line: checks first, then the processes, then the flow, and the result at the end."""
 
-import contextlib
 import logging
-import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from flows.history import read_history
 from flows.memory import MemoryMeter
 from flows.output import Output
 from flows.progress import closing_lines
+from flows.report import store_plot
 from flows.run import next_iteration, process_cluster, run
 from flows.server import connected, prefect_server
+from flows.signals import Signals
 from flows.status import RunStatus, read_status
 from storage.errors import InputError, RatchetError
-from storage.root import Root, open_root
+from storage.root import open_root
 from tasks.checks import check_run, check_scratch
 from tasks.config import RunConfig
 from tasks.context import open_run
@@ -62,14 +61,6 @@ class RunSummary(BaseModel):
     """URL of the plot."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal asks this process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
-
-
 def launch(order: Order, output: Output) -> int:
     """Do or continue a run and report the result.
 
@@ -84,12 +75,16 @@ def launch(order: Order, output: Output) -> int:
     check_run(order.config, root)
     open_run(order.config, order.root, order.run)
     _quieten_prefect()
+    signals = Signals()
     try:
-        with interruptible(), MemoryMeter() as meter:
-            _run_flow(order, root)
-    except Interrupted as interruption:
+        with signals, MemoryMeter() as meter:
+            if next_iteration(root, order.run, order.config) > order.config.run.iterations:
+                store_plot(root, order.run, read_history(root, order.run))
+            else:
+                _run_flow(order, signals)
+    except KeyboardInterrupt:
         output.error(f"interrupted. Nothing that was committed is lost; go on with: {order.again}")
-        return interruption.exit_code
+        return signals.exit_code
     except InputError:
         raise
     except RatchetError as error:
@@ -109,30 +104,12 @@ def summarise(status: RunStatus, meter: MemoryMeter) -> RunSummary:
     )
 
 
-def _run_flow(order: Order, root: Root) -> None:
+def _run_flow(order: Order, signals: Signals) -> None:
     with prefect_server() as server, process_cluster() as cluster:
-        if next_iteration(root, order.run, order.config) <= order.config.run.iterations:
-            cluster.start()  # while the server comes up
+        cluster.start()  # while the server comes up
+        signals.take()  # Ray has a handler of its own for SIGTERM
         with connected(server):
             run(order.run, order.root, order.config)
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into `Interrupted`; later ones must not disturb the clearing up."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        for other in signals:
-            signal.signal(other, signal.SIG_IGN)
-        raise Interrupted(number)
-
-    before = {number: signal.signal(number, interrupt) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _quieten_prefect() -> None:

@@ -25,6 +25,8 @@ def draw_curves(history: Sequence[IterationRecord], title: str) -> bytes:
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     rewards, divergence, entropy = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    for axes in (rewards, divergence, entropy):
+        axes.grid(visible=True, alpha=0.3)
     figure.suptitle(title)
     _curve(rewards, history, lambda record: record.reward, "mean reward of the samples", _REWARD)
     _curve(rewards, history, lambda record: record.accuracy, "pass rate on held-out prompts", _HELD_OUT)
@@ -69,4 +71,3 @@ def _curve(
 ) -> None:
     points = [(record.iteration, value) for record in history if (value := figure_of(record)) is not None]
     axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=label, color=color)
-    axes.grid(visible=True, alpha=0.3)

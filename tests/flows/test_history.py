@@ -96,3 +96,10 @@ def test_a_long_history_is_read_whole(make_run: MakeRun, root: Root):
     history = read_history(root, "a")
     assert [record.iteration for record in history] == list(range(42))
     assert history[-1].done == (Stage.ROLLOUT,)
+
+
+def test_the_absence_of_a_process_is_not_part_of_an_iteration():
+    # the first process ended after the reward, the second came back 100 s later
+    first = [make_manifest("a", 1, stage) for stage in (Stage.ROLLOUT, Stage.REWARD)]
+    later = make_manifest("a", 11, Stage.TRAIN, writer="host:2").model_copy(update={"iteration": 1})
+    assert record_of([*first, later], None).seconds == 3.0
