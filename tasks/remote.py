@@ -1,6 +1,7 @@
 """Groups of Ray actors that hold one object each, and what happens when one of them fails."""
 
 import operator
+import os
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,6 +37,10 @@ class Host:
         """Call a method of the object."""
         self._calls += 1
         return operator.methodcaller(method, *arguments)(self._held)
+
+    def pid(self) -> int:
+        """Id of this process."""
+        return os.getpid()
 
     def calls(self) -> int | None:
         """How many calls were begun; None before the object is made."""
