@@ -20,6 +20,9 @@ from storage.errors import InputError, SyncMismatch, WorkerLost
 from trainer_core.config import Device, Frozen
 from trainer_core.records import TensorRecord
 
+TokenIds = Sequence[int] | NDArray[np.int32]
+"""The tokens of one sequence."""
+
 COMPLETIONS = pa.schema(
     [
         pa.field("response_tokens", pa.list_(pa.int32()), nullable=False),
@@ -134,7 +137,7 @@ class Engine:
             return EngineIdentity(weight_version=None, weights_digest=None)
         return self._held
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
+    def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """Sample one response for each (prompt, seed), in their order.
 
         Log-probabilities are those of the distribution that was sampled from (after temperature and top-p), float32
@@ -152,7 +155,7 @@ class Engine:
         outputs = self._run(prompts, [_sampling_parameters(sampling, seed) for seed in seeds])
         return _completions([output.outputs[0] for output in outputs])
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """Log-probability of each token given those before it, at temperature 1.
 
         Returns:
@@ -197,7 +200,7 @@ class Engine:
             seconds=time.perf_counter() - clock,
         )
 
-    def _run(self, sequences: Sequence[Sequence[int]], how: Any) -> list[Any]:
+    def _run(self, sequences: Sequence[TokenIds], how: Any) -> list[Any]:
         # plain integers: from numpy's, vLLM would make tensors of a type that it does not take
         inputs = [{"prompt_token_ids": np.asarray(ids).tolist()} for ids in sequences]
         return self._llm.generate(inputs, how, use_tqdm=False)
@@ -229,7 +232,7 @@ class Engine:
                 "sync the weights again before generating"
             )
 
-    def _check_lengths(self, sequences: Sequence[Sequence[int]], what: str) -> None:
+    def _check_lengths(self, sequences: Sequence[TokenIds], what: str) -> None:
         limit = self._spec.max_model_len - 1
         for index, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= limit:

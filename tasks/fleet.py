@@ -16,7 +16,7 @@ from storage.digest import value_digest
 from storage.errors import WorkerLost
 from tasks.cluster import Cluster
 from tasks.config import RunConfig
-from tasks.engine import Engine, EngineIdentity, EngineSpec, Sampling, SyncReceipt
+from tasks.engine import Engine, EngineIdentity, EngineSpec, Sampling, SyncReceipt, TokenIds
 from tasks.remote import WorkerGroup, find_groups, fresh_names, spawn
 from tasks.settings import engine_environment
 from tasks.trainers import TrainerGroup, rank_labels, start_trainers
@@ -44,11 +44,11 @@ class EngineHandle:
         """See `Engine.identity`."""
         return self._group.call("identity")[0]
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
+    def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """See `Engine.generate`."""
         return self._group.call("generate", prompts, seeds, sampling)[0]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+    def score(self, sequences: Sequence[TokenIds] | Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
         """See `Engine.score`."""
         return self._group.call("score", sequences)[0]
 
