@@ -29,9 +29,13 @@ def check_run(config: RunConfig, root: Root) -> None:
     _check_sizes(config)
     tables = dataset_records(config.data, config.run.seed)
     if config.warmup.steps and not tables.get("warmup"):
-        raise InputError("warmup.steps is above 0 and there are no solved examples: set data.warmup, or warmup.steps = 0")
+        raise InputError(
+            "warmup.steps is above 0 and there are no solved examples: set data.warmup, or warmup.steps = 0"
+        )
     if config.evaluate.every and not tables.get("held_out"):
-        raise InputError("evaluate.every is above 0 and there are no held-out prompts: set data.held_out, or evaluate.every = 0")
+        raise InputError(
+            "evaluate.every is above 0 and there are no held-out prompts: set data.held_out, or evaluate.every = 0"
+        )
 
 
 def model_facts(config: RunConfig) -> Mapping[str, Any]:
@@ -60,7 +64,9 @@ def check_scratch(folder: Path | None = None) -> None:
         with tempfile.TemporaryFile(dir=folder):
             return
     except OSError as error:
-        raise InputError(f"temporary folder {folder or tempfile.gettempdir()}: {error}. Set TMPDIR to another") from None
+        raise InputError(
+            f"temporary folder {folder or tempfile.gettempdir()}: {error}. Set TMPDIR to another"
+        ) from None
 
 
 def _generated_facts(model: GeneratedModel) -> dict[str, int]:
@@ -83,7 +89,10 @@ def _check_sizes(config: RunConfig) -> None:
             "lower it, or raise rollout.prompts or rollout.samples"
         )
     context = int(model_facts(config)["max_position_embeddings"])
-    for name, length in (("engine.max_model_len", config.engine.max_model_len), ("train.max_length", config.train.max_length)):
+    for name, length in (
+        ("engine.max_model_len", config.engine.max_model_len),
+        ("train.max_length", config.train.max_length),
+    ):
         if length > context:
             raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")
     if config.train.max_length < config.engine.max_model_len:

@@ -279,7 +279,9 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
         return RunConfig.model_validate(document)
     except ValidationError as error:
         lines = [_explain(dict(item)) for item in error.errors()]
-        raise InputError(f"configuration {where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)) from None
+        raise InputError(
+            f"configuration {where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)
+        ) from None
 
 
 def changed_meaning(stored: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:

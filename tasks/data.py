@@ -102,7 +102,9 @@ def _jsonl(url: str, data: bytes) -> list[Record]:
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"dataset {url}, line {number}: not valid JSON ({error}). Mend or remove the line") from None
+            raise InputError(
+                f"dataset {url}, line {number}: not valid JSON ({error}). Mend or remove the line"
+            ) from None
         if not isinstance(record, dict):
             raise InputError(f"dataset {url}, line {number}: a {type(record).__name__} where an object is expected")
         records.append(record)

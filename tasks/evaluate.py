@@ -1,4 +1,4 @@
-"""Stage `evaluate`: greedy answers to held-out prompts with the weights just served. It measures and changes nothing."""
+"""Stage `evaluate`: greedy answers to held-out prompts with the weights just served. It changes nothing."""
 
 import pyarrow as pa
 

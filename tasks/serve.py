@@ -48,7 +48,7 @@ def ensure_served(context: RunContext, prepared: Manifest, synced: Manifest) -> 
     if all((held.weight_version, held.weights_digest) == wanted for held in (e.identity() for e in engines)):
         return engines
     trained = need(context.root, synced.run, synced.iteration, Stage.TRAIN)
-    group = ensure_state(context, prepared, trained)
+    group = ensure_state(context, prepared, trained).group
     delivery = deliver(engines, group, synced.iteration)
     if delivery.weights_digest != synced.facts["weights_digest"]:
         raise SyncMismatch(
@@ -78,4 +78,3 @@ def deliver(engines: list[EngineHandle], group: TrainerGroup, version: int) -> D
         if receipt.weights_digest != digest:
             raise SyncMismatch(f"an engine reports weights {receipt.weights_digest} after {digest} were sent")
     return Delivery(engines, digest, len(records), receipts[0].bytes)
-

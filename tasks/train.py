@@ -28,11 +28,14 @@ def train(
 def _train(
     context: RunContext, writer: PartWriter, prepared: Manifest, rollouts: Manifest, rewards: Manifest, state: Manifest
 ) -> StageOutput:
-    group = ensure_state(context, prepared, state)
+    resumed = ensure_state(context, prepared, state)
+    group = resumed.group
     ensure_reference(context, prepared, group)
     samples = read_samples(context.root, rollouts, rewards)
     referenced = context.config.train.policy.kl_coefficient > 0
     metrics = group.call("train_policy", samples, context.config.rollout.temperature, referenced)[0]
     return StageOutput(
-        parts=save_state(context, group, writer), facts={"cursor": rollouts.facts["cursor"]}, metrics=metrics
+        parts=save_state(context, group, writer),
+        facts={"cursor": rollouts.facts["cursor"], "rng": "reseeded" if resumed.rng == "reseeded" else "continued"},
+        metrics=metrics,
     )

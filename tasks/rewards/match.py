@@ -12,12 +12,10 @@ def exact_match(record: Mapping[str, Any], response: str, *, field: str = "answe
 
 def regex(record: Mapping[str, Any], response: str, *, pattern: str, field: str = "answer") -> float:
     """1.0 if the first group (or the whole match) of the last match of `pattern` is the record's answer; else 0.0."""
-    found = None
-    for found in re.finditer(pattern, response):
-        pass
-    if found is None:
+    matches = list(re.finditer(pattern, response))
+    if not matches:
         return 0.0
-    text = found.group(1) if found.re.groups else found.group(0)
+    text = matches[-1].group(1 if matches[-1].re.groups else 0)
     return float(text.strip() == str(record[field]).strip())
 
 

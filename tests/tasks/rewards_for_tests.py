@@ -1,6 +1,7 @@
 """Reward functions that misbehave, found by dotted name."""
 
 import os
+import sys
 import time
 
 
@@ -14,7 +15,7 @@ def crashing(record, response):
         os._exit(3)
     if response == "raise":
         raise ValueError("no number in it")
-    print("to standard output, which must not disturb")
+    sys.stdout.write("to standard output, which must not disturb\n")
     return 0.5
 
 

@@ -58,7 +58,7 @@ def test_bad_files_are_refused_with_the_line(tmp_path, lines, fact):
 
 @pytest.mark.parametrize("url", ["/nowhere/prompts.jsonl", "unknownfs://x/prompts.jsonl"])
 def test_missing_files_are_refused(url):
-    with pytest.raises(InputError, match="prompts.jsonl"):
+    with pytest.raises(InputError, match=r"prompts\.jsonl"):
         read_records(url)
 
 
@@ -107,4 +107,6 @@ def test_every_pass_draws_each_prompt_once():
 @pytest.mark.parametrize("cursor", [0, 3, 7, 20])
 def test_the_cursor_alone_is_the_state(cursor):
     whole = draw(rows=7, cursor=0, count=40, seed=3, shuffle=True)
-    np.testing.assert_array_equal(draw(rows=7, cursor=cursor, count=5, seed=3, shuffle=True), whole[cursor : cursor + 5])
+    np.testing.assert_array_equal(
+        draw(rows=7, cursor=cursor, count=5, seed=3, shuffle=True), whole[cursor : cursor + 5]
+    )

@@ -18,7 +18,12 @@ def test_exact_match(response, score):
 
 @pytest.mark.parametrize(
     ("pattern", "response", "score"),
-    [("[0-9]+", "first 7, then 42", 1.0), (r"#### (\d+)", "42 #### 41", 0.0), (r"#### (\d+)", "#### 42", 1.0), ("x", "42", 0.0)],
+    [
+        ("[0-9]+", "first 7, then 42", 1.0),
+        (r"#### (\d+)", "42 #### 41", 0.0),
+        (r"#### (\d+)", "#### 42", 1.0),
+        ("x", "42", 0.0),
+    ],
 )
 def test_regex_takes_the_last_match(pattern, response, score):
     assert regex(RECORD, response, pattern=pattern) == score

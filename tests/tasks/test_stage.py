@@ -49,7 +49,9 @@ def test_a_body_that_fails_commits_nothing(root):
 @pytest.mark.parametrize("config", ["config", "another"])
 def test_other_inputs_or_configuration_are_a_conflict(root, config):
     up_one, up_two = (writer_for(root, iteration=n) for n in (1, 2))
-    inputs = [run_stage(up, "config", {}, body_of(up, [], text)).manifest for up, text in ((up_one, b"1"), (up_two, b"2"))]
+    inputs = [
+        run_stage(up, "config", {}, body_of(up, [], text)).manifest for up, text in ((up_one, b"1"), (up_two, b"2"))
+    ]
     writer = writer_for(root, Stage.REWARD)
     run_stage(writer, "config", {"rollout": inputs[0]}, body_of(writer, []))
     other = {"rollout": inputs[1] if config == "config" else inputs[0]}

@@ -1,0 +1,67 @@
+"""The command line as a person uses it: a process, judged by its exit code, its output and what it stored."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from storage.ids import Stage
+from storage.manifest import Manifest, need
+from storage.root import open_root
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+TINY = Path(__file__).parent / "tiny.toml"
+DEADLINE_S = 280
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out.splitlines()[-1])
+
+
+def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
+    """Start `ratchet` with a Prefect home of its own, so that runs of other people are not seen or disturbed."""
+    environment = {**os.environ, "PREFECT_HOME": str(home)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows", *arguments],
+        cwd=PROJECT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> Finished:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return Finished(process.returncode, out, err)
+
+
+def ratchet(*arguments: str, home: Path) -> Finished:
+    return finish(start(*arguments, home=home))
+
+
+def run_tiny(root: Path, home: Path, *arguments: str) -> Finished:
+    return ratchet("run", str(TINY), "--root", str(root), "--run", "tiny", "--json", *arguments, home=home)
+
+
+def committed(root: Path, iteration: int, stage: Stage) -> Manifest:
+    return need(open_root(str(root)), "tiny", iteration, stage)
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def still_running(processes: list[psutil.Process]) -> list[str]:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]

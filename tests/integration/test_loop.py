@@ -1,0 +1,170 @@
+"""The whole loop on the real stack: Prefect, Ray, Megatron ranks over gloo, vLLM on CPU, files."""
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from storage.ids import Stage
+from storage.parts import read_table
+from storage.root import open_root
+from storage.schema import REWARD, ROLLOUT
+from tests.integration.command import TINY, committed, descendants, finish, ratchet, run_tiny, start, still_running
+
+LAYOUTS = {"single": [], "pp2": ["--set", "train.parallel.pipeline=2"], "tp2": ["--set", "train.parallel.tensor=2"]}
+KEYS = {
+    "first_accuracy", "last_accuracy", "iterations", "seconds_total", "seconds_per_iteration", "peak_rss_gib", "run",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, home):
+    """A run of two iterations at one rank, never interrupted."""
+    root = tmp_path_factory.mktemp("whole")
+    done = run_tiny(root, home)
+    assert done.code == 0, done.err
+    return root, done
+
+
+def test_standard_output_is_the_result_alone(whole):
+    _, done = whole
+    assert len(done.out.splitlines()) == 1
+    assert done.json.keys() >= KEYS
+    assert done.json["iterations"] == 2
+    assert 0 < done.json["peak_rss_gib"] < 8
+
+
+def test_the_stored_tables_fit_together(whole):
+    root, _ = whole
+    store = open_root(str(root))
+    rollouts = read_table(store, committed(root, 1, Stage.ROLLOUT), ROLLOUT)
+    rewards = read_table(store, committed(root, 1, Stage.REWARD), REWARD)
+    assert rollouts.num_rows == rewards.num_rows == 16 * 8
+    assert rollouts["prompt_id"].equals(rewards["prompt_id"])
+    assert set(rollouts["weight_version"].to_pylist()) == {0}
+    assert len(set(rollouts["seed"].to_pylist())) == rollouts.num_rows
+    lengths = rollouts["response_tokens"].combine_chunks().value_lengths()
+    assert lengths.equals(rollouts["logprobs"].combine_chunks().value_lengths())
+    assert (rollouts["logprobs"].combine_chunks().flatten().to_numpy() <= 0).all()
+    assert set(rewards["status"].to_pylist()) == {"ok"}
+
+
+def test_the_cursor_goes_on_and_weights_change_every_iteration(whole):
+    root, _ = whole
+    synced = [committed(root, iteration, Stage.WEIGHT_SYNC) for iteration in range(3)]
+    assert [manifest.facts["weight_version"] for manifest in synced] == [0, 1, 2]
+    assert [manifest.facts["cursor"] for manifest in synced] == [0, 16, 32]
+    assert len({manifest.facts["weights_digest"] for manifest in synced}) == 3
+    assert all(manifest.metrics["probe_diff_max"] < 1e-3 for manifest in synced)
+
+
+def test_engine_and_trainer_agree_on_what_was_sampled(whole):
+    root, _ = whole
+    for iteration in (1, 2):
+        metrics = committed(root, iteration, Stage.TRAIN).metrics
+        assert metrics["engine_logprob_diff_max"] < 1e-3
+        assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["kl_reference"]]).all()
+        assert metrics["grad_norm"] > 0
+
+
+def test_a_finished_run_does_nothing_again(whole, home):
+    root, _ = whole
+    before = committed(root, 2, Stage.TRAIN)
+    again = run_tiny(root, home)
+    assert again.code == 0, again.err
+    assert again.json["iterations"] == 2
+    assert committed(root, 2, Stage.TRAIN) == before
+
+
+def test_status_reads_storage_alone(whole, home):
+    root, done = whole
+    status = ratchet("status", "tiny", "--root", str(root), "--json", home=home)
+    assert status.code == 0, status.err
+    assert status.json["last_accuracy"] == done.json["last_accuracy"]
+
+
+def test_a_changed_meaning_is_refused_with_both_values(whole, home):
+    root, _ = whole
+    refused = run_tiny(root, home, "--set", "rollout.temperature=0.5")
+    assert refused.code == 2
+    assert "rollout.temperature: the run was started with 1.0, now 0.5 is given" in refused.err
+    assert "Traceback" not in refused.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_the_loop_on_two_ranks(whole, tmp_path, home, layout):
+    root, _ = whole
+    done = run_tiny(tmp_path, home, *LAYOUTS[layout])
+    assert done.code == 0, done.err
+    assert done.json["iterations"] == 2
+    # the same seeds and data: one rank and two differ by rounding alone
+    for name in ("loss", "grad_norm", "entropy"):
+        one, two = (committed(place, 1, Stage.TRAIN).metrics[name] for place in (root, tmp_path))
+        assert two == pytest.approx(one, rel=0.05, abs=1e-3)
+    assert committed(tmp_path, 2, Stage.WEIGHT_SYNC).metrics["probe_diff_max"] < 1e-3
+
+
+@pytest.mark.slow
+def test_interrupted_with_ctrl_c_and_continued_gives_the_weights_of_the_whole_run(whole, tmp_path, home):
+    root, _ = whole
+    process = start("run", str(TINY), "--root", str(tmp_path), "--run", "tiny", "--json", home=home)
+    wait_for(tmp_path, "000001/rollout.r0.json")
+    started = descendants(process)
+    process.send_signal(signal.SIGINT)
+    interrupted = finish(process)
+    assert interrupted.code == 130
+    assert "go on with: ratchet run" in interrupted.err
+    assert "Traceback" not in interrupted.err
+    assert not still_running(started)
+    assert_continues_to_the_same_weights(root, tmp_path, home)
+
+
+@pytest.mark.slow
+def test_killed_and_continued_gives_the_weights_of_the_whole_run(whole, tmp_path, home):
+    root, _ = whole
+    process = start("run", str(TINY), "--root", str(tmp_path), "--run", "tiny", "--json", home=home)
+    wait_for(tmp_path, "000001/reward.r0.json")
+    started = descendants(process)
+    process.kill()
+    finish(process)
+    assert not still_running(started)
+    assert_continues_to_the_same_weights(root, tmp_path, home)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_layout(whole, tmp_path, home):
+    root, _ = whole
+    first = run_tiny(tmp_path, home, "--iterations", "1", *LAYOUTS["pp2"])
+    assert first.code == 0, first.err
+    second = run_tiny(tmp_path, home, "--iterations", "2", *LAYOUTS["tp2"])
+    assert second.code == 0, second.err
+    assert second.json["iterations"] == 2
+    assert committed(tmp_path, 2, Stage.TRAIN).facts["rng"] == "reseeded"
+    assert committed(root, 2, Stage.TRAIN).facts["rng"] == "continued"
+
+
+def assert_continues_to_the_same_weights(root, other, home):
+    continued = run_tiny(other, home)
+    assert continued.code == 0, continued.err
+    assert continued.json["iterations"] == 2
+    for stage in (Stage.ROLLOUT, Stage.REWARD):
+        ours, theirs = (committed(place, 2, stage) for place in (root, other))
+        assert [part.digest for part in ours.parts] == [part.digest for part in theirs.parts]
+    ours, theirs = (committed(place, 2, Stage.WEIGHT_SYNC) for place in (root, other))
+    assert ours.facts["weights_digest"] == theirs.facts["weights_digest"]
+
+
+def wait_for(root, manifest: str) -> None:
+    """Wait until a stage is committed. The deadline only ends a test that would hang."""
+    path = root / "tiny" / "manifests" / manifest
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never appeared"
+        time.sleep(0.02)
