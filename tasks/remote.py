@@ -106,23 +106,23 @@ class WorkerGroup:
 
     def _gather(self, references: list[Any], what: str) -> list[Any]:
         results: dict[Any, Any] = {}
-        failures: dict[str, RatchetError] = {}
+        failures: dict[int, RatchetError] = {}
         pending = references
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=_GRACE_S if failures else None)
             if not ready:
                 break
-            label = self._labels[references.index(ready[0])]
+            member = references.index(ready[0])
             try:
                 results[ready[0]] = ray.get(ready[0])
             except ray.exceptions.RayError as error:
-                failures[label] = _explained(error, label, what)
+                failures[member] = _explained(error, self._labels[member], what)
         if not failures:
             return [results[reference] for reference in references]
         in_step = len(failures) == len(references)
         if not in_step or any(isinstance(failure, WorkerLost) for failure in failures.values()):
             self.end()
-        raise _worst(failures.values())
+        raise _worst([failures[member] for member in sorted(failures)])
 
 
 def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached: bool) -> list[Any]:
