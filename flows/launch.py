@@ -118,5 +118,5 @@ def _quieten_prefect() -> None:
     Somebody who sets PREFECT_LOGGING_LEVEL to INFO or DEBUG wants to see it.
     """
     if logging.getLogger("prefect").getEffectiveLevel() > logging.INFO:
-        for handler in logging.getLogger().handlers:
+        for handler in (*logging.getLogger().handlers, *logging.getLogger("prefect._internal").handlers):
             handler.addFilter(lambda record: not record.name.startswith("prefect"))

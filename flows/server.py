@@ -124,7 +124,7 @@ def connected(server: TemporaryServer | None) -> Iterator[None]:
     """Let Prefect use `server` as soon as it answers; at the end, wait until everything is told to it.
 
     Raises:
-        WorkerLost: it does not start.
+        WorkerLost: it does not start, or it went away meanwhile.
     """
     with contextlib.ExitStack() as stack:
         if server is not None:
@@ -132,7 +132,12 @@ def connected(server: TemporaryServer | None) -> Iterator[None]:
             stack.callback(server.ask_to_stop)
             stack.enter_context(temporary_settings({PREFECT_API_URL: server.url}))
         stack.callback(_drain)
-        yield
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise WorkerLost(
+                f"the Prefect server went away while the run was going on ({error}). Nothing that was committed is lost"
+            ) from error
 
 
 def _spawn(listener: socket.socket, log: IO[bytes]) -> "subprocess.Popen[bytes]":

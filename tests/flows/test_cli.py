@@ -103,3 +103,50 @@ def test_the_command_that_continues_names_everything_that_was_given():
     command = continuing_command(["run", "my.toml"], "a", ["rollout.samples=4"], replaced, DEFAULT_ROOT, True)
     options = ["--run=a", "--seed=1", "--set=rollout.samples=4", f"--root={DEFAULT_ROOT}", "--json"]
     assert shlex.split(command)[-7:] == ["run", "my.toml", *options]
+
+
+def check_refused_before_the_start(
+    command: list[str], root: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute([*command, "--run", "a", "--root", root, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    assert not list(Path(root).rglob("run.json")), "a refused run must leave no record that binds the next start"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.parallel.pipeline=3", "pipeline"),
+        ("train.parallel.tensor=3", "tensor"),
+        ("reward.function=no.such:function", "no.such"),
+        ("train.max_length=64", "train.max_length"),
+    ],
+)
+def test_what_cannot_work_is_found_before_anything_starts(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
+):
+    command = ["run", str(config_file), "--set", setting]
+    check_refused_before_the_start(command, str(tmp_path / "runs"), message, capsys)
+
+
+@pytest.mark.parametrize("root", ["memory://runs", "ftp://host/runs", "file:///proc/ratchet"])
+def test_a_root_that_cannot_hold_a_run_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str], root: str):
+    check_refused_before_the_start(["run", str(config_file)], root, root, capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is not there"), ("", "is empty"), ('{"prompt": "1+1="}\n{"prompt": ', "line 2: not valid JSON")],
+    ids=["missing", "empty", "malformed"],
+)
+def test_a_data_set_that_cannot_be_used_is_found_before_anything_starts(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+):
+    data = tmp_path / "train.jsonl"
+    if content is not None:
+        data.write_text(content)
+    config_file.write_text(MINIMAL.replace("[data.generate]", f'[data]\ntrain = "{data}"'))
+    check_refused_before_the_start(["run", str(config_file)], str(tmp_path / "runs"), message, capsys)
