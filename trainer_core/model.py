@@ -20,7 +20,6 @@ from trainer_core.platform import Platform, quietly
 _VOCABULARY_MULTIPLE = 128
 
 _FUSIONS_OF_TRANSFORMER_ENGINE = (
-    "gradient_accumulation_fusion",
     "bias_activation_fusion",
     "bias_dropout_fusion",
     "masked_softmax_fusion",
@@ -112,6 +111,8 @@ def _settings(config: TrainerConfig, platform: Platform) -> dict[str, Any]:
         "make_vocab_size_divisible_by": max(1, _VOCABULARY_MULTIPLE // config.parallel.tensor),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        # the output layer is Megatron's own also beside Transformer Engine, and its fusion needs Apex
+        "gradient_accumulation_fusion": False,
         "perform_initialization": False,  # weights are always imported or loaded
         "use_cpu_initialization": platform.device.type == "cpu",
         # the sum over tokens is divided once, by Megatron, by the tokens of the whole batch
