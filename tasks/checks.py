@@ -11,7 +11,7 @@ import fsspec
 from storage.errors import InputError
 from storage.root import Root
 from tasks.config import GeneratedModel, RunConfig
-from tasks.prepare import dataset_records
+from tasks.prepare import prompt_tables, text_codec
 from tasks.rewards.resolve import resolve_reward
 from trainer_core.config import check_layout
 
@@ -27,12 +27,14 @@ def check_run(config: RunConfig, root: Root) -> None:
     check_layout(config.train.parallel, model_facts(config))
     resolve_reward(config.reward.function, config.reward.arguments)
     _check_sizes(config)
-    tables = dataset_records(config.data, config.run.seed)
-    if config.warmup.steps and not tables.get("warmup"):
+    tables = prompt_tables(config, text_codec(config.model))
+    if config.warmup.steps and (
+        "warmup" not in tables or tables["warmup"]["answer"].null_count == len(tables["warmup"])
+    ):
         raise InputError(
             "warmup.steps is above 0 and there are no solved examples: set data.warmup, or warmup.steps = 0"
         )
-    if config.evaluate.every and not tables.get("held_out"):
+    if config.evaluate.every and "held_out" not in tables:
         raise InputError(
             "evaluate.every is above 0 and there are no held-out prompts: set data.held_out, or evaluate.every = 0"
         )

@@ -25,6 +25,16 @@ _ROPE_THETA = 10000.0
 
 def generate_model(directory: Path, spec: GeneratedModel, seed: int) -> None:
     """Write a Hugging Face directory of a Qwen3-architecture model with random weights and a character tokenizer."""
+    generate_tokenizer(directory, spec)
+    save_file(dict(_weights(spec, seed)), str(directory / "model.safetensors"), metadata={"format": "pt"})
+
+
+def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
+    """Write everything of such a directory but the weights.
+
+    Raises:
+        InputError: the vocabulary is smaller than the tokenizer's.
+    """
     tokenizer = character_tokenizer()
     if tokenizer.get_vocab_size() > spec.vocabulary:
         raise InputError(
@@ -34,7 +44,6 @@ def generate_model(directory: Path, spec: GeneratedModel, seed: int) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(), indent=1))
     (directory / "config.json").write_text(json.dumps(model_config(spec), indent=1))
-    save_file(dict(_weights(spec, seed)), str(directory / "model.safetensors"), metadata={"format": "pt"})
 
 
 def character_tokenizer() -> Tokenizer:

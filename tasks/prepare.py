@@ -4,7 +4,7 @@ From here on the run depends on nothing outside its storage root.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import fsspec
@@ -12,13 +12,13 @@ import pyarrow as pa
 
 from storage.errors import InputError
 from storage.ids import Stage
-from storage.manifest import Manifest, Part
+from storage.manifest import Manifest
 from storage.parts import PartWriter, materialize, read_part
 from storage.schema import PROMPTS, check, fingerprint
 from tasks.config import DataSection, ModelSection, RunConfig
 from tasks.context import RunContext
 from tasks.data import Record, check_lengths, prompt_table, read_records
-from tasks.demo import generate_addition, generate_model
+from tasks.demo import generate_addition, generate_model, generate_tokenizer
 from tasks.stage import StageOutput, StageResult, run_stage
 from tasks.tokenizer import TextCodec
 
@@ -49,12 +49,22 @@ def prompts(context: RunContext, prepared: Manifest, table: str) -> pa.Table:
     return stored
 
 
-def dataset_records(section: DataSection, seed: int) -> dict[str, Sequence[Record]]:
-    """Records of each table the configuration names; `train` is always there.
+def text_codec(section: ModelSection) -> TextCodec:
+    """The tokenizer of the model that a run is to start from, before its weights are touched.
 
     Raises:
-        InputError: a data set is missing, empty or malformed.
+        InputError: the model directory is not there, or lacks a file.
     """
+    with tempfile.TemporaryDirectory(prefix="ratchet-tokenizer-") as folder:
+        directory = Path(folder)
+        if section.generate is not None:
+            generate_tokenizer(directory, section.generate)
+        else:
+            copy_files(str(section.source), directory, lambda name: name in _MODEL_FILES)
+        return TextCodec.from_directory(directory)
+
+
+def _records(section: DataSection, seed: int) -> Mapping[str, Sequence[Record]]:
     if section.generate is not None:
         return generate_addition(section.generate, seed)
     urls = {"train": section.train, "held_out": section.held_out, "warmup": section.warmup}
@@ -66,7 +76,7 @@ def _prepare(writer: PartWriter, config: RunConfig) -> StageOutput:
         directory = Path(folder)
         names = _fill_model_directory(directory, config.model, config.run.seed)
         codec = TextCodec.from_directory(directory)
-        tables = _tables(config, codec)
+        tables = prompt_tables(config, codec)
         model = [part.model_copy(update={"name": MODEL + part.name}) for part in writer.write_files(directory, names)]
     data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in tables.items()]
     return StageOutput(
@@ -77,10 +87,15 @@ def _prepare(writer: PartWriter, config: RunConfig) -> StageOutput:
     )
 
 
-def _tables(config: RunConfig, codec: TextCodec) -> dict[str, pa.Table]:
+def prompt_tables(config: RunConfig, codec: TextCodec) -> dict[str, pa.Table]:
+    """The tables of prompts a run is made from, tokenized.
+
+    Raises:
+        InputError: a data set is missing, empty or malformed, or a prompt does not fit into the context.
+    """
     context = min(config.engine.max_model_len, codec.context)
     tables: dict[str, pa.Table] = {}
-    for name, records in dataset_records(config.data, config.run.seed).items():
+    for name, records in _records(config.data, config.run.seed).items():
         tables[name] = prompt_table(records, config.data, codec, name)
         check_lengths(tables[name], context, config.rollout.max_tokens, name)
     return tables
@@ -100,18 +115,27 @@ def copy_model(source: str, directory: Path) -> None:
     Raises:
         InputError: the directory or its weights are not there.
     """
+    names = copy_files(source, directory, lambda name: name in _MODEL_FILES or _is_weights(name))
+    if not any(map(_is_weights, names)):
+        raise InputError(f"model.source {source} holds no safetensors files: convert the weights first")
+
+
+def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> list[str]:
+    """Bring the files with a wanted name from a folder on any fsspec filesystem to `directory`; returns their names.
+
+    Raises:
+        InputError: there is no such folder.
+    """
     fs, path = fsspec.core.url_to_fs(source)
     try:
-        names = {str(name).rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)}
+        names = sorted({str(name).rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)})
     except FileNotFoundError:
         raise InputError(f"model.source {source} is not there: give a Hugging Face directory") from None
-    weights = [name for name in names if name.endswith((".safetensors", ".safetensors.index.json"))]
-    if not weights:
-        raise InputError(f"model.source {source} holds no safetensors files: convert the weights first")
-    for name in [*weights, *(name for name in _MODEL_FILES if name in names)]:
+    chosen = [name for name in names if wanted(name)]
+    for name in chosen:
         fs.get_file(f"{path}/{name}", str(directory / name))
+    return chosen
 
 
-def model_parts(prepared: Manifest) -> list[Part]:
-    """The parts that make up the model directory."""
-    return [part for part in prepared.parts if part.name.startswith(MODEL)]
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json"))

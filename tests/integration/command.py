@@ -63,5 +63,6 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def still_running(processes: list[psutil.Process]) -> list[str]:
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    # the agents of a Ray whose driver was killed notice after a while; the limit only ends a test that would hang
+    _, alive = psutil.wait_procs(processes, timeout=120)
     return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]

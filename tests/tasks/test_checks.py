@@ -1,0 +1,132 @@
+"""What can be known to be wrong is refused before anything starts, with the fact and the repair."""
+
+import json
+
+import pytest
+
+from storage.errors import InputError, StorageUnavailable
+from storage.root import open_root
+from tasks.checks import check_run, check_scratch
+from tasks.config import GeneratedModel, load_config
+from tasks.context import open_run, stored_config
+from tasks.demo import generate_model
+
+BASE = """
+[model.generate]
+max_positions = 64
+[data.generate]
+held_out = 32
+[train]
+max_length = 32
+[train.optimizer]
+learning_rate = 1e-3
+[engine]
+max_model_len = 32
+"""
+
+
+def config_with(tmp_path, *overrides, text=BASE):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return load_config(str(path), overrides)
+
+
+def given_data(tmp_path, lines, *more):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines))
+    text = BASE.replace("[data.generate]\nheld_out = 32", f'[data]\ntrain = "{path}"')
+    return config_with(tmp_path, "evaluate.every=0", *more, text=text)
+
+
+def test_a_good_configuration_passes(tmp_path):
+    check_run(config_with(tmp_path), open_root(str(tmp_path / "runs")))
+
+
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("train.parallel.pipeline=3", "layers (2) cannot be divided by parallel.pipeline = 3"),
+        ("train.parallel.tensor=3", "heads (4) cannot be divided by parallel.tensor = 3"),
+        ("train.parallel.tensor=4", "key-value heads (2) cannot be divided by parallel.tensor = 4"),
+        ("reward.function=no_such_reward", "'no_such_reward' is not known"),
+        ("reward.function=no.such:thing", "cannot be imported"),
+        ("warmup.steps=5", "warmup.steps is above 0 and there are no solved examples"),
+        ("train.policy.mini_batches=9999", "cannot be split into train.policy.mini_batches = 9999"),
+        ("engine.max_model_len=65", "engine.max_model_len = 65 is longer than the model's context of 64"),
+        ("train.max_length=24", "engine.max_model_len = 32 lets responses grow beyond train.max_length = 24"),
+        ("data.generate.held_out=100000", "leaves none of the 4095 sums for training"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path, override, fact):
+    with pytest.raises(InputError) as caught:
+        check_run(config_with(tmp_path, override), open_root(str(tmp_path / "runs")))
+    assert fact in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "fact"),
+    [
+        (['{"prompt": "1+1=", "answer": "2"}', "{broken"], "line 2: not valid JSON"),
+        ([], "is empty"),
+        (['{"question": "1+1="}'], "field 'prompt' is None"),
+        (['{"prompt": "%s"}' % ("1" * 40)], "is too long: 40 tokens"),
+    ],
+)
+def test_bad_data_is_refused_before_anything_starts(tmp_path, lines, fact):
+    with pytest.raises(InputError) as caught:
+        check_run(given_data(tmp_path, lines), open_root(str(tmp_path / "runs")))
+    assert fact in str(caught.value)
+
+
+def test_given_data_and_model_pass(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    generate_model(model, GeneratedModel(max_positions=64), seed=0)
+    text = BASE.replace("[model.generate]\nmax_positions = 64", f'[model]\nsource = "{model}"')
+    text = text.replace("[data.generate]\nheld_out = 32", f'[data]\ntrain = "{tmp_path}/p.jsonl"')
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    check_run(config_with(tmp_path, "evaluate.every=0", text=text), open_root(str(tmp_path / "runs")))
+
+
+@pytest.mark.parametrize("name", ["absent", "empty"])
+def test_a_model_directory_without_a_model(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    text = BASE.replace("[model.generate]\nmax_positions = 64", f'[model]\nsource = "{tmp_path / name}"')
+    with pytest.raises(InputError, match="give a Hugging Face directory"):
+        check_run(config_with(tmp_path, text=text), open_root(str(tmp_path / "runs")))
+
+
+def test_a_root_that_cannot_be_written(tmp_path):
+    blocking = tmp_path / "file"
+    blocking.write_text("not a folder")
+    with pytest.raises(StorageUnavailable) as caught:
+        check_run(config_with(tmp_path), open_root(str(blocking)))
+    assert caught.value.exit_code == 2
+
+
+def test_a_scratch_folder_that_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="TMPDIR"):
+        check_scratch(tmp_path / "absent")
+
+
+def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path):
+    root_url = str(tmp_path / "runs")
+    config = config_with(tmp_path)
+    root, name = open_run(config, root_url, "first")
+    assert name == "first"
+    assert stored_config(root, "first") == config
+    open_run(config_with(tmp_path, "engine.count=2", "run.iterations=7"), root_url, "first")
+    with pytest.raises(InputError) as caught:
+        open_run(config_with(tmp_path, "rollout.samples=4"), root_url, "first")
+    assert "rollout.samples: the run was started with 8, now 4 is given" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [None, "Upper", "a/b"])
+def test_a_run_needs_a_usable_id(tmp_path, name):
+    with pytest.raises(InputError):
+        open_run(config_with(tmp_path), str(tmp_path / "runs"), name)
+
+
+def test_an_unknown_run(tmp_path):
+    with pytest.raises(InputError, match="there is no run 'never'"):
+        stored_config(open_root(str(tmp_path)), "never")
