@@ -28,6 +28,26 @@ def part_key(run: str, iteration: int, stage: Stage, name: str, digest: str) -> 
     return f"{run}/parts/{iteration:06d}/{stage.value}/{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
 
 
+def lease_folder(run: str) -> str:
+    """The log of who drives the run."""
+    return f"{run}/lease"
+
+
+def lease_key(run: str, number: int) -> str:
+    """One entry of that log, from 1 without gaps, so that an append is a put-if-absent of the next number."""
+    return f"{lease_folder(run)}/{number:09d}.json"
+
+
+def is_lease(key: str) -> bool:
+    """Whether a key in a lease folder is an entry, and not the temporary file of one."""
+    return key.endswith(".json")
+
+
+def lease_number(key: str) -> int:
+    """The number of a lease entry."""
+    return int(key.rsplit("/", 1)[-1].removesuffix(".json"))
+
+
 def report_key(run: str, name: str) -> str:
     """A derived file for people (plot, table); never read back to decide anything."""
     return f"{run}/report/{name}"

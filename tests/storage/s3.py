@@ -1,5 +1,6 @@
 """moto's S3 behind a real socket on loopback, with a layer that drops or refuses answers on the way."""
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from werkzeug.serving import make_server
 from storage.root import Root, open_root
 
 BUCKET = "ratchet"
+logging.getLogger("werkzeug").setLevel(logging.WARNING)
 
 
 class Faults:

@@ -1,0 +1,25 @@
+"""Time that tests move by hand, and processes of machines that are not this one."""
+
+from datetime import UTC, datetime, timedelta
+
+from storage.owner import Clock, Owner
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class Time:
+    """Seconds since the start, the same for every clock made from it but for the skew of its wall time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def clock(self, skew: float = 0) -> Clock:
+        return Clock(lambda: START + timedelta(seconds=self.now + skew), lambda: self.now)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def elsewhere(name: str) -> Owner:
+    """A process of which this machine cannot know whether it lives."""
+    return Owner(name=name, host="elsewhere", process=7, place="another boot", birth="1")

@@ -1,0 +1,109 @@
+"""Processes that share a store and are moved by hand, one store operation at a time; any can be killed anywhere."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from storage.root import Root
+
+
+class Killed(BaseException):
+    """What a killed process meets at its next store operation; nothing it does after that reaches the store."""
+
+
+class Stepper:
+    """A function that runs in a thread, but only while `step` is executing, and at most one store operation long."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function, self._turn, self._back = function, threading.Semaphore(0), threading.Semaphore(0)
+        self._killed, self.ended, self.error = False, False, None
+        self.pausing = False
+        """Whether it stands where it is worth a look: just before a write, or waiting for time to pass."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def step(self) -> None:
+        """Let it go on until just before or just after its next store operation, or to its end."""
+        if not self.ended:
+            self._turn.release()
+            self._back.acquire()
+
+    def step_to_write(self) -> None:
+        """Let it go on until just before its next write, where what it knows may get old, or until it waits."""
+        self.step()
+        while not (self.pausing or self.ended):
+            self.step()
+
+    def kill(self) -> None:
+        """As SIGKILL does: nothing more of it reaches the store."""
+        self._killed = True
+        while not self.ended:
+            self.step()
+        self._thread.join()
+
+    def gate(self, pausing: bool = False) -> None:
+        """Called by the store before each operation, and after those that write."""
+        self.pausing = pausing
+        self._back.release()
+        self._turn.acquire()
+        if self._killed:
+            raise Killed
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._killed:
+                self._function()
+        except Killed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the test, which fails with it
+            self.error = error
+        finally:
+            self.ended = True
+            self._back.release()
+
+
+class SharedStore:
+    """An object store with conditional puts that keeps a record of every write."""
+
+    def __init__(self) -> None:
+        self.inner = MemoryFileSystem(skip_instance_cache=True)
+        self.inner.store, self.inner.pseudo_dirs = {}, [""]
+        self.writes: list[tuple[str, bytes]] = []
+
+    def root(self, stepper: Callable[[], Stepper] | None = None) -> Root:
+        """The store as one process sees it; ungated for the test itself."""
+        return Root("s3://shared/runs", GatedFileSystem(self, stepper), "/shared/runs", "s3")
+
+
+class GatedFileSystem:
+    """What a process calls; each call can be the last."""
+
+    def __init__(self, store: SharedStore, stepper: Callable[[], Stepper] | None) -> None:
+        self._store, self._stepper = store, stepper
+
+    def pipe_file(self, path: str, data: bytes, mode: str = "overwrite") -> None:
+        self._gate(pausing=True)
+        if mode == "create" and self._store.inner.exists(path):
+            raise FileExistsError(path)
+        self._store.inner.pipe_file(path, data)
+        self._store.writes.append((path, data))
+        self._gate()
+
+    def cat_file(self, path: str) -> bytes:
+        self._gate()
+        return self._store.inner.cat_file(path)
+
+    def exists(self, path: str) -> bool:
+        self._gate()
+        return self._store.inner.exists(path)
+
+    def find(self, path: str, detail: bool) -> dict[str, Any]:
+        self._gate()
+        return self._store.inner.find(path, detail=detail)
+
+    def _gate(self, pausing: bool = False) -> None:
+        if self._stepper is not None:
+            self._stepper().gate(pausing)
