@@ -14,6 +14,7 @@ from flows.iteration import begin, iterate, position_after
 from flows.progress import Progress
 from flows.report import store_plot
 from flows.status import read_status
+from storage.lease import Lease, hold
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.config import RunConfig
@@ -35,7 +36,7 @@ def run(name: str, root: str, config: RunConfig) -> None:
     with Progress(name, config.run.iterations) as progress:
         first = next_iteration(store, name, config)
         if first <= config.run.iterations:
-            with open_context(name, store, config) as context:
+            with hold(store, name, "ratchet run") as lease, open_context(name, store, config, lease) as context:
                 advance(context, progress, first)
         progress.say("drawing the curves")
         png = store_plot(store, name, read_status(store, name).history)
@@ -68,11 +69,11 @@ def process_cluster() -> Cluster:
 
 
 @contextmanager
-def open_context(name: str, root: Root, config: RunConfig) -> Iterator[RunContext]:
+def open_context(name: str, root: Root, config: RunConfig, lease: Lease) -> Iterator[RunContext]:
     """The room a run works in; its processes and scratch files are gone at the end."""
     with (
         tempfile.TemporaryDirectory(prefix="ratchet-") as scratch,
         process_cluster() as cluster,
         Fleet(name, config, cluster) as fleet,
     ):
-        yield RunContext(name, root, config, fleet, Path(scratch))
+        yield RunContext(name, root, config, fleet, Path(scratch), lease)

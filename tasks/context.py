@@ -1,16 +1,19 @@
 """The room a run works in: where it is stored, what it is made from, who computes."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from storage import layout
 from storage.errors import InputError, NotCommitted
 from storage.ids import Stage, check_run_name
+from storage.manifest import Fence, Manifest
 from storage.parts import PartWriter
 from storage.root import Root, open_root
 from tasks.config import RunConfig, changed_meaning
 from tasks.fleet import Fleet
+from tasks.stage import StageOutput, StageResult, run_stage
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,15 @@ class RunContext:
     config: RunConfig
     fleet: Fleet
     scratch: Path
+    fence: Fence | None = None
+    """The lease under which this process drives the run; a commit without it is refused."""
 
-    def writer(self, iteration: int, stage: Stage) -> PartWriter:
-        """Where a stage puts its parts."""
-        return PartWriter(self.root, self.run, iteration, stage)
+    def stage(
+        self, iteration: int, stage: Stage, inputs: Mapping[str, Manifest], body: Callable[[PartWriter], StageOutput]
+    ) -> StageResult:
+        """Do a stage of this run, or return what is committed; `body` is given where to put its parts."""
+        writer = PartWriter(self.root, self.run, iteration, stage)
+        return run_stage(writer, self.config.digest, inputs, lambda: body(writer), self.fence)
 
 
 def open_run(config: RunConfig, root_url: str, run: str | None = None) -> tuple[Root, str]:

@@ -11,7 +11,7 @@ from tasks.engine import Sampling
 from tasks.prepare import model_directory, prompts
 from tasks.reward import records_of, score_samples
 from tasks.serve import ensure_served
-from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stage import StageOutput, StageResult
 from tasks.tokenizer import TextCodec
 
 
@@ -23,9 +23,8 @@ def evaluation_due(context: RunContext, iteration: int) -> bool:
 
 def evaluate(context: RunContext, iteration: int, prepared: Manifest, synced: Manifest) -> StageResult:
     """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward."""
-    writer = context.writer(iteration, Stage.EVALUATE)
     inputs = {"prepare": prepared, "weights": synced}
-    return run_stage(writer, context.config.digest, inputs, lambda: _evaluate(context, writer, prepared, synced))
+    return context.stage(iteration, Stage.EVALUATE, inputs, lambda writer: _evaluate(context, writer, prepared, synced))
 
 
 def _evaluate(context: RunContext, writer: PartWriter, prepared: Manifest, synced: Manifest) -> StageOutput:

@@ -19,7 +19,7 @@ from tasks.config import DataSection, ModelSection, RunConfig
 from tasks.context import RunContext
 from tasks.data import Record, check_lengths, prompt_table, read_records
 from tasks.demo import generate_addition, generate_model, generate_tokenizer
-from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stage import StageOutput, StageResult
 from tasks.tokenizer import TextCodec
 
 MODEL = "model/"
@@ -29,8 +29,7 @@ _TABLES = ("train", "held_out", "warmup")
 
 def prepare(context: RunContext) -> StageResult:
     """Record what the run is made from. A model or data set that is generated is made here, from the run's seed."""
-    writer = context.writer(0, Stage.PREPARE)
-    return run_stage(writer, context.config.digest, {}, lambda: _prepare(writer, context.config))
+    return context.stage(0, Stage.PREPARE, {}, lambda writer: _prepare(writer, context.config))
 
 
 def model_directory(context: RunContext, prepared: Manifest) -> Path:

@@ -16,15 +16,14 @@ from tasks.prepare import model_directory, prompts
 from tasks.rewards.pool import Sample, Score, ScoringOrder, score_in_processes
 from tasks.rewards.resolve import resolve_reward
 from tasks.rewards.worker import score
-from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stage import StageOutput, StageResult
 from tasks.tokenizer import TextCodec
 
 
 def reward(context: RunContext, iteration: int, prepared: Manifest, rollouts: Manifest) -> StageResult:
     """Score the responses of one rollout stage."""
-    writer = context.writer(iteration, Stage.REWARD)
     inputs = {"prepare": prepared, "rollout": rollouts}
-    return run_stage(writer, context.config.digest, inputs, lambda: _reward(context, writer, prepared, rollouts))
+    return context.stage(iteration, Stage.REWARD, inputs, lambda writer: _reward(context, writer, prepared, rollouts))
 
 
 def score_samples(section: RewardSection, samples: Sequence[Sample]) -> list[Score]:

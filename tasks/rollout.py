@@ -24,15 +24,14 @@ from tasks.engine import Sampling
 from tasks.fleet import EngineHandle
 from tasks.prepare import model_directory, prompts
 from tasks.serve import ensure_served
-from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stage import StageOutput, StageResult
 from tasks.tokenizer import TextCodec
 
 
 def rollout(context: RunContext, iteration: int, prepared: Manifest, synced: Manifest) -> StageResult:
     """Sample `rollout.samples` responses to each of the next `rollout.prompts` prompts with the synced weights."""
-    writer = context.writer(iteration, Stage.ROLLOUT)
     inputs = {"prepare": prepared, "weights": synced}
-    return run_stage(writer, context.config.digest, inputs, lambda: _sample(context, writer, prepared, synced))
+    return context.stage(iteration, Stage.ROLLOUT, inputs, lambda writer: _sample(context, writer, prepared, synced))
 
 
 def sampling(context: RunContext, prepared: Manifest) -> Sampling:

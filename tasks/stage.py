@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from storage.errors import CommitConflict
 from storage.ids import Stage
-from storage.manifest import Manifest, Part, commit, find
+from storage.manifest import Fence, Manifest, Part, commit, find
 from storage.parts import PartWriter
 from storage.root import Root
 from tasks.code_version import code_version
@@ -40,12 +40,13 @@ def run_stage(
     config_digest: str,
     inputs: Mapping[str, Manifest],
     body: Callable[[], StageOutput],
-    attempt: int = 0,
+    fence: Fence | None = None,
 ) -> StageResult:
     """Return the committed manifest of a stage, doing `body` only if there is none made from the same inputs.
 
     Raises:
         CommitConflict: the stage is committed, but from other inputs or by a competing writer with another result.
+        LeaseLost: another process drives the run by now; nothing was committed.
     """
     digests = {role: manifest.digest for role, manifest in inputs.items()}
     done = committed(writer.root, writer.run, writer.iteration, writer.stage, digests, config_digest)
@@ -64,12 +65,11 @@ def run_stage(
         code_version=code_version(),
         facts=dict(output.facts),
         metrics={**output.metrics, "seconds": time.perf_counter() - clock},
-        attempt=attempt,
         writer=f"{socket.gethostname()}:{os.getpid()}",
         started=started,
         finished=datetime.now(UTC),
     )
-    return StageResult(commit(writer.root, manifest), reused=False)
+    return StageResult(commit(writer.root, manifest, fence), reused=False)
 
 
 def committed(

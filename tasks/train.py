@@ -5,7 +5,7 @@ from storage.manifest import Manifest
 from storage.parts import PartWriter
 from tasks.context import RunContext
 from tasks.learner import adopted, ensure_reference, ensure_state, save_state
-from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stage import StageOutput, StageResult
 from trainer_core.reading import read_samples
 
 
@@ -16,13 +16,12 @@ def train(
 
     The data cursor travels with the state: prompts count as consumed once they are trained on.
     """
-    writer = context.writer(iteration, Stage.TRAIN)
     inputs = {"prepare": prepared, "rollout": rollouts, "reward": rewards, "state": state}
 
-    def body() -> StageOutput:
+    def body(writer: PartWriter) -> StageOutput:
         return _train(context, writer, prepared, rollouts, rewards, state)
 
-    return adopted(context, run_stage(writer, context.config.digest, inputs, body))
+    return adopted(context, context.stage(iteration, Stage.TRAIN, inputs, body))
 
 
 def _train(

@@ -8,7 +8,7 @@ from storage.parts import PartWriter
 from tasks.context import RunContext
 from tasks.learner import adopted, learner, save_state
 from tasks.prepare import prompts
-from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stage import StageOutput, StageResult
 from trainer_core.batch import SupervisedExamples
 
 
@@ -17,9 +17,7 @@ def warm_up(context: RunContext, prepared: Manifest) -> StageResult:
 
     The state that is saved holds a fresh optimizer: the warm-up's moments and schedule do not go on into RL.
     """
-    writer = context.writer(0, Stage.TRAIN)
-    inputs = {"prepare": prepared}
-    result = run_stage(writer, context.config.digest, inputs, lambda: _warm_up(context, writer, prepared))
+    result = context.stage(0, Stage.TRAIN, {"prepare": prepared}, lambda writer: _warm_up(context, writer, prepared))
     return adopted(context, result)
 
 

@@ -12,16 +12,15 @@ from tasks.context import RunContext
 from tasks.learner import ensure_state
 from tasks.prepare import prompts
 from tasks.serve import deliver, engines_of
-from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stage import StageOutput, StageResult
 
 Logprobs = list[np.ndarray]
 
 
 def weight_sync(context: RunContext, iteration: int, prepared: Manifest, trained: Manifest) -> StageResult:
     """Load the weights of `trained` into every engine, prove it by digests and by log-probabilities, and commit."""
-    writer = context.writer(iteration, Stage.WEIGHT_SYNC)
     inputs = {"prepare": prepared, "train": trained}
-    return run_stage(writer, context.config.digest, inputs, lambda: _sync(context, iteration, prepared, trained))
+    return context.stage(iteration, Stage.WEIGHT_SYNC, inputs, lambda _: _sync(context, iteration, prepared, trained))
 
 
 def _sync(context: RunContext, iteration: int, prepared: Manifest, trained: Manifest) -> StageOutput:
