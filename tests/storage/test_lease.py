@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from storage.errors import CommitConflict, LeaseHeld, LeaseLost, SchemaMismatch
 from storage.ids import Stage
 from storage.lease import Entry, acquire, explain, hold, holder, newest, unlock
 from storage.manifest import commit, find
-from storage.owner import Clock, Life, Owner, life, this_process
+from storage.owner import Clock, Life, Owner, _birth, life, this_process
 from tests.storage.clocks import Time, elsewhere
 from tests.storage.flaky import flaky_root
 from tests.storage.tables import manifest
@@ -255,6 +256,17 @@ def test_this_process_lives_and_one_that_ended_does_not():
     assert life(this_process("me").model_copy(update={"birth": "1"})) is Life.DEAD
     assert life(gone.model_copy(update={"host": "elsewhere"})) is Life.UNKNOWN
     assert life(gone.model_copy(update={"place": "another boot"})) is Life.UNKNOWN
+
+
+def test_a_process_that_ended_and_was_not_waited_for_does_not_live():
+    process = subprocess.Popen(["sleep", "60"])
+    owner = this_process("me").model_copy(update={"process": process.pid, "birth": _birth(process.pid)})
+    assert life(owner) is Life.ALIVE
+    process.kill()
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    assert life(owner) is Life.DEAD
+    process.wait()
 
 
 HOLDER = """
