@@ -119,4 +119,4 @@ def _quieten_prefect() -> None:
     """
     if logging.getLogger("prefect").getEffectiveLevel() > logging.INFO:
         for handler in (*logging.getLogger().handlers, *logging.getLogger("prefect._internal").handlers):
-            handler.addFilter(lambda record: not record.name.startswith("prefect"))
+            handler.addFilter(lambda record: not record.name.startswith(("prefect", "EventsWorker", "APILogWorker")))

@@ -131,13 +131,19 @@ def connected(server: TemporaryServer | None) -> Iterator[None]:
             server.wait(get_current_settings().server.ephemeral.startup_timeout_seconds)
             stack.callback(server.ask_to_stop)
             stack.enter_context(temporary_settings({PREFECT_API_URL: server.url}))
-        stack.callback(_drain)
+        stack.callback(drain)
         try:
             yield
         except httpx.TransportError as error:
             raise WorkerLost(
                 f"the Prefect server went away while the run was going on ({error}). Nothing that was committed is lost"
             ) from error
+
+
+def drain() -> None:
+    """Wait until Prefect's server knows all events and log lines of this process, but not for ever."""
+    for worker in (APILogWorker, EventsWorker):
+        worker.drain_all(timeout=_DRAIN_S)
 
 
 def _spawn(listener: socket.socket, log: IO[bytes]) -> "subprocess.Popen[bytes]":
@@ -161,8 +167,3 @@ def _check_configured(url: str) -> None:
             f"the configured Prefect server {url} does not answer ({type(error).__name__}: {error}): start it, correct "
             "PREFECT_API_URL, or unset it to use a temporary server"
         )
-
-
-def _drain() -> None:
-    for worker in (APILogWorker, EventsWorker):
-        worker.drain_all(timeout=_DRAIN_S)

@@ -8,7 +8,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.history import stages_of
-from flows.server import TemporaryServer
+from flows.server import TemporaryServer, drain
 from storage import layout
 from storage.ids import Stage
 from storage.manifest import commit
@@ -59,6 +59,7 @@ def prefect_server(prefect_home: Path) -> Iterator[TemporaryServer]:
     with TemporaryServer() as server:
         server.wait(240)
         yield server
+        drain()
 
 
 @pytest.fixture
