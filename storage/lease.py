@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from storage import layout
-from storage.errors import LeaseHeld, LeaseLost, SchemaMismatch, StorageError
+from storage import layout, sealed
+from storage.errors import LeaseHeld, LeaseLost, StorageError
 from storage.owner import SYSTEM, Clock, Life, Owner, life, this_process
 from storage.root import Root
 
@@ -36,6 +36,8 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    format_version: int = 1
+    """Version of this record's own format."""
     number: int
     """Position in the log, from 1."""
     kind: Literal["acquired", "renewed", "released"]
@@ -253,20 +255,13 @@ def _acquisition(last: Entry | None, owner: Owner, seconds: float, clock: Clock)
 def _append(root: Root, run: str, entry: Entry) -> Entry:
     """Publish `entry`, or return the one that has its number."""
     key = layout.lease_key(run, entry.number)
-    if root.put_if_absent(key, entry.model_dump_json(indent=1).encode()):
+    if sealed.publish(root, key, entry):
         return entry
     return _read(root, run, entry.number)  # ours after all, if only the answer was lost
 
 
 def _read(root: Root, run: str, number: int) -> Entry:
-    key = layout.lease_key(run, number)
-    try:
-        return Entry.model_validate_json(root.read_bytes(key))
-    except ValidationError as error:
-        raise SchemaMismatch(
-            f"{root.url}/{key} is not a lease entry that this version reads: {error}. If no process drives run {run}, "
-            "remove the file"
-        ) from error
+    return sealed.read(root, layout.lease_key(run, number), Entry)
 
 
 def _keep(lease: Lease, stop: threading.Event, every: float) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from storage import layout
+from storage import layout, sealed
 from storage.digest import value_digest
 from storage.errors import CommitConflict, NotCommitted, SchemaMismatch, StorageError
 from storage.ids import Stage
@@ -141,7 +141,7 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         fence.check()
         manifest = manifest.model_copy(update={"epoch": fence.epoch})
     key = layout.manifest_key(manifest.run, manifest.iteration, manifest.stage, manifest.revision)
-    if root.put_if_absent(key, manifest.model_dump_json(indent=1).encode()):
+    if sealed.publish(root, key, manifest):
         return manifest
     winner = load(root, key)
     if winner.digest != manifest.digest:
@@ -189,17 +189,16 @@ def load(root: Root, key: str) -> Manifest:
     """Read the manifest at `key`.
 
     Raises:
+        DigestMismatch: it was damaged.
         NotCommitted: there is none.
-        SchemaMismatch: it is damaged, or of a format that this version does not read.
+        SchemaMismatch: it is of a format that this version does not read.
     """
-    data = root.read_bytes(key)
-    try:
-        version = json.loads(data)["format_version"]  # before the rest: a newer format may have other fields
-        if not version > FORMAT_VERSION:
-            return Manifest.model_validate_json(data)
-    except (ValueError, KeyError, TypeError) as error:
-        raise SchemaMismatch(f"{root.url}/{key} is damaged, or was never a manifest: {error}") from error
-    raise SchemaMismatch(
-        f"{root.url}/{key} has manifest format {version}; this version of Ratchet reads up to {FORMAT_VERSION}. "
-        "Use a newer Ratchet"
-    )
+    where = f"{root.url}/{key}"
+    text = sealed.unseal(root.read_bytes(key), where)
+    version = json.loads(text).get("format_version")  # before the rest: a newer format may have other fields
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise SchemaMismatch(
+            f"{where} has manifest format {version}; this version of Ratchet reads up to {FORMAT_VERSION}. "
+            "Use a newer Ratchet"
+        )
+    return sealed.parse(text, Manifest, where)

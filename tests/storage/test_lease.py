@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from storage import layout
-from storage.errors import CommitConflict, LeaseHeld, LeaseLost, SchemaMismatch
+from storage import layout, sealed
+from storage.errors import CommitConflict, DigestMismatch, LeaseHeld, LeaseLost
 from storage.ids import Stage
 from storage.lease import Entry, acquire, explain, hold, holder, newest, unlock
 from storage.manifest import commit, find
@@ -211,7 +211,7 @@ def test_a_number_that_gc_freed_gives_no_lease(take, moment, any_root):
     clock = Clock(moment.clock().wall, steady)
     with pytest.raises(LeaseHeld, match="driven by three"):
         acquire(any_root, "run", elsewhere("two"), SECONDS, clock, lambda seconds: others[0].renew())
-    assert Entry.model_validate_json(any_root.read_bytes(layout.lease_key("run", 3))).owner.name == "two"
+    assert sealed.read(any_root, layout.lease_key("run", 3), Entry).owner.name == "two"
     others[0].check()
 
 
@@ -243,7 +243,7 @@ def test_unlock_frees_what_has_run_out(any_root, moment, take):
 
 def test_a_damaged_entry_is_named(any_root):
     any_root.put_if_absent(layout.lease_key("run", 1), b"{")
-    with pytest.raises(SchemaMismatch, match=layout.lease_key("run", 1)):
+    with pytest.raises(DigestMismatch, match=layout.lease_key("run", 1)):
         newest(any_root, "run")
 
 
@@ -314,9 +314,7 @@ def test_a_process_that_was_stopped_finds_its_run_taken(root):
     finally:
         process.kill()
         process.wait()
-    assert [Entry.model_validate_json(root.read_bytes(key)).owner.name for key in root.keys("run/lease")][
-        -1
-    ] == "second"
+    assert [sealed.read(root, key, Entry).owner.name for key in root.keys("run/lease")][-1] == "second"
 
 
 def test_a_lease_is_renewed_while_its_block_works(root):

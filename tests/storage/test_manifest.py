@@ -1,14 +1,14 @@
 """The commit point: identity, adoption, conflict, fence, and what a reader refuses."""
 
-import json
 from datetime import timedelta
 
 import pytest
 
 from storage import layout
-from storage.errors import CommitConflict, LeaseLost, NotCommitted, SchemaMismatch, StorageError
+from storage.errors import CommitConflict, DigestMismatch, LeaseLost, NotCommitted, SchemaMismatch, StorageError
 from storage.ids import Stage
 from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
+from storage.sealed import seal, unseal
 from tests.storage.flaky import flaky_root
 from tests.storage.tables import TIME, manifest
 
@@ -123,20 +123,41 @@ def test_who_took_over_is_told_that_the_earlier_holder_published(any_root):
         commit(any_root, manifest(writer="two", facts={"cursor": 1}), Fencing(2))
 
 
+class NewerManifest(Manifest):
+    """What a later version might write."""
+
+    format_version: int = FORMAT_VERSION + 1
+    shards: tuple[str, ...] = ()
+
+
 def test_a_newer_format_is_refused_with_the_numbers(root):
-    document = {**json.loads(manifest().model_dump_json()), "format_version": FORMAT_VERSION + 1, "shards": []}
-    root.put_if_absent(KEY, json.dumps(document).encode())
+    root.put_if_absent(KEY, seal(NewerManifest(**manifest().model_dump(exclude={"format_version"}))))
     with pytest.raises(SchemaMismatch, match=f"format {FORMAT_VERSION + 1}; .* up to {FORMAT_VERSION}") as refusal:
         find(root, "run", 1, Stage.ROLLOUT)
     assert KEY in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "data", [b"{", b"[]", b"{}", b"\xff\xfe", b'{"format_version": 1}', b'{"format_version": "x"}']
-)
+def test_every_flipped_bit_of_a_manifest_is_refused(root):
+    commit(root, manifest(parts=(PART,), metrics={"loss": 0.1}))
+    good = root.read_bytes(KEY)
+    for position in range(len(good)):
+        for bit in range(8):
+            bad = bytearray(good)
+            bad[position] ^= 1 << bit
+            with pytest.raises(DigestMismatch, match="damaged"):
+                unseal(bytes(bad), KEY)
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b"{}", b"\xff\xfe", b'{"format_version": 1}'])
 def test_a_damaged_manifest_is_refused_with_its_key(root, data):
     root.put_if_absent(KEY, data)
-    with pytest.raises(SchemaMismatch, match=KEY):
+    with pytest.raises(DigestMismatch, match=KEY):
+        load(root, KEY)
+
+
+def test_another_record_is_not_taken_for_a_manifest(root):
+    root.put_if_absent(KEY, seal(PART))
+    with pytest.raises(SchemaMismatch, match=f"{KEY} is not a Manifest"):
         load(root, KEY)
 
 
