@@ -37,7 +37,10 @@ app = App(
 
 Iterations = Annotated[int | None, Parameter(help="RL iterations in all; replaces run.iterations.")]
 Settings = Annotated[
-    tuple[str, ...], Parameter(name="--set", help="A setting, as section.key=value; may be given again.", negative=())
+    tuple[str, ...],
+    Parameter(
+        name="--set", help="A setting, as section.key=value; may be given again.", negative=(), show_default=False
+    ),
 ]
 RunName = Annotated[str | None, Parameter(help="Id of the run; an existing one is continued.")]
 RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3://bucket/prefix.")]
@@ -63,6 +66,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 @app.command(name="run")
 def run_command(
     config: str,
+    /,
     *,
     iterations: Iterations = None,
     settings: Settings = (),
@@ -99,7 +103,7 @@ def demo(
 
 
 @app.command
-def status(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
     """Show where a run stands, from its storage alone.
 
     Parameters

@@ -78,9 +78,11 @@ def launch(order: Order, output: Output) -> int:
     signals = Signals()
     try:
         with signals, MemoryMeter() as meter:
-            if next_iteration(root, order.run, order.config) > order.config.run.iterations:
+            first = next_iteration(root, order.run, order.config)
+            if first > order.config.run.iterations:
                 store_plot(root, order.run, read_history(root, order.run))
             else:
+                output.say(f"run {order.run} begins at iteration {first}; Ray and Prefect are coming up")
                 _run_flow(order, signals)
     except KeyboardInterrupt:
         output.error(f"interrupted. Nothing that was committed is lost; go on with: {order.again}")

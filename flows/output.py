@@ -46,6 +46,10 @@ class Output:
         self._result.write(f"{text}\n")
         self._result.flush()
 
+    def say(self, text: str) -> None:
+        """A line for people, on standard error."""
+        self.console.print(Text(text), soft_wrap=True)
+
     def error(self, message: str) -> None:
         """One message on standard error."""
         self.console.print(Text(f"ratchet: {message}", style="red"), soft_wrap=True, highlight=False)
