@@ -1,9 +1,17 @@
 """The only place where a path inside the storage root is spelled."""
 
+import re
+
 from storage.ids import Stage
 
 DIGEST_CHARACTERS = 16
 """How much of a part's digest its name carries; the manifest holds the whole of it."""
+
+_STAGES = "|".join(re.escape(stage.value) for stage in Stage)
+_MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.json")
+_PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.pieces/[^/]+\.json")
+
+_DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 
 
 def run_config_key(run: str) -> str:
@@ -16,9 +24,39 @@ def manifest_key(run: str, iteration: int, stage: Stage, revision: int) -> str:
     return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.json"
 
 
+def manifest_folder(run: str) -> str:
+    """Everything that is committed of a run, and the pieces of what is in work."""
+    return f"{run}/manifests"
+
+
+def is_manifest(key: str) -> bool:
+    """Whether a key in the manifest folder is a manifest."""
+    return _MANIFEST.fullmatch(key.partition("/")[2]) is not None
+
+
 def piece_key(run: str, iteration: int, stage: Stage, revision: int, piece: str) -> str:
     """Record of a piece of a stage that is durable before the whole stage is."""
     return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.pieces/{piece}.json"
+
+
+def is_piece(key: str) -> bool:
+    """Whether a key in the manifest folder is the record of a piece."""
+    return _PIECE.fullmatch(key.partition("/")[2]) is not None
+
+
+def whole_of_piece(key: str) -> str:
+    """The manifest key of the stage that a piece belongs to."""
+    return f"{key.rpartition('.pieces/')[0]}.json"
+
+
+def retired_key(manifest: str) -> str:
+    """Record that retention has given up the parts of the manifest at key `manifest`."""
+    return f"{manifest.removesuffix('.json')}.retired.json"
+
+
+def part_folder(run: str) -> str:
+    """All parts that a run wrote itself."""
+    return f"{run}/parts"
 
 
 def part_key(run: str, iteration: int, stage: Stage, name: str, digest: str) -> str:
@@ -48,6 +86,23 @@ def lease_number(key: str) -> int:
     return int(key.rsplit("/", 1)[-1].removesuffix(".json"))
 
 
+def archive_key(run: str, table: str, iterations: range, digest: str) -> str:
+    """A Parquet file with one table of several iterations: a copy for reading, never for a stage."""
+    span = f"{iterations.start:06d}-{iterations.stop - 1:06d}"
+    return f"{run}/archive/{table}-{span}-{digest[:DIGEST_CHARACTERS]}.parquet"
+
+
+def archive_folder(run: str) -> str:
+    """The run's Parquet copies."""
+    return f"{run}/archive"
+
+
+def digest_in_name(key: str) -> str:
+    """The beginning of an object's digest that its own name carries, or an empty string."""
+    found = _DIGEST.search(key)
+    return found.group(1) if found else ""
+
+
 def report_key(run: str, name: str) -> str:
     """A derived file for people (plot, table); never read back to decide anything."""
     return f"{run}/report/{name}"
@@ -65,3 +120,8 @@ TEMPORARY_PREFIX = ".tmp-"
 def temporary_name(token: str) -> str:
     """Name of a file that is being written, in the folder of the file that it becomes."""
     return f"{TEMPORARY_PREFIX}{token}"
+
+
+def is_temporary(key: str) -> bool:
+    """Whether an object is one of a write in progress, or of one that a crash ended."""
+    return key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)

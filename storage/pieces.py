@@ -1,0 +1,46 @@
+"""Pieces: parts of a stage that are durable before the whole stage is, so that a crash costs the piece in work."""
+
+from pydantic import BaseModel, ConfigDict
+
+from storage import layout, sealed
+from storage.errors import NotCommitted
+from storage.manifest import Part
+from storage.parts import PartWriter
+from storage.root import Root
+
+
+class Piece(BaseModel):
+    """Record that a part of a stage in work is done."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = 1
+    """Version of this record's own format."""
+    part: Part
+    """What was done."""
+
+
+def find_piece(writer: PartWriter, name: str) -> Part | None:
+    """The part that was kept as piece `name` of the writer's stage, or None."""
+    try:
+        return read_piece(writer.root, _key(writer, name))
+    except NotCommitted:
+        return None
+
+
+def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
+    """Record `part` as piece `name`; returns the part of the writer that was first."""
+    sealed.publish(writer.root, _key(writer, name), Piece(part=part))
+    return read_piece(writer.root, _key(writer, name))
+
+
+def read_piece(root: Root, key: str) -> Part:
+    """The part that the record at `key` names; raises as `sealed.read`."""
+    data, where = root.read_bytes(key), f"{root.url}/{key}"
+    if b"checksum" not in data:  # tasks/rollout.py writes the bare part until it uses `keep_piece`
+        return sealed.parse(data, Part, where)
+    return sealed.parse(sealed.unseal(data, where), Piece, where).part
+
+
+def _key(writer: PartWriter, name: str) -> str:
+    return layout.piece_key(writer.run, writer.iteration, writer.stage, 0, name)
