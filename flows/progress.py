@@ -78,9 +78,12 @@ class Progress:
     def _line(self) -> Table:
         line = Table.grid(padding=(0, 1))
         line.add_row(
-            Spinner("dots"), Text(self._run, style="bold"),
-            ProgressBar(max(self._iterations, 1), self._finished, width=_BAR), f"{self._finished}/{self._iterations}",
-            Text(self._doing, style="cyan"), f"{time.monotonic() - self._since:.0f} s",
+            Spinner("dots"),
+            Text(self._run, style="bold"),
+            ProgressBar(max(self._iterations, 1), self._finished, width=_BAR),
+            f"{self._finished}/{self._iterations}",
+            Text(self._doing, style="cyan"),
+            f"{time.monotonic() - self._since:.0f} s",
         )
         return line
 

@@ -13,6 +13,7 @@ from storage.root import Root
 from tasks.config import GeneratedModel, RunConfig
 from tasks.prepare import prompt_tables, text_codec
 from tasks.rewards.resolve import resolve_reward
+from tasks.settings import Settings
 from trainer_core.config import check_layout
 
 
@@ -20,10 +21,12 @@ def check_run(config: RunConfig, root: Root) -> None:
     """Refuse a run that cannot work.
 
     Raises:
-        InputError: the layout does not fit the model, a data set or the reward cannot be used, or sizes contradict.
+        InputError: the layout does not fit the model, a data set or the reward cannot be used, sizes contradict, or
+            CUDA is asked for where there is none.
         StorageUnavailable: the root cannot be written.
     """
     root.check_writable()
+    Settings.from_environment().device(config.device.kind)
     check_layout(config.train.parallel, model_facts(config))
     resolve_reward(config.reward.function, config.reward.arguments)
     _check_sizes(config)

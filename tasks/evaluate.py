@@ -15,12 +15,6 @@ from tasks.stage import StageOutput, StageResult
 from tasks.tokenizer import TextCodec
 
 
-def evaluation_due(context: RunContext, iteration: int) -> bool:
-    """Whether the configuration asks for an evaluation after this iteration."""
-    every, last = context.config.evaluate.every, context.config.run.iterations
-    return every > 0 and (iteration % every == 0 or iteration == last)
-
-
 def evaluate(context: RunContext, iteration: int, prepared: Manifest, synced: Manifest) -> StageResult:
     """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward."""
     inputs = {"prepare": prepared, "weights": synced}

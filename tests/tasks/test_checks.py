@@ -54,10 +54,12 @@ def test_a_good_configuration_passes(tmp_path):
         ("train.policy.mini_batches=9999", "cannot be split into train.policy.mini_batches = 9999"),
         ("engine.max_model_len=65", "engine.max_model_len = 65 is longer than the model's context of 64"),
         ("train.max_length=24", "engine.max_model_len = 32 lets responses grow beyond train.max_length = 24"),
+        ("device.kind=cuda", "CUDA"),
         ("data.generate.held_out=100000", "leaves none of the 4095 sums for training"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path, override, fact):
+def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(InputError) as caught:
         check_run(config_with(tmp_path, override), open_root(str(tmp_path / "runs")))
     assert fact in str(caught.value)
