@@ -54,7 +54,7 @@ def test_a_good_configuration_passes(tmp_path):
         ("train.policy.mini_batches=9999", "cannot be split into train.policy.mini_batches = 9999"),
         ("engine.max_model_len=65", "engine.max_model_len = 65 is longer than the model's context of 64"),
         ("train.max_length=24", "engine.max_model_len = 32 lets responses grow beyond train.max_length = 24"),
-        ("device.kind=cuda", "CUDA"),
+        ("device.kind=cuda", "no GPU is visible"),
         ("data.generate.held_out=100000", "leaves none of the 4095 sums for training"),
     ],
 )
