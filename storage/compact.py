@@ -1,7 +1,7 @@
 """The archive of a run: one Parquet file with every scored sample, for people and their tools.
 
-zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLIT, which puts the bytes of equal weight of
-neighbouring floats side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
+zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLIT, which puts the bytes of equal weight
+of neighbouring floats side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
 """
 
 import tempfile
@@ -95,11 +95,12 @@ def _scored(root: Root, rollout: Manifest, reward: Manifest | None) -> pa.Table:
         scores = [pa.nulls(samples.num_rows, REWARD.field(name).type) for name in _SCORES]
     else:
         scored = read_table(root, reward)
-        rows = pc.index_in(_names(samples), value_set=_names(scored))
+        rows = pc.index_in(_names(samples), value_set=_names(scored))  # pyright: ignore[reportAttributeAccessIssue]
         scores = [scored[name].take(rows) for name in _SCORES]
     return pa.table([*samples.columns, *scores], schema=SAMPLES)
 
 
 def _names(table: pa.Table) -> pa.Array:
     ids = table["sample_id"].cast(pa.string())
-    return pc.binary_join_element_wise(table["prompt_id"], ids, "/").combine_chunks()
+    joined = pc.binary_join_element_wise(table["prompt_id"], ids, "/")  # pyright: ignore[reportAttributeAccessIssue]
+    return joined.combine_chunks()

@@ -104,6 +104,15 @@ class GatedFileSystem:
         self._gate()
         return self._store.inner.find(path, detail=detail)
 
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
+        self._gate()
+        return self._store.inner.ls(path, detail=detail)
+
+    def rm_file(self, path: str) -> None:
+        self._gate(pausing=True)
+        self._store.inner.rm_file(path)
+        self._gate()
+
     def _gate(self, pausing: bool = False) -> None:
         if self._stepper is not None:
             self._stepper().gate(pausing)

@@ -1,0 +1,102 @@
+"""Whole runs as the stages would leave them, small."""
+
+import json
+import os
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pyarrow as pa
+
+from storage import layout
+from storage.ids import Stage
+from storage.manifest import Manifest, commit, find
+from storage.parts import PartWriter
+from storage.root import Root
+from storage.schema import PROMPTS, REWARD, ROLLOUT
+from tests.storage.tables import list_column, manifest, rollout_table
+
+GROUPS, SAMPLES = 4, 3
+
+
+def make_run(root: Root, run: str = "run", iterations: int = 3) -> dict[tuple[int, Stage], Manifest]:
+    """A complete run; returns its manifests by iteration and stage."""
+    root.put_if_absent(layout.run_config_key(run), json.dumps({"run": {"name": run}}).encode())
+    for iteration in range(iterations + 1):
+        make_iteration(root, run, iteration)
+    return {
+        (iteration, stage): found
+        for iteration in range(iterations + 1)
+        for stage in Stage
+        if (found := find(root, run, iteration, stage)) is not None
+    }
+
+
+def make_iteration(root: Root, run: str, iteration: int) -> None:
+    """Commit the stages of one iteration after the ones before."""
+    if iteration == 0:
+        prepared = put(root, run, 0, Stage.PREPARE, {}, table=prompt_table(), schema=PROMPTS)
+        trained = put(root, run, 0, Stage.TRAIN, {"prepare": prepared}, data=state(0))
+    else:
+        prepared = find(root, run, 0, Stage.PREPARE)
+        synced = find(root, run, iteration - 1, Stage.WEIGHT_SYNC)
+        before = find(root, run, iteration - 1, Stage.TRAIN)
+        table = rollout_table(GROUPS, SAMPLES, iteration, iteration, iteration - 1)
+        rolled = put(root, run, iteration, Stage.ROLLOUT, {"prepare": prepared, "weights": synced}, table, ROLLOUT)
+        inputs = {"prepare": prepared, "rollout": rolled}
+        scored = put(root, run, iteration, Stage.REWARD, inputs, reward_table(table), REWARD)
+        inputs = {"prepare": prepared, "rollout": rolled, "reward": scored, "state": before}
+        trained = put(root, run, iteration, Stage.TRAIN, inputs, data=state(iteration))
+    put(root, run, iteration, Stage.WEIGHT_SYNC, {"prepare": prepared, "train": trained})
+
+
+def put(root, run, iteration, stage, inputs, table=None, schema=None, data=None) -> Manifest:
+    writer, parts = PartWriter(root, run, iteration, stage), ()
+    if table is not None:
+        parts = (writer.write_table(f"{stage.value}.arrow", table, schema),)
+    if data is not None:
+        parts = (writer.write_bytes("state/0.distcp", data),)
+    return commit(
+        root,
+        manifest(
+            stage,
+            iteration,
+            parts,
+            run=run,
+            inputs={role: one.digest for role, one in inputs.items()},
+            facts={"weight_version": iteration - (stage is Stage.ROLLOUT), "weights_digest": f"w{iteration}"},
+            metrics={"seconds": 1.5, "reward_mean": 0.25} if stage is Stage.REWARD else {"seconds": 0.5},
+            writer="host:1",
+        ),
+    )
+
+
+def state(iteration: int) -> bytes:
+    return np.random.default_rng(iteration).bytes(1000)
+
+
+def prompt_table() -> pa.Table:
+    names = [f"p{n}" for n in range(GROUPS)]
+    tokens = list_column(np.full(GROUPS, 5), np.int32, np.random.default_rng(0))
+    empty = pa.nulls(GROUPS, pa.list_(pa.int32()))
+    texts = [pa.array([f"text of {name}" for name in names]), tokens, pa.nulls(GROUPS, pa.string()), empty]
+    return pa.Table.from_arrays([pa.array(names), *texts, pa.array(["{}"] * GROUPS)], schema=PROMPTS)
+
+
+def reward_table(rollouts: pa.Table) -> pa.Table:
+    """One score a sample, in another order; the second sample of each group timed out."""
+    scored = rollouts.take(np.random.default_rng(1).permutation(rollouts.num_rows))
+    ids = scored["sample_id"].to_pylist()
+    columns = [
+        scored["prompt_id"].combine_chunks(),
+        scored["sample_id"].combine_chunks(),
+        pa.array([None if one == 1 else one / 4 for one in ids], pa.float32()),
+        pa.array(["timeout" if one == 1 else "ok" for one in ids]),
+        pa.array([""] * len(ids)),
+    ]
+    return pa.Table.from_arrays(columns, schema=REWARD)
+
+
+def age(root: Root, key: str, days: float = 2) -> None:
+    """Make a local object look as old as that."""
+    past = (datetime.now(UTC) - timedelta(days=days)).timestamp()
+    os.utime(root.full(key), (past, past))
