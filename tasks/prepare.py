@@ -33,8 +33,12 @@ def prepare(context: RunContext) -> StageResult:
 
 
 def model_directory(context: RunContext, prepared: Manifest) -> Path:
-    """A local Hugging Face directory with the run's base model."""
-    return materialize(context.root, prepared, context.scratch / "model", MODEL)
+    """A local Hugging Face directory with the run's base model, verified when this process first asks for it."""
+    folder, verified = context.scratch / "model", context.scratch / "model.verified"
+    if not verified.exists() or verified.read_text(encoding="utf-8") != prepared.digest:
+        materialize(context.root, prepared, folder, MODEL)
+        verified.write_text(prepared.digest, encoding="utf-8")
+    return folder
 
 
 def prompts(context: RunContext, prepared: Manifest, table: str) -> pa.Table:

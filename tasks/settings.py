@@ -109,13 +109,22 @@ def engine_environment(device: Device, gpu: str | None, local: bool) -> dict[str
 
 def trainer_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
     """What a trainer rank's process needs beyond the environment it inherits."""
-    specific = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if device == "cuda" else {}  # Megatron overlaps by launch order
+    specific = _trainer_on_cuda(len(gpus)) if device == "cuda" else {}
     return {**_compute_environment(device, local), **specific, **_cards(device, gpus)}
 
 
 def child_python_path() -> dict[str, str]:
     """The whole environment for a plain child process that imports this project."""
     return {**os.environ, "PYTHONPATH": _python_path()}
+
+
+def _trainer_on_cuda(ranks: int) -> dict[str, str]:
+    share = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps by launch order
+        # the state passes through host memory when it is saved; Ray would leave an actor one thread for that
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
+    }
 
 
 def _compute_environment(device: Device, local: bool) -> dict[str, str]:
