@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from storage.ids import Stage
@@ -28,27 +27,17 @@ def learner(context: RunContext, prepared: Manifest) -> TrainerGroup:
     return context.fleet.trainers(directory, config)
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """Trainer ranks that hold a committed state."""
-
-    group: TrainerGroup
-    rng: str
-    """continued, restored (read from the state), or reseeded (another layout cannot take over the generators)."""
-
-
-def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> Resumed:
+def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> TrainerGroup:
     """Trainer ranks that hold the state of the train stage `state`: as they are, or loaded from storage.
 
     What a rank holds is used only when its identity is the digest of the committed manifest.
     """
     group = learner(context, prepared)
-    if group.identity() == state.digest:
-        return Resumed(group, "continued")
-    with local_copy(context, state) as folder:
-        loaded = group.call("load", str(folder))[0]
-    group.call("adopt", state.digest)
-    return Resumed(group, loaded["rng"])
+    if group.identity() != state.digest:
+        with local_copy(context, state) as folder:
+            group.call("load", str(folder))
+        group.call("adopt", state.digest)
+    return group
 
 
 def adopted(context: RunContext, result: StageResult) -> StageResult:

@@ -48,7 +48,7 @@ def ensure_served(context: RunContext, prepared: Manifest, synced: Manifest) -> 
     if all((held.weight_version, held.weights_digest) == wanted for held in (e.identity() for e in engines)):
         return engines
     trained = need(context.root, synced.run, synced.iteration, Stage.TRAIN)
-    group = ensure_state(context, prepared, trained).group
+    group = ensure_state(context, prepared, trained)
     delivery = deliver(engines, group, synced.iteration)
     if delivery.weights_digest != synced.facts["weights_digest"]:
         raise SyncMismatch(

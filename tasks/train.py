@@ -27,14 +27,14 @@ def train(
 def _train(
     context: RunContext, writer: PartWriter, prepared: Manifest, rollouts: Manifest, rewards: Manifest, state: Manifest
 ) -> StageOutput:
-    resumed = ensure_state(context, prepared, state)
-    group = resumed.group
+    group = ensure_state(context, prepared, state)
+    rng = group.call("rng")[0]
     ensure_reference(context, prepared, group)
     samples = read_samples(context.root, rollouts, rewards)
     referenced = context.config.train.policy.kl_coefficient > 0
     metrics = group.call("train_policy", samples, context.config.rollout.temperature, referenced)[0]
     return StageOutput(
         parts=save_state(context, group, writer),
-        facts={"cursor": rollouts.facts["cursor"], "rng": "reseeded" if resumed.rng == "reseeded" else "continued"},
+        facts={"cursor": rollouts.facts["cursor"], "rng": "reseeded" if rng == "reseeded" else "continued"},
         metrics=metrics,
     )

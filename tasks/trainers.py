@@ -18,6 +18,10 @@ from trainer_core.records import TensorRecord
 from trainer_core.trainer import Trainer
 
 
+CONTINUED = "continued"
+"""What `TrainerRank.rng` says of generators that nothing but training has touched."""
+
+
 class TrainerRank:
     """One rank, in its own process. Beside the trainer it knows which reference is loaded."""
 
@@ -25,6 +29,7 @@ class TrainerRank:
         """Meet the other ranks and build the model without weights."""
         self._trainer = Trainer(model_dir, config, rank)
         self._reference: str | None = None
+        self._rng = CONTINUED
 
     def identity(self) -> str | None:
         """Identity of the committed state that this rank holds, or None."""
@@ -38,13 +43,19 @@ class TrainerRank:
         """Identity of the reference that this rank holds, or None."""
         return self._reference
 
+    def rng(self) -> str:
+        """What became of the random generators since the last training: continued, restored or reseeded."""
+        return self._rng
+
     def import_model(self) -> None:
         """See `Trainer.import_model`."""
         self._trainer.import_model()
 
     def load(self, directory: str, fresh_optimizer: bool = False) -> dict[str, object]:
         """See `Trainer.load`."""
-        return self._trainer.load(directory, fresh_optimizer)
+        loaded = self._trainer.load(directory, fresh_optimizer)
+        self._rng = str(loaded["rng"])
+        return loaded
 
     def save(self, directory: str) -> list[str]:
         """See `Trainer.save`."""
@@ -52,7 +63,9 @@ class TrainerRank:
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool) -> dict[str, float]:
         """See `Trainer.train_policy`."""
-        return self._trainer.train_policy(samples, temperature, reference)
+        metrics = self._trainer.train_policy(samples, temperature, reference)
+        self._rng = CONTINUED
+        return metrics
 
     def train_supervised(
         self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None

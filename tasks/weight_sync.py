@@ -24,7 +24,7 @@ def weight_sync(context: RunContext, iteration: int, prepared: Manifest, trained
 
 
 def _sync(context: RunContext, iteration: int, prepared: Manifest, trained: Manifest) -> StageOutput:
-    group = ensure_state(context, prepared, trained).group
+    group = ensure_state(context, prepared, trained)
     engines = engines_of(context, prepared)
     probe = probe_sequences(context, prepared)
     before = engines[0].score(probe) if engines[0].identity().weight_version == iteration - 1 else None

@@ -27,7 +27,7 @@ def race(url, writer, barrier, wins):
 
 
 def test_one_of_eight_processes_wins_each_of_200_rounds(root):
-    context = get_context("fork")
+    context = get_context("spawn")  # a fork would inherit the threads and exit handlers of whatever was tested before
     barrier, wins = context.Barrier(WRITERS), context.Queue()
     processes = [context.Process(target=race, args=(root.url, writer, barrier, wins)) for writer in range(WRITERS)]
     for process in processes:
