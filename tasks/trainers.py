@@ -17,7 +17,6 @@ from trainer_core.config import Device, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.records import TensorRecord
 from trainer_core.trainer import Trainer
 
-
 CONTINUED = "continued"
 """What `TrainerRank.rng` says of generators that nothing but training has touched."""
 
