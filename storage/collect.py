@@ -8,7 +8,7 @@ and a retention at the same moment at least one sees the other.
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout, sealed
 from storage.catalog import Contents, Retired, contents, named_parts
@@ -67,6 +67,7 @@ class Collection(BaseModel):
     """False: nothing was touched."""
     garbage: tuple[Garbage, ...]
 
+    @computed_field
     @property
     def bytes(self) -> int:
         """Size of it all."""

@@ -62,7 +62,7 @@ def compact(root: Root, run: str) -> Archive:
     span = range(rollouts[0].iteration, rollouts[-1].iteration + 1)
     with tempfile.TemporaryDirectory(prefix="ratchet-archive-") as folder:
         path = Path(folder, f"{TABLE}.parquet")
-        rows = _write(path, (_scored(root, one, rewards.get(one.iteration)) for one in rollouts))
+        rows = write_archive(path, (_scored(root, one, rewards.get(one.iteration)) for one in rollouts))
         digest, size = file_digest(path)
         key = layout.archive_key(run, TABLE, span, digest)
         root.put_file_if_absent(key, path)
@@ -71,7 +71,8 @@ def compact(root: Root, run: str) -> Archive:
     return Archive(run=run, key=key, iterations=(span[0], span[-1]), rows=rows, bytes=size, parts_bytes=parts_bytes)
 
 
-def _write(path: Path, tables: Iterator[pa.Table]) -> int:
+def write_archive(path: Path, tables: Iterator[pa.Table]) -> int:
+    """Write tables of the schema SAMPLES to a Parquet file, each as row groups of its own; returns the rows."""
     rows = 0
     leaves = [_leaf(field) for field in SAMPLES]
     floats = {_leaf(SAMPLES.field(name)): "BYTE_STREAM_SPLIT" for name in _FLOATS}

@@ -12,6 +12,7 @@ from storage.digest import bytes_digest, file_digest
 from storage.errors import DigestMismatch, NotCommitted, PartMissing, StorageError
 from storage.ids import Stage
 from storage.manifest import Manifest, Part
+from storage.meter import measured
 from storage.root import Root
 from storage.schema import accept, check
 
@@ -28,6 +29,7 @@ class PartWriter:
     iteration: int
     stage: Stage
 
+    @measured()
     def write_bytes(self, name: str, data: bytes | pa.Buffer, rows: int | None = None) -> Part:
         """Store `data`. Equal content has an equal key, so writing it again is harmless."""
         part = self._part(name, bytes_digest(data), len(memoryview(data)), rows)
@@ -35,6 +37,7 @@ class PartWriter:
             self.root.replace(part.key, data)  # damaged since: what the name promises is at hand
         return part
 
+    @measured()
     def write_table(self, name: str, table: pa.Table, schema: pa.Schema, compression: str | None = "zstd") -> Part:
         """Store a table as an Arrow IPC file; equal tables give equal bytes, however they are chunked.
 
@@ -47,6 +50,7 @@ class PartWriter:
             writer.write_table(table.combine_chunks(), max_chunksize=_BATCH_ROWS)
         return self.write_bytes(name, sink.getvalue(), table.num_rows)
 
+    @measured()
     def write_file(self, name: str, path: Path) -> Part:
         """Store a local file without holding it in memory.
 
@@ -63,6 +67,7 @@ class PartWriter:
             raise StorageError(f"{path} changed while it was stored as {part.key}: finish writing it first")
         return part
 
+    @measured()
     def write_files(self, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:
         """Store local files, several at a time."""
         with ThreadPoolExecutor(_PARALLEL) as pool:
@@ -83,6 +88,7 @@ def read_part(root: Root, part: Part) -> bytes:
     return read_part_buffer(root, part).to_pybytes()
 
 
+@measured()
 def read_part_buffer(root: Root, part: Part) -> pa.Buffer:
     """Like `read_part`, without a copy where the storage is local."""
     try:
@@ -112,6 +118,7 @@ def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Seque
     return read_parts(root, [part for part in manifest.parts if part.rows is not None], schema, columns)
 
 
+@measured()
 def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
     """Table parts in the given order, verified; raises as `read_table`."""
     names = schema.names if columns is None else list(columns)
@@ -137,6 +144,7 @@ def open_table(
     return table.select(list(names)).replace_schema_metadata(schema.metadata)
 
 
+@measured()
 def materialize(root: Root, manifest: Manifest, folder: Path, prefix: str = "") -> Path:
     """Bring the parts whose name starts with `prefix` to `folder` under their names without it, verified.
 

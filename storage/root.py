@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from storage import layout, local, objects
 from storage.errors import InputError, NotCommitted, StorageError, StorageUnavailable
+from storage.meter import measured
 
 _CONDITIONAL_PUT = ("s3", "s3a")
 _memory_lock = threading.Lock()
@@ -204,7 +205,8 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
     """
     clients = objects.client_errors() if root.protocol in _CONDITIONAL_PUT else ()
     try:
-        yield
+        with measured():
+            yield
     except (PermissionError, NotADirectoryError) as error:
         raise StorageUnavailable(
             f"cannot write or read {root.url}/{key}: {error}. Choose a root that this user may write with --root"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout, sealed
 from storage.catalog import Contents, Retired, named_parts
@@ -60,6 +60,7 @@ class Verification(BaseModel):
     """Manifests whose parts retention has given up."""
     findings: tuple[Finding, ...]
 
+    @computed_field
     @property
     def sound(self) -> bool:
         """Whether everything that is needed is there and right; orphans do no harm."""

@@ -54,10 +54,11 @@ def test_pieces_of_a_stage_in_work_stay_and_go_once_it_is_committed(root):
     writer = PartWriter(root, "run", 4, Stage.ROLLOUT)
     kept = keep_piece(writer, "00000-abc", writer.write_bytes("groups-00000.arrow", b"done"))
     piece = layout.piece_key("run", 4, Stage.ROLLOUT, 0, "00000-abc")
+    assert keys(collect(root, "run", now=LATER)) == set()
+    make_iteration(root, "run", 4)
+    assert keys(collect(root, "run")) == set()
     for key in (kept.key, piece):
         age(root, key)
-    assert keys(collect(root, "run")) == set()
-    make_iteration(root, "run", 4)
     assert keys(collect(root, "run", apply=True)) == {kept.key, piece}
     assert verify(root, "run").findings == ()
 
@@ -132,8 +133,7 @@ def test_what_another_run_shares_is_never_removed(root):
     collect(root, "run", Retention(newest=1), apply=True)
     assert root.exists(shared)
     assert not root.exists(state_key(root, 3))
-    assert verify(root, "run").sound
-    assert verify(root, "fork").sound
+    assert verify(root, "run").findings == verify(root, "fork").findings == ()
     # once the fork gives it up as well, the parent's gc may take it
     make_iteration(root, "fork", 3)
     assert keys(collect(root, "fork", Retention(newest=1), apply=True)) == set()
