@@ -1,0 +1,62 @@
+"""SIGKILL before every system call by which anything becomes durable or visible, on real processes and a real disk."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from storage import layout
+from storage.catalog import contents
+from storage.collect import collect
+from storage.root import open_root
+from storage.verify import verify
+from tests.storage.worker import ITERATIONS, PIECES, STAGES
+
+PROJECT = Path(__file__).resolve().parents[2]
+LATER = datetime.now(UTC) + timedelta(days=2)
+
+
+def run_worker(folder: Path, point: int):
+    command = [sys.executable, "-m", "tests.storage.worker", str(folder / "root"), str(point)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
+
+
+def identities(folder: Path) -> list[str]:
+    return [manifest.digest for manifest in contents(open_root(str(folder / "root")), "run").newest]
+
+
+def rerun_after_kill(folder: Path, point: int) -> None:
+    """One process that is killed, and one that comes after it and does what is missing and no more."""
+    folder.mkdir()
+    killed = run_worker(folder, point)
+    assert killed.returncode == -9, killed.stderr
+    committed = len(identities(folder))
+    again = run_worker(folder, -1)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("done ") == ITERATIONS * len(STAGES) - committed
+    # of all pieces the one in work alone may be done twice
+    assert (killed.stdout + again.stdout).count("piece ") <= ITERATIONS * PIECES + 1
+
+
+@pytest.mark.slow
+def test_a_kill_anywhere_changes_nothing_in_the_end(tmp_path):
+    (tmp_path / "whole").mkdir()
+    whole = run_worker(tmp_path / "whole", -1)
+    assert whole.returncode == 0, whole.stderr
+    expected, calls = identities(tmp_path / "whole"), int(whole.stdout.split()[-1])
+    assert len(expected) == ITERATIONS * len(STAGES)
+
+    def kill_at(point):
+        folder = tmp_path / str(point)
+        rerun_after_kill(folder, point)
+        root = open_root(str(folder / "root"))
+        assert identities(folder) == expected
+        collect(root, "run", apply=True, now=LATER)
+        assert verify(root, "run").findings == ()
+        assert not [key for key in root.keys("") if layout.is_temporary(key)]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(kill_at, range(calls)))

@@ -1,0 +1,80 @@
+"""A process that works on a run as a flow does, with small stage bodies, and may be told to kill itself somewhere.
+
+worker.py ROOT POINT: POINT is the number of the system call (fsync, link or unlink, counted together) before which it
+sends itself SIGKILL, or -1.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from storage.ids import Stage
+from storage.lease import hold
+from storage.manifest import Manifest, commit, find
+from storage.parts import PartWriter
+from storage.pieces import find_piece, keep_piece
+from storage.root import open_root
+from tests.storage.tables import manifest
+
+ITERATIONS, PIECES = 2, 2
+STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
+
+
+def work(url: str) -> None:
+    root, before = open_root(url), None
+    root.put_if_absent("run/run.json", b"{}")
+    with hold(root, "run", "worker", 60.0) as lease:
+        for iteration in range(1, ITERATIONS + 1):
+            for stage in STAGES:
+                before = find(root, "run", iteration, stage) or commit(root, do(root, iteration, stage, before), lease)
+    sys.stdout.write(f"calls {Killer.calls}\n")
+
+
+def do(root, iteration: int, stage: Stage, before: Manifest | None) -> Manifest:
+    sys.stdout.write(f"done {stage} {iteration}\n")
+    sys.stdout.flush()
+    writer = PartWriter(root, "run", iteration, stage)
+    if stage is Stage.ROLLOUT:
+        parts = tuple(piece(writer, str(number)) for number in range(PIECES))
+    else:
+        folder = Path(sys.argv[1]).parent / "scratch"
+        folder.mkdir(exist_ok=True)
+        for rank in range(2):
+            (folder / f"{rank}.distcp").write_bytes(f"{stage} {iteration} {rank}".encode() * 1000)
+        parts = writer.write_files(folder, ["0.distcp", "1.distcp"])
+    return manifest(stage, iteration, parts, inputs={"before": before.digest} if before else {})
+
+
+def piece(writer: PartWriter, name: str):
+    part = find_piece(writer, name)
+    if part is None:
+        sys.stdout.write(f"piece {name} {writer.iteration}\n")
+        sys.stdout.flush()
+        part = keep_piece(writer, name, writer.write_bytes("groups.arrow", name.encode() * 1000))
+    return part
+
+
+class Killer:
+    """Counts the calls that make things durable or visible, and kills the process before one of them."""
+
+    calls = 0
+
+    def __init__(self, point: int) -> None:
+        self.point = point
+
+    def before(self, call):
+        def counted(*arguments, **options):
+            if Killer.calls == self.point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            Killer.calls += 1
+            return call(*arguments, **options)
+
+        return counted
+
+
+if __name__ == "__main__":
+    killer = Killer(int(sys.argv[2]))
+    for name in ("fsync", "link", "unlink"):
+        setattr(os, name, killer.before(getattr(os, name)))
+    work(sys.argv[1])
