@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 from flows.output import Output
 from flows.progress import status_lines
 from flows.status import read_status
+from flows.store import register
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
 from storage.root import open_root
@@ -34,6 +35,8 @@ app = App(
     exit_on_error=False,
     result_action="return_value",
 )
+
+register(app)
 
 Iterations = Annotated[int | None, Parameter(help="RL iterations in all; replaces run.iterations.")]
 Settings = Annotated[

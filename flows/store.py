@@ -24,7 +24,7 @@ from storage.owner import this_process
 from storage.root import Root, open_root
 from storage.verify import verify
 from tasks.code_version import PROJECT_ROOT
-from tasks.config import RunConfig, _apply, changed_meaning, parse_config
+from tasks.config import RunConfig, apply_override, changed_meaning, parse_config
 
 DEFAULT_ROOT = "file://./runs"
 _DECIDED = ("model", "data", "warmup")
@@ -251,7 +251,7 @@ def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -
     document = json_format.loads(root.read_bytes(layout.run_config_key(parent)))
     before = parse_config(document, f"of run {parent}")
     for setting in settings:
-        _apply(document, setting)
+        apply_override(document, setting)
     document["run"]["name"] = run
     config = parse_config(document, f"of run {parent} with the given settings")
     changed = changed_meaning(before.meaning(), config.meaning())

@@ -265,7 +265,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"configuration {path} is not valid TOML: {error}") from None
     for override in overrides:
-        _apply(document, override)
+        apply_override(document, override)
     return parse_config(document, path)
 
 
@@ -296,7 +296,12 @@ def changed_meaning(stored: Mapping[str, Any], given: Mapping[str, Any], prefix:
     return lines
 
 
-def _apply(document: dict[str, Any], override: str) -> None:
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Put `section.key=value` into a parsed document.
+
+    Raises:
+        InputError: it has another form, or names a value as a section.
+    """
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
