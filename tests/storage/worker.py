@@ -17,7 +17,7 @@ from storage.pieces import find_piece, keep_piece
 from storage.root import open_root
 from tests.storage.tables import manifest
 
-ITERATIONS, PIECES = 2, 2
+ITERATIONS, PIECES = 1, 2
 STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
 
 
