@@ -1,5 +1,6 @@
 """The trainer ranks as the stages use them: holding exactly the state that a manifest names."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,11 +8,12 @@ from pathlib import Path
 
 from storage.ids import Stage
 from storage.manifest import Manifest, Part, need
-from storage.parts import PartWriter, materialize
+from storage.parts import PartWriter, materialize, read_part
 from tasks.context import RunContext
 from tasks.prepare import model_directory
 from tasks.stage import StageResult
 from tasks.trainers import TrainerGroup
+from trainer_core.config import OptimizerConfig
 
 STATE = "state/"
 
@@ -30,12 +32,14 @@ def learner(context: RunContext, prepared: Manifest) -> TrainerGroup:
 def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> TrainerGroup:
     """Trainer ranks that hold the state of the train stage `state`: as they are, or loaded from storage.
 
-    What a rank holds is used only when its identity is the digest of the committed manifest.
+    What a rank holds is used only when its identity is the digest of the committed manifest. A state that a fork shares
+    with its parent was made under another meaning: if that includes the optimizer, the fork starts with a fresh one.
     """
     group = learner(context, prepared)
     if group.identity() != state.digest:
+        fresh = state.origin is not None and _optimizer_of(context, state) != context.config.train.optimizer
         with local_copy(context, state) as folder:
-            group.call("load", str(folder))
+            group.call("load", str(folder), fresh)
         group.call("adopt", state.digest)
     return group
 
@@ -66,6 +70,11 @@ def save_state(context: RunContext, group: TrainerGroup, writer: PartWriter) -> 
     parts = writer.write_files(folder, names)
     shutil.rmtree(folder)
     return tuple(part.model_copy(update={"name": STATE + part.name}) for part in parts)
+
+
+def _optimizer_of(context: RunContext, state: Manifest) -> OptimizerConfig:
+    facts = json.loads(read_part(context.root, state.part(f"{STATE}trainer.json")))
+    return OptimizerConfig.model_validate(facts["optimizer"])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from storage.ids import Stage
+from storage.manifest import need
 from storage.parts import read_table
 from storage.root import open_root
 from storage.schema import REWARD, ROLLOUT
@@ -148,6 +149,25 @@ def test_a_run_goes_on_under_another_layout(whole, tmp_path, home):
     assert second.json["iterations"] == 2
     assert committed(tmp_path, 2, Stage.TRAIN).facts["rng"] == "reseeded"
     assert committed(root, 2, Stage.TRAIN).facts["rng"] == "continued"
+
+
+@pytest.mark.slow
+def test_a_fork_with_another_learning_rate_goes_its_own_way(whole, home):
+    root, _ = whole
+    change = ["--set", "train.optimizer.learning_rate=5e-4"]
+    forked = ratchet("fork", "tiny", "--at", "1", "--run", "fork", "--root", str(root), *change, home=home)
+    assert forked.code == 0, forked.err
+    arguments = ["--root", str(root), "--run", "fork", "--json", *change]
+    continued = ratchet("run", str(TINY), *arguments, home=home)
+    assert continued.code == 0, continued.err
+    assert continued.json["iterations"] == 2
+    ours, theirs = (need(open_root(str(root)), run, 2, Stage.ROLLOUT) for run in ("tiny", "fork"))
+    # the same weights, prompts and seeds: the same samples; then other steps
+    columns = ["prompt_id", "response_tokens", "logprobs"]
+    tables = [read_table(open_root(str(root)), manifest, ROLLOUT, columns) for manifest in (ours, theirs)]
+    assert tables[0].equals(tables[1])
+    ours, theirs = (need(open_root(str(root)), run, 2, Stage.WEIGHT_SYNC) for run in ("tiny", "fork"))
+    assert ours.facts["weights_digest"] != theirs.facts["weights_digest"]
 
 
 def assert_continues_to_the_same_weights(root, other, home):
