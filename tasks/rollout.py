@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from storage import layout
-from storage.errors import NotCommitted
 from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.parts import PartWriter, read_parts
+from storage.pieces import find_piece, keep_piece
 from storage.schema import ROLLOUT, fingerprint
 from tasks.context import RunContext
 from tasks.data import draw
@@ -85,16 +84,12 @@ class _Work:
 
     def piece(self, engine: EngineHandle, index: int, chosen: pa.Table, position: int) -> Part:
         """One part: taken from storage if it was generated before with the same weights, else generated now."""
-        writer = self.writer
         name = f"{index:05d}-{self.synced.digest[:12]}"
-        key = layout.piece_key(writer.run, writer.iteration, writer.stage, 0, name)
-        try:
-            return Part.model_validate_json(writer.root.read_bytes(key))
-        except NotCommitted:
-            table = self._generate(engine, chosen, position)
-            part = writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
-            writer.root.put_if_absent(key, part.model_dump_json().encode())
-            return Part.model_validate_json(writer.root.read_bytes(key))
+        kept = find_piece(self.writer, name)
+        if kept is not None:
+            return kept
+        table = self._generate(engine, chosen, position)
+        return keep_piece(self.writer, name, self.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT))
 
     def _generate(self, engine: EngineHandle, chosen: pa.Table, position: int) -> pa.Table:
         config, groups = self.context.config, range(chosen.num_rows)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from pydantic import JsonValue
 
+from storage import meter
 from storage.errors import CommitConflict
 from storage.ids import Stage
 from storage.manifest import Fence, Manifest, Part, commit, find
@@ -53,6 +54,7 @@ def run_stage(
     if done is not None:
         return StageResult(done, reused=True)
     started, clock = datetime.now(UTC), time.perf_counter()
+    begun = meter.seconds()
     output = body()
     manifest = Manifest(
         run=writer.run,
@@ -64,7 +66,11 @@ def run_stage(
         config_digest=config_digest,
         code_version=code_version(),
         facts=dict(output.facts),
-        metrics={**output.metrics, "seconds": time.perf_counter() - clock},
+        metrics={
+            **output.metrics,
+            "seconds": time.perf_counter() - clock,
+            "storage_seconds": meter.seconds() - begun,
+        },
         writer=f"{socket.gethostname()}:{os.getpid()}",
         started=started,
         finished=datetime.now(UTC),
