@@ -94,6 +94,19 @@ def draw(rows: int, cursor: int, count: int, seed: int, shuffle: bool) -> np.nda
     return np.array([orders[int(position // rows)][position % rows] for position in positions], dtype=np.int64)
 
 
+def repetitions(rows: np.ndarray) -> np.ndarray:
+    """How often each entry of `rows` stands before it: where two passes meet, a draw may hold a prompt twice.
+
+    Returns:
+        (count,) int64.
+    """
+    order = np.argsort(rows, kind="stable")
+    places, found = np.arange(len(rows)), np.empty(len(rows), dtype=np.int64)
+    starts = np.r_[True, rows[order][1:] != rows[order][:-1]] if len(rows) else np.empty(0, dtype=bool)
+    found[order] = places - np.maximum.accumulate(np.where(starts, places, 0))
+    return found
+
+
 def _jsonl(url: str, data: bytes) -> list[Record]:
     records: list[Record] = []
     for number, line in enumerate(data.splitlines(), 1):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from storage.ids import Stage
 from storage.manifest import Manifest, Part
@@ -18,7 +19,7 @@ from storage.parts import PartWriter, read_parts
 from storage.pieces import find_piece, keep_piece
 from storage.schema import ROLLOUT, fingerprint
 from tasks.context import RunContext
-from tasks.data import draw
+from tasks.data import draw, repetitions
 from tasks.engine import Sampling
 from tasks.fleet import EngineHandle
 from tasks.prepare import model_directory, prompts
@@ -55,12 +56,14 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
     table = prompts(context, prepared, "train")
     cursor = number(synced.facts["cursor"])
     rows = draw(table.num_rows, cursor, section.prompts, context.config.run.seed, context.config.data.shuffle)
+    repeats = repetitions(rows)
     starts = range(0, len(rows), section.groups_per_part)
     clock = time.perf_counter()
 
     def piece(index: int) -> Part:
-        chosen = table.take(rows[starts[index] : starts[index] + section.groups_per_part])
-        return work.piece(engines[index % len(engines)], index, chosen, cursor + starts[index])
+        place = slice(starts[index], starts[index] + section.groups_per_part)
+        chosen = Chosen(table.take(rows[place]), repeats[place], cursor + place.start)
+        return work.piece(engines[index % len(engines)], index, chosen)
 
     with ThreadPoolExecutor(len(engines)) as pool:
         parts = tuple(pool.map(piece, range(len(starts))))
@@ -74,6 +77,17 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The prompts of one piece."""
+
+    prompts: pa.Table
+    repeats: NDArray[np.int64]
+    """(groups,) how often each prompt stands earlier in this rollout: its samples are numbered on from there."""
+    position: int
+    """Prompts drawn since the run began, before the first of these."""
+
+
+@dataclass(frozen=True)
 class _Work:
     """What every piece of one rollout has in common."""
 
@@ -82,25 +96,25 @@ class _Work:
     synced: Manifest
     how: Sampling
 
-    def piece(self, engine: EngineHandle, index: int, chosen: pa.Table, position: int) -> Part:
+    def piece(self, engine: EngineHandle, index: int, chosen: Chosen) -> Part:
         """One part: taken from storage if it was generated before with the same weights, else generated now."""
         name = f"{index:05d}-{self.synced.digest[:12]}"
         kept = find_piece(self.writer, name)
         if kept is not None:
             return kept
-        table = self._generate(engine, chosen, position)
+        table = self._generate(engine, chosen)
         return keep_piece(self.writer, name, self.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT))
 
-    def _generate(self, engine: EngineHandle, chosen: pa.Table, position: int) -> pa.Table:
-        config, groups = self.context.config, range(chosen.num_rows)
-        n = config.rollout.samples
-        repeated = chosen.take(np.repeat(np.arange(chosen.num_rows), n))
-        seeds = [sample_seed(config.run.seed, position + group, sample) for group in groups for sample in range(n)]
+    def _generate(self, engine: EngineHandle, chosen: Chosen) -> pa.Table:
+        config, groups = self.context.config, range(chosen.prompts.num_rows)
+        n, first = config.rollout.samples, chosen.position
+        repeated = chosen.prompts.take(np.repeat(np.arange(len(groups)), n))
+        seeds = [sample_seed(config.run.seed, first + group, sample) for group in groups for sample in range(n)]
         batch = engine.generate(repeated["prompt_tokens"].to_pylist(), seeds, self.how)
         columns = {
             "prompt_id": repeated["prompt_id"],
             "prompt_tokens": repeated["prompt_tokens"],
-            "sample_id": pa.array(np.tile(np.arange(n, dtype=np.int32), chosen.num_rows)),
+            "sample_id": pa.array((chosen.repeats[:, None] * n + np.arange(n)).reshape(-1)),  # (groups * n,)
             "seed": pa.array(seeds, pa.int64()),
             **{name: batch.column(name) for name in ("response_tokens", "logprobs", "finish_reason")},
             **self._constants(len(seeds)),

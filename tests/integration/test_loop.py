@@ -1,5 +1,6 @@
 """The whole loop on the real stack: Prefect, Ray, Megatron ranks over gloo, vLLM on CPU, files."""
 
+import json
 import signal
 import time
 
@@ -11,6 +12,8 @@ from storage.manifest import need
 from storage.parts import read_table
 from storage.root import open_root
 from storage.schema import REWARD, ROLLOUT
+from tasks.config import GeneratedModel
+from tasks.demo import generate_model
 from tests.integration.command import TINY, committed, descendants, finish, ratchet, run_tiny, start, still_running
 
 LAYOUTS = {"single": [], "pp2": ["--set", "train.parallel.pipeline=2"], "tp2": ["--set", "train.parallel.tensor=2"]}
@@ -149,6 +152,46 @@ def test_a_run_goes_on_under_another_layout(whole, tmp_path, home):
     assert second.json["iterations"] == 2
     assert committed(tmp_path, 2, Stage.TRAIN).facts["rng"] == "reseeded"
     assert committed(root, 2, Stage.TRAIN).facts["rng"] == "continued"
+
+
+GIVEN = """
+[run]
+iterations = 1
+[model]
+source = "{folder}/model"
+[data]
+train = "{folder}/prompts.jsonl"
+[rollout]
+prompts = 16
+samples = 4
+max_tokens = 4
+[reward]
+function = "characters"
+[train]
+max_length = 32
+[train.optimizer]
+learning_rate = 1e-3
+[evaluate]
+every = 0
+[engine]
+max_model_len = 32
+"""
+
+
+@pytest.mark.slow
+def test_a_given_model_and_fewer_prompts_than_an_iteration_draws(tmp_path, home):
+    (tmp_path / "model").mkdir()
+    generate_model(tmp_path / "model", GeneratedModel(), seed=0)
+    records = [{"id": f"p{n}", "prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "run.toml").write_text(GIVEN.format(folder=tmp_path))
+    root = tmp_path / "runs"
+    done = ratchet("run", str(tmp_path / "run.toml"), "--run", "tiny", "--root", str(root), "--json", home=home)
+    assert done.code == 0, done.err
+    table = read_table(open_root(str(root)), committed(root, 1, Stage.ROLLOUT), ROLLOUT, ["prompt_id", "sample_id"])
+    names = set(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))
+    assert len(names) == table.num_rows == 16 * 4
+    assert committed(root, 1, Stage.TRAIN).metrics["grad_norm"] > 0
 
 
 @pytest.mark.slow

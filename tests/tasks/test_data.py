@@ -7,7 +7,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config import DataSection
-from tasks.data import check_lengths, draw, prompt_table, read_records
+from tasks.data import check_lengths, draw, prompt_table, read_records, repetitions
 from tasks.tokenizer import TextCodec
 
 RECORDS = [{"id": f"p{n}", "prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
@@ -110,3 +110,18 @@ def test_the_cursor_alone_is_the_state(cursor):
     np.testing.assert_array_equal(
         draw(rows=7, cursor=cursor, count=5, seed=3, shuffle=True), whole[cursor : cursor + 5]
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "before"),
+    [([], []), ([4, 2, 7], [0, 0, 0]), ([4, 2, 4, 4, 2, 7], [0, 0, 1, 2, 1, 0]), ([1, 1, 1], [0, 1, 2])],
+)
+def test_repetitions_within_a_draw(rows, before):
+    assert repetitions(np.array(rows, dtype=np.int64)).tolist() == before
+
+
+def test_a_draw_over_the_end_of_a_pass_names_every_sample_once():
+    rows = draw(rows=10, cursor=6, count=12, seed=0, shuffle=True)
+    assert len(set(rows.tolist())) < len(rows)
+    names = set(zip(rows.tolist(), repetitions(rows).tolist(), strict=True))
+    assert len(names) == len(rows)
