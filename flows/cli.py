@@ -11,6 +11,7 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
+from flows.options import DEFAULT_ROOT, Json, RootUrl
 from flows.output import Output
 from flows.progress import status_lines
 from flows.status import read_status
@@ -21,7 +22,6 @@ from storage.root import open_root
 from tasks.code_version import PROJECT_ROOT, VERSION
 from tasks.config import load_config
 
-DEFAULT_ROOT = "file://./runs"
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -46,8 +46,6 @@ Settings = Annotated[
     ),
 ]
 RunName = Annotated[str | None, Parameter(help="Id of the run; an existing one is continued.")]
-RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3://bucket/prefix.")]
-Json = Annotated[bool, Parameter(help="Only JSON on standard output; the last line is the result.", negative=())]
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:

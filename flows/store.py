@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from flows import store_lines as lines
+from flows.options import DEFAULT_ROOT, Json, RootUrl
 from flows.output import Output
 from storage import layout
 from storage.catalog import check_run, contents, summaries
@@ -26,12 +27,8 @@ from storage.verify import verify
 from tasks.code_version import PROJECT_ROOT
 from tasks.config import RunConfig, apply_override, changed_meaning, parse_config
 
-DEFAULT_ROOT = "file://./runs"
 _DECIDED = ("model", "data", "warmup")
 _BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
-
-RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3://bucket/prefix.")]
-Json = Annotated[bool, Parameter(help="Only JSON on standard output; the last line is the result.", negative=())]
 
 
 def register(app: App) -> None:

@@ -22,7 +22,6 @@ from trainer_core.records import TensorRecord
 class Delivery:
     """What one transfer brought to every engine."""
 
-    engines: list[EngineHandle]
     weights_digest: str
     """Identity of all weights together."""
     tensors: int
@@ -77,4 +76,4 @@ def deliver(engines: list[EngineHandle], group: TrainerGroup, version: int) -> D
     for receipt in receipts:
         if receipt.weights_digest != digest:
             raise SyncMismatch(f"an engine reports weights {receipt.weights_digest} after {digest} were sent")
-    return Delivery(engines, digest, len(records), receipts[0].bytes)
+    return Delivery(digest, len(records), receipts[0].bytes)
