@@ -57,21 +57,58 @@ class PartWriter:
         Raises:
             StorageError: it changed meanwhile.
         """
-        before = path.stat()
+        part = self.describe_file(name, path)
+        self.store_file(part, path)
+        return part
+
+    @measured()
+    def describe_file(self, name: str, path: Path) -> Part:
+        """What a local file will be once it is stored; stores nothing."""
         digest, size = file_digest(path)
-        part = self._part(name, digest, size, None)
+        return self._part(name, digest, size, None)
+
+    @measured()
+    def store_file(self, part: Part, path: Path) -> None:
+        """Store a local file that was described.
+
+        Raises:
+            StorageError: it is not what was described, or changed meanwhile.
+        """
+        before = path.stat()
+        if file_digest(path) != (part.digest, part.bytes):
+            raise StorageError(f"{path} changed before it was stored as {part.key}: finish writing it first")
         if not self.root.put_file_if_absent(part.key, path) and not is_intact(self.root, part):
             self.root.replace(part.key, path.read_bytes())
         after = path.stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise StorageError(f"{path} changed while it was stored as {part.key}: finish writing it first")
-        return part
 
     @measured()
     def write_files(self, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:
-        """Store local files, several at a time."""
+        """Store the files of a folder, several at a time."""
+        parts = self.describe_files(folder, names)
+        self.store_files(folder, parts)
+        return parts
+
+    @measured()
+    def describe_files(self, folder: Path, names: Sequence[str], prefix: str = "") -> tuple[Part, ...]:
+        """What files will be once they are stored; stores nothing.
+
+        Args:
+            prefix: stands before the names of the parts, and neither in the folder nor in their keys.
+        """
         with ThreadPoolExecutor(_PARALLEL) as pool:
-            return tuple(pool.map(lambda name: self.write_file(name, folder / name), names))
+            parts = pool.map(lambda name: self.describe_file(name, folder / name), names)
+            return tuple(part.model_copy(update={"name": prefix + part.name}) for part in parts)
+
+    @measured()
+    def store_files(self, folder: Path, parts: Sequence[Part], prefix: str = "") -> None:
+        """Store files that were described with the same folder and prefix, several at a time; raises as `store_file`.
+
+        All of them are tried, also if one fails.
+        """
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            list(pool.map(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts))
 
     def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
         key = layout.part_key(self.run, self.iteration, self.stage, name, digest)

@@ -147,6 +147,28 @@ def test_files_are_stored_and_brought_back_together(any_root, tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == contents
 
 
+def test_files_can_be_described_first_and_stored_later(any_root, tmp_path):
+    for name in ("0.distcp", "1.distcp"):
+        (tmp_path / name).write_text(name * 100)
+    described = writer(any_root, Stage.TRAIN).describe_files(tmp_path, ["0.distcp", "1.distcp"], "state/")
+    assert any_root.keys("run") == []
+    assert [part.name for part in described] == ["state/0.distcp", "state/1.distcp"]
+    writer(any_root, Stage.TRAIN).store_files(tmp_path, described, "state/")
+    assert [read_part(any_root, part).decode() for part in described] == ["0.distcp" * 100, "1.distcp" * 100]
+    assert [part.key for part in writer(any_root, Stage.TRAIN).write_files(tmp_path, ["0.distcp", "1.distcp"])] == [
+        part.key for part in described
+    ]
+
+
+def test_a_file_that_is_not_what_was_described_is_not_stored(any_root, tmp_path):
+    (tmp_path / "0.distcp").write_bytes(b"described")
+    parts = writer(any_root).describe_files(tmp_path, ["0.distcp"])
+    (tmp_path / "0.distcp").write_bytes(b"Described")
+    with pytest.raises(StorageError, match="changed before it was stored"):
+        writer(any_root).store_files(tmp_path, parts)
+    assert any_root.keys("run") == []
+
+
 def test_a_scratch_file_that_is_right_stays_and_one_that_is_not_is_fetched_again(any_root, tmp_path):
     part = writer(any_root).write_bytes("part.bin", b"content")
     folder = materialize(any_root, manifest(parts=(part,)), tmp_path / "scratch")
@@ -172,7 +194,7 @@ def test_a_file_that_is_still_being_written_is_refused(root, tmp_path):
     thread = threading.Thread(target=keep_writing)
     thread.start()
     try:
-        with pytest.raises(StorageError, match="changed while it was stored"):
+        with pytest.raises(StorageError, match="changed (before|while) it was stored"):
             for _ in range(100):
                 writer(root).write_file("state", source)
     finally:
