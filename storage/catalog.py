@@ -1,7 +1,6 @@
 """What is in a root: runs, their manifests, and which parts are named by anything. To show and to clean up."""
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -14,6 +13,7 @@ from storage.lease import holder
 from storage.manifest import Manifest, Part, load
 from storage.pieces import read_piece
 from storage.root import Root
+from storage.threads import each
 
 _READERS = 8
 _ORDER = {stage: number for number, stage in enumerate(Stage)}
@@ -114,10 +114,9 @@ def contents(root: Root, run: str) -> Contents:
     keys = root.keys(layout.manifest_folder(run))
     manifest_keys = [key for key in keys if layout.is_manifest(key)]
     retired_keys = {layout.retired_key(key): key for key in manifest_keys if layout.retired_key(key) in set(keys)}
-    with ThreadPoolExecutor(_READERS) as pool:
-        manifests = dict(zip(manifest_keys, pool.map(lambda key: load(root, key), manifest_keys), strict=True))
-        pieces = [key for key in keys if layout.is_piece(key)]
-        parts = dict(zip(pieces, pool.map(lambda key: read_piece(root, key), pieces), strict=True))
+    manifests = dict(zip(manifest_keys, each(lambda key: load(root, key), manifest_keys, _READERS), strict=True))
+    pieces = [key for key in keys if layout.is_piece(key)]
+    parts = dict(zip(pieces, each(lambda key: read_piece(root, key), pieces, _READERS), strict=True))
     retired = {whole: sealed.read(root, key, Retired) for key, whole in retired_keys.items()}
     return Contents(run, dict(sorted(manifests.items(), key=lambda item: _place(item[1]))), retired, parts)
 
@@ -129,8 +128,7 @@ def named_parts(root: Root, runs: Iterable[str]) -> set[str]:
 
 def summaries(root: Root) -> list[RunSummary]:
     """All runs of a root, sorted by name. Reads two manifests of each."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(lambda run: _summary(root, run), runs(root)))
+    return each(lambda run: _summary(root, run), runs(root), _READERS)
 
 
 def _summary(root: Root, run: str) -> RunSummary:

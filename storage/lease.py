@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from storage import layout, sealed
+from storage import layout, meter, sealed
 from storage.errors import LeaseHeld, LeaseLost, StorageError
 from storage.owner import SYSTEM, Clock, Life, Owner, life, this_process
 from storage.root import Root
@@ -267,7 +267,8 @@ def _read(root: Root, run: str, number: int) -> Entry:
 def _keep(lease: Lease, stop: threading.Event, every: float) -> None:
     while not stop.wait(every):
         try:
-            lease.renew()
+            with meter.separate():  # no stage waits for it
+                lease.renew()
         except LeaseLost as loss:
             logger.warning("%s", loss)
             return

@@ -1,36 +1,64 @@
-"""How long this process has waited for, or worked on, its storage: the price of durability."""
+"""How long the work at hand has waited for, or worked on, its storage: the price of durability.
+
+What goes on behind the work at hand (uploads, renewals of the lease) is counted apart from it.
+"""
 
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
-_lock = threading.Lock()
-_active = 0
-_since = 0.0
-_total = 0.0
+
+class Meter:
+    """Counts wall time in which at least one block is in progress, in whichever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = 0
+        self._since = 0.0
+        self._total = 0.0
+
+    def seconds(self) -> float:
+        """Wall time so far, that of blocks in progress included."""
+        with self._lock:
+            return self._total + (time.perf_counter() - self._since if self._active else 0.0)
+
+    def change(self, by: int) -> None:
+        """A block begins (1) or ends (-1)."""
+        with self._lock:
+            now = time.perf_counter()
+            if self._active:
+                self._total += now - self._since
+            self._active, self._since = self._active + by, now
+
+
+_of_process = Meter()
+_current: ContextVar[Meter] = ContextVar("meter", default=_of_process)
 
 
 @contextmanager
 def measured() -> Iterator[None]:
     """Count the time of a block; also a decorator. Blocks may be nested and may overlap in several threads."""
-    _change(+1)
+    meter = _current.get()
+    meter.change(+1)
     try:
         yield
     finally:
-        _change(-1)
+        meter.change(-1)
 
 
 def seconds() -> float:
-    """Wall time since the process began in which at least one such block was in progress."""
-    with _lock:
-        return _total + (time.perf_counter() - _since if _active else 0.0)
+    """What the meter of this context has counted; that of the process, unless `separate` gave it another."""
+    return _current.get().seconds()
 
 
-def _change(by: int) -> None:
-    global _active, _since, _total
-    with _lock:
-        now = time.perf_counter()
-        if _active:
-            _total += now - _since
-        _active, _since = _active + by, now
+@contextmanager
+def separate() -> Iterator[Meter]:
+    """Give a block a meter of its own, also for threads that it starts with its context (`threads.each`)."""
+    own = Meter()
+    token = _current.set(own)
+    try:
+        yield own
+    finally:
+        _current.reset(token)

@@ -1,7 +1,6 @@
 """Writing and reading the parts of a stage. An array never becomes a Python list here."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from storage.manifest import Manifest, Part
 from storage.meter import measured
 from storage.root import Root
 from storage.schema import accept, check
+from storage.threads import each
 
 _PARALLEL = 4
 _BATCH_ROWS = 1024  # rows of a record batch: 64 groups of 16 samples, 10 MB at 1,000 tokens each
@@ -97,18 +97,13 @@ class PartWriter:
         Args:
             prefix: stands before the names of the parts, and neither in the folder nor in their keys.
         """
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            parts = pool.map(lambda name: self.describe_file(name, folder / name), names)
-            return tuple(part.model_copy(update={"name": prefix + part.name}) for part in parts)
+        parts = each(lambda name: self.describe_file(name, folder / name), names, _PARALLEL)
+        return tuple(part.model_copy(update={"name": prefix + part.name}) for part in parts)
 
     @measured()
     def store_files(self, folder: Path, parts: Sequence[Part], prefix: str = "") -> None:
-        """Store files that were described with the same folder and prefix, several at a time; raises as `store_file`.
-
-        All of them are tried, also if one fails.
-        """
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            list(pool.map(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts))
+        """Store files that were described with the same folder and prefix; raises as `store_file`."""
+        each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
 
     def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
         key = layout.part_key(self.run, self.iteration, self.stage, name, digest)
@@ -189,8 +184,7 @@ def materialize(root: Root, manifest: Manifest, folder: Path, prefix: str = "") 
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = [part for part in manifest.parts if part.name.startswith(prefix)]
-    with ThreadPoolExecutor(_PARALLEL) as pool:
-        list(pool.map(lambda part: _fetch(root, part, folder / part.name.removeprefix(prefix)), wanted))
+    each(lambda part: _fetch(root, part, folder / part.name.removeprefix(prefix)), wanted, _PARALLEL)
     return folder
 
 

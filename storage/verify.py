@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, computed_field
@@ -15,6 +14,7 @@ from storage.manifest import Manifest, Part, load
 from storage.parts import read_part_buffer
 from storage.pieces import read_piece
 from storage.root import Root
+from storage.threads import each
 
 _READERS = 4
 
@@ -72,8 +72,7 @@ def verify(root: Root, run: str) -> Verification:
     stored, findings = _readable(root, run)
     parts = {part.key: part for manifest in stored.kept.values() for part in manifest.parts}
     parts |= {part.key: part for part in stored.unfinished.values()}
-    with ThreadPoolExecutor(_READERS) as pool:
-        findings += [found for found in pool.map(lambda part: _part(root, part), parts.values()) if found]
+    findings += [found for found in each(lambda part: _part(root, part), parts.values(), _READERS) if found]
     findings += [*_config(root, run), *_inputs(stored), *_archives(root, run), *_orphans(root, run, set(parts))]
     return Verification(
         run=run,

@@ -6,7 +6,6 @@ from its place in the run, so that a piece generated again asks for the same sam
 
 import hashlib
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from storage.manifest import Manifest, Part
 from storage.parts import PartWriter, read_parts
 from storage.pieces import find_piece, keep_piece
 from storage.schema import ROLLOUT, fingerprint
+from storage.threads import each
 from tasks.context import RunContext
 from tasks.data import draw, repetitions
 from tasks.engine import Sampling
@@ -65,8 +65,7 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
         chosen = Chosen(table.take(rows[place]), repeats[place], cursor + place.start)
         return work.piece(engines[index % len(engines)], index, chosen)
 
-    with ThreadPoolExecutor(len(engines)) as pool:
-        parts = tuple(pool.map(piece, range(len(starts))))
+    parts = tuple(each(piece, range(len(starts)), len(engines)))
     seconds = time.perf_counter() - clock
     return StageOutput(
         parts=parts,

@@ -5,7 +5,10 @@ import time
 
 from storage import meter
 from storage.ids import Stage
-from storage.parts import PartWriter
+from storage.manifest import commit
+from storage.parts import PartWriter, materialize
+from storage.threads import each
+from tests.storage.tables import manifest
 
 
 def test_overlapping_blocks_count_once():
@@ -46,3 +49,44 @@ def test_storing_counts(root):
     assert spent > 0
     root.exists("nothing")
     assert meter.seconds() - begun > spent
+
+
+def test_what_is_counted_apart_is_not_counted_here():
+    begun = meter.seconds()
+    with meter.separate() as own:
+        with meter.measured():
+            time.sleep(0.05)
+        assert meter.seconds() == own.seconds() >= 0.05
+    assert meter.seconds() == begun
+
+
+def test_a_block_that_ends_elsewhere_counts_where_it_began():
+    begun = meter.seconds()
+    with meter.measured(), meter.separate() as own:
+        time.sleep(0.05)
+    assert own.seconds() == 0
+    assert meter.seconds() - begun >= 0.05
+
+
+def test_threads_count_for_who_started_them():
+    def work(_):
+        with meter.measured():
+            time.sleep(0.05)
+
+    begun = meter.seconds()
+    with meter.separate() as own:
+        each(work, range(8), 4)
+    assert meter.seconds() == begun
+    assert own.seconds() >= 0.1
+
+
+def test_storing_many_files_apart_counts_apart(root, tmp_path):
+    names = [f"{number}.distcp" for number in range(6)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    begun = meter.seconds()
+    with meter.separate() as own:
+        parts = PartWriter(root, "run", 1, Stage.TRAIN).write_files(tmp_path, names)
+        materialize(root, commit(root, manifest(Stage.TRAIN, parts=parts)), tmp_path / "back")
+    assert own.seconds() > 0
+    assert meter.seconds() == begun
