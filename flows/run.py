@@ -4,6 +4,7 @@ import functools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from prefect import flow
@@ -14,7 +15,9 @@ from flows.iteration import begin, iterate, position_after
 from flows.progress import Progress
 from flows.report import store_plot
 from flows.status import read_status
+from storage.collect import Retention, collect
 from storage.lease import Lease, hold
+from storage.outbox import Outbox
 from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.config import RunConfig
@@ -49,17 +52,23 @@ def next_iteration(root: Root, name: str, config: RunConfig) -> int:
 
 
 def advance(context: RunContext, progress: Progress, first: int) -> None:
-    """Do the iterations from `first` to the last."""
-    iterations, previous = context.config.run.iterations, max(first - 1, 0)
+    """Do the iterations from `first` to the last; what they leave is durable when it returns."""
     position = begin(context, progress) if first == 0 else position_after(context, first - 1)
-    before = read_iteration(context.root, context.run, previous)[-1]
     if first == 0:
-        progress.finished(record_of(read_iteration(context.root, context.run, 0), None))
-    for iteration in range(max(first, 1), iterations + 1):
+        context.outbox.add(partial(conclude, context, progress, 0))
+    for iteration in range(max(first, 1), context.config.run.iterations + 1):
         position = iterate(context, progress, iteration, position)
-        manifests = read_iteration(context.root, context.run, iteration)
-        progress.finished(record_of(manifests, before))
-        before = manifests[-1]
+        context.outbox.add(partial(conclude, context, progress, iteration))
+    context.outbox.settle()
+
+
+def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
+    """Report an iteration, all of which is published, and give up the train states that need not be kept."""
+    root, run, kept = context.root, context.run, context.config.storage
+    before = read_iteration(root, run, iteration - 1)[-1] if iteration else None
+    progress.finished(record_of(read_iteration(root, run, iteration), before))
+    if kept.keep_newest is not None:
+        collect(root, run, Retention(newest=kept.keep_newest, every=kept.keep_every), apply=True)
 
 
 @functools.cache
@@ -75,5 +84,6 @@ def open_context(name: str, root: Root, config: RunConfig, lease: Lease) -> Iter
         tempfile.TemporaryDirectory(prefix="ratchet-") as scratch,
         process_cluster() as cluster,
         Fleet(name, config, cluster) as fleet,
+        Outbox() as outbox,
     ):
-        yield RunContext(name, root, config, fleet, Path(scratch), lease)
+        yield RunContext(name, root, config, fleet, Path(scratch), lease, outbox)

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from storage import layout
+from storage import layout, points
 from storage.errors import StorageUnavailable
+from storage.points import Point
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
@@ -21,7 +22,14 @@ _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothin
 
 def put_if_absent(target: Path, data: memoryview) -> bool:
     """Write `data` at `target` unless the name is taken; durable on return. False if it was taken."""
-    return _publish(target, lambda file: file.write(data))
+
+    def write(file: BinaryIO) -> None:
+        half = len(data) // 2
+        file.write(data[:half])
+        points.reached(Point.MID_PART, str(target))
+        file.write(data[half:])
+
+    return _publish(target, write)
 
 
 def put_file_if_absent(target: Path, source: Path) -> bool:
@@ -30,6 +38,7 @@ def put_file_if_absent(target: Path, source: Path) -> bool:
     def copy(file: BinaryIO) -> None:
         with source.open("rb") as reader:
             shutil.copyfileobj(reader, file, 1 << 22)
+        points.reached(Point.MID_PART, str(target))
 
     return _publish(target, copy)
 

@@ -18,9 +18,10 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from storage import layout, local, objects
+from storage import layout, local, objects, points
 from storage.errors import InputError, NotCommitted, StorageError, StorageUnavailable
 from storage.meter import measured
+from storage.points import Point
 
 _CONDITIONAL_PUT = ("s3", "s3a")
 _memory_lock = threading.Lock()
@@ -81,6 +82,7 @@ class Root:
                 return local.put_if_absent(Path(self.full(key)), memoryview(data))
             if self.protocol == "memory":
                 return _store_if_absent(self.fs, self.full(key), bytes(data))
+            points.reached(Point.MID_PART, key)
             return objects.put_if_absent(self.fs, self.full(key), bytes(data))
 
     def put_file_if_absent(self, key: str, source: Path) -> bool:

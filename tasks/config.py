@@ -204,6 +204,21 @@ class EngineSection(Section):
     """Capture CUDA graphs: faster steps, a start that takes a minute longer. Without effect on CPU."""
 
 
+class StorageSection(Section):
+    """How long train states are kept. The state of iteration 0 and the newest always are."""
+
+    keep_newest: int | None = Field(default=None, ge=1)
+    """Keep the states of this many of the newest iterations; all if it is not given."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Beyond those, keep the states of iterations that this number divides."""
+
+    @model_validator(mode="after")
+    def _beyond_something(self) -> "StorageSection":
+        if self.keep_every is not None and self.keep_newest is None:
+            raise ValueError("keep_every thins out what keep_newest does not keep: give keep_newest too")
+        return self
+
+
 class DeviceSection(Section):
     """Where the run computes."""
 
@@ -225,17 +240,19 @@ class RunConfig(Section):
     evaluate: EvaluateSection = EvaluateSection()
     engine: EngineSection = EngineSection()
     device: DeviceSection = DeviceSection()
+    storage: StorageSection = StorageSection()
 
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one.
 
-        Paths, the parallel layout, micro-batching, engines, devices and the number of iterations are left out. Data
-        given by URL has its identity in the `prepare` stage's digests instead.
+        Paths, the parallel layout, micro-batching, engines, devices, retention and the number of iterations are left
+        out. Data given by URL has its identity in the `prepare` stage's digests instead.
         """
         runtime: dict[str, Any] = {
             "run": {"name", "iterations"},
             "engine": True,
             "device": True,
+            "storage": True,
             "evaluate": True,
             "model": {"source"},
             "data": {"train", "held_out", "warmup"},

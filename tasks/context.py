@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage import layout
 from storage.errors import InputError, NotCommitted
 from storage.ids import Stage, check_run_name
 from storage.manifest import Fence, Manifest
+from storage.outbox import Outbox
 from storage.parts import PartWriter
 from storage.root import Root, open_root
 from tasks.config import RunConfig, changed_meaning
@@ -27,13 +28,15 @@ class RunContext:
     scratch: Path
     fence: Fence | None = None
     """The lease under which this process drives the run; a commit without it is refused."""
+    outbox: Outbox = field(default_factory=Outbox)
+    """What is stored and published behind the stages."""
 
     def stage(
         self, iteration: int, stage: Stage, inputs: Mapping[str, Manifest], body: Callable[[PartWriter], StageOutput]
     ) -> StageResult:
         """Do a stage of this run, or return what is committed; `body` is given where to put its parts."""
         writer = PartWriter(self.root, self.run, iteration, stage)
-        return run_stage(writer, self.config.digest, inputs, lambda: body(writer), self.fence)
+        return run_stage(writer, self.config.digest, inputs, lambda: body(writer), self.fence, self.outbox)
 
 
 def open_run(config: RunConfig, root_url: str, run: str | None = None) -> tuple[Root, str]:

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.ids import Stage
@@ -32,11 +34,12 @@ def learner(context: RunContext, prepared: Manifest) -> TrainerGroup:
 def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> TrainerGroup:
     """Trainer ranks that hold the state of the train stage `state`: as they are, or loaded from storage.
 
-    What a rank holds is used only when its identity is the digest of the committed manifest. A state that a fork shares
+    What a rank holds is used only when its identity is the digest of the manifest. A state that a fork shares
     with its parent was made under another meaning: if that includes the optimizer, the fork starts with a fresh one.
     """
     group = learner(context, prepared)
     if group.identity() != state.digest:
+        context.outbox.settle()  # ranks that died may have left a state that is not stored yet
         fresh = state.origin is not None and _optimizer_of(context, state) != context.config.train.optimizer
         with local_copy(context, state) as folder:
             group.call("load", str(folder), fresh)
@@ -45,7 +48,10 @@ def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> Tr
 
 
 def adopted(context: RunContext, result: StageResult) -> StageResult:
-    """Tell the ranks that what they hold after a train stage is committed; a reused stage left them as they were."""
+    """Tell the ranks which state they hold after a train stage; a reused stage left them as they were.
+
+    It may still be on its way to storage. Whoever asks for it has its manifest, so stands behind it in the outbox.
+    """
     if not result.reused:
         context.fleet.adopt(result.manifest.digest)
     return result
@@ -61,15 +67,31 @@ def ensure_reference(context: RunContext, prepared: Manifest, group: TrainerGrou
             group.call("load_reference", str(folder), reference.digest)
 
 
-def save_state(context: RunContext, group: TrainerGroup, writer: PartWriter) -> tuple[Part, ...]:
-    """Save the ranks' state and store its files as parts."""
+@dataclass(frozen=True)
+class SavedState:
+    """A state that the ranks have written to a local folder, and that storage does not hold yet."""
+
+    folder: Path
+    writer: PartWriter
+    parts: tuple[Part, ...]
+    seconds: float
+    """How long the ranks were kept from training."""
+
+    def store(self) -> None:
+        """Bring the files to storage and give up the folder."""
+        self.writer.store_files(self.folder, self.parts, STATE)
+        shutil.rmtree(self.folder)
+
+
+def save_state(context: RunContext, group: TrainerGroup, writer: PartWriter) -> SavedState:
+    """Let the ranks write their state down; storing it is left to whoever has the time."""
+    clock = time.perf_counter()
     folder = context.scratch / f"save-{writer.iteration:06d}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     names = sorted({name for owned in group.call("save", str(folder)) for name in owned})
-    parts = writer.write_files(folder, names)
-    shutil.rmtree(folder)
-    return tuple(part.model_copy(update={"name": STATE + part.name}) for part in parts)
+    parts = writer.describe_files(folder, names, STATE)
+    return SavedState(folder, writer, parts, time.perf_counter() - clock)
 
 
 def _optimizer_of(context: RunContext, state: Manifest) -> OptimizerConfig:

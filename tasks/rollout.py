@@ -67,6 +67,7 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
 
     parts = tuple(each(piece, range(len(starts)), len(engines)))
     seconds = time.perf_counter() - clock
+    context.outbox.settle()  # samples count only once the state that made them is durable
     return StageOutput(
         parts=parts,
         schema_fingerprint=fingerprint(ROLLOUT),

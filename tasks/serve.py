@@ -46,6 +46,7 @@ def ensure_served(context: RunContext, prepared: Manifest, synced: Manifest) -> 
     wanted = (synced.iteration, synced.facts["weights_digest"])
     if all((held.weight_version, held.weights_digest) == wanted for held in (e.identity() for e in engines)):
         return engines
+    context.outbox.settle()
     trained = need(context.root, synced.run, synced.iteration, Stage.TRAIN)
     group = ensure_state(context, prepared, trained)
     delivery = deliver(engines, group, synced.iteration)

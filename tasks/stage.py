@@ -1,4 +1,8 @@
-"""The one rule of every stage: committed already with the same inputs means done; else do the work, then commit."""
+"""The one rule of every stage: committed already with the same inputs means done; else do the work, then commit.
+
+A train state may be stored behind the stages that follow. Its stage then returns a manifest that is still to be
+published, and what is made from it is published after it, in the order of an outbox.
+"""
 
 import os
 import socket
@@ -6,14 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 
 from pydantic import JsonValue
 
-from storage import meter
+from storage import layout, meter, points
 from storage.errors import CommitConflict
 from storage.ids import Stage
 from storage.manifest import Fence, Manifest, Part, commit, find
+from storage.outbox import Outbox
 from storage.parts import PartWriter
+from storage.points import Point
 from storage.root import Root
 from tasks.code_version import code_version
 
@@ -26,14 +33,18 @@ class StageOutput:
     schema_fingerprint: str | None = None
     facts: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    store: Callable[[], None] | None = None
+    """Stores the parts, if that is still to be done; called once, by the outbox if there is one."""
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """A committed stage, and whether it was there before."""
+    """A finished stage, and whether it was committed before."""
 
     manifest: Manifest
     reused: bool
+    pending: bool = False
+    """Whether its manifest is still to be published by the outbox."""
 
 
 def run_stage(
@@ -42,8 +53,12 @@ def run_stage(
     inputs: Mapping[str, Manifest],
     body: Callable[[], StageOutput],
     fence: Fence | None = None,
+    outbox: Outbox | None = None,
 ) -> StageResult:
-    """Return the committed manifest of a stage, doing `body` only if there is none made from the same inputs.
+    """Return the manifest of a stage, doing `body` only if there is none made from the same inputs.
+
+    With an outbox that is at work, or for parts that are still to be stored, the manifest is published from there,
+    after everything that was added before. What then goes wrong is raised by the outbox.
 
     Raises:
         CommitConflict: the stage is committed, but from other inputs or by a competing writer with another result.
@@ -53,8 +68,8 @@ def run_stage(
     done = committed(writer.root, writer.run, writer.iteration, writer.stage, digests, config_digest)
     if done is not None:
         return StageResult(done, reused=True)
-    started, clock = datetime.now(UTC), time.perf_counter()
-    begun = meter.seconds()
+    points.reached(Point.STARTED, _key(writer))
+    started, clock, begun = datetime.now(UTC), time.perf_counter(), meter.seconds()
     output = body()
     manifest = Manifest(
         run=writer.run,
@@ -75,7 +90,27 @@ def run_stage(
         started=started,
         finished=datetime.now(UTC),
     )
-    return StageResult(commit(writer.root, manifest, fence), reused=False)
+    publish = partial(_publish, writer, manifest, output.store, fence)
+    if outbox is None or (output.store is None and outbox.idle):
+        return StageResult(publish(), reused=False)
+    outbox.add(publish)
+    return StageResult(manifest, reused=False, pending=True)
+
+
+def _publish(writer: PartWriter, manifest: Manifest, store: Callable[[], None] | None, fence: Fence | None) -> Manifest:
+    if store is not None:
+        clock = time.perf_counter()
+        store()
+        metrics = {**manifest.metrics, "upload_seconds": time.perf_counter() - clock}
+        manifest = manifest.model_copy(update={"metrics": metrics})
+    points.reached(Point.PARTS_DONE, _key(writer))
+    published = commit(writer.root, manifest, fence)
+    points.reached(Point.COMMITTED, _key(writer))
+    return published
+
+
+def _key(writer: PartWriter) -> str:
+    return layout.manifest_key(writer.run, writer.iteration, writer.stage, 0)
 
 
 def committed(

@@ -61,9 +61,11 @@ class StageTask:
 def _perform(iteration: int, work: Callable[..., StageResult], inputs: tuple[Manifest, ...]) -> State[Manifest]:
     result = work(*inputs)
     manifest = result.manifest
+    published = ", to be published when the train state before it is stored" if result.pending else ""
     return Completed(
         name=REUSED if result.reused else "Completed",
-        message=f"{manifest.stage} of iteration {iteration}: manifest {manifest.digest}, {len(manifest.parts)} parts",
+        message=f"{manifest.stage} of iteration {iteration}: manifest {manifest.digest}, {len(manifest.parts)} parts"
+        f"{published}",
         data=manifest,
     )
 

@@ -1,11 +1,16 @@
 """Stage `train`: from the previous state and one iteration's scored samples to the next state."""
 
+import time
+
+import psutil
+
 from storage.ids import Stage
 from storage.manifest import Manifest
 from storage.parts import PartWriter
 from tasks.context import RunContext
 from tasks.learner import adopted, ensure_reference, ensure_state, save_state
 from tasks.stage import StageOutput, StageResult
+from tasks.trainers import CONTINUED
 from trainer_core.reading import read_samples
 
 
@@ -33,8 +38,11 @@ def _train(
     samples = read_samples(context.root, rollouts, rewards)
     referenced = context.config.train.policy.kl_coefficient > 0
     metrics = group.call("train_policy", samples, context.config.rollout.temperature, referenced)[0]
+    resumed = {} if rng == CONTINUED else {"process_to_gradient_s": time.time() - psutil.Process().create_time()}
+    saved = save_state(context, group, writer)
     return StageOutput(
-        parts=save_state(context, group, writer),
+        parts=saved.parts,
         facts={"cursor": rollouts.facts["cursor"], "rng": "reseeded" if rng == "reseeded" else "continued"},
-        metrics=metrics,
+        metrics={**metrics, **resumed, "save_seconds": saved.seconds},
+        store=saved.store,
     )

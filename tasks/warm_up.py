@@ -29,7 +29,9 @@ def _warm_up(context: RunContext, writer: PartWriter, prepared: Manifest) -> Sta
     if section.steps:
         examples = _examples(prompts(context, prepared, "warmup"))
         metrics = group.call("train_supervised", examples, section.steps, section.batch_size, section.optimizer)[0]
-    return StageOutput(parts=save_state(context, group, writer), facts={"cursor": 0}, metrics=metrics)
+    saved = save_state(context, group, writer)
+    metrics = {**metrics, "save_seconds": saved.seconds}
+    return StageOutput(parts=saved.parts, facts={"cursor": 0}, metrics=metrics, store=saved.store)
 
 
 def _examples(table: pa.Table) -> SupervisedExamples:
