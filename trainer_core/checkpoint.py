@@ -26,6 +26,7 @@ from trainer_core.mesh import Mesh
 from trainer_core.model import Model
 from trainer_core.optimizer import Optimizer
 from trainer_core.platform import quietly
+from trainer_core.repeatable import rewrite_metadata, unshared
 
 _FACTS_FILE = "trainer.json"
 _CONTENT = {
@@ -53,7 +54,10 @@ class StateFacts(BaseModel):
 
 
 def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
-    """Write the state into an empty directory; returns the names of the files this rank has written. Collective."""
+    """Write the state into an empty directory; returns the names of the files this rank has written. Collective.
+
+    The same state saved again, in another folder or by another process, gives the same bytes.
+    """
     Path(directory).mkdir(parents=True, exist_ok=True)
     optimizer.allocate()
     content = _content(mesh)
@@ -62,8 +66,9 @@ def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, f
     state["schedule"] = optimizer.schedule.state_dict()
     state["rng"] = _sharded_rng(mesh)
     with quietly(), _results_stay_in_process():
-        dist_checkpointing.save(state, directory, content_metadata=_CONTENT)
+        dist_checkpointing.save(unshared(state), directory, content_metadata=unshared(_CONTENT))
     if mesh.rank == 0:
+        rewrite_metadata(directory)
         Path(directory, _FACTS_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")
     dist.barrier()
     return _files_of(mesh.rank, directory)

@@ -140,6 +140,38 @@ def test_each_rank_names_its_own_files_and_leaves_no_process(saved):
     assert [rank["children"] for rank in ranks] == [[], []]
 
 
+def save_twice(trainer, folder):
+    trainer.import_model()
+    trainer.train_policy(random_samples(1), 1.0)
+    draws()
+    trainer.save(f"{folder}/once")
+    trainer.save(f"{folder}/twice")
+    trainer.train_policy(random_samples(2), 1.0)
+    trainer.save(f"{folder}/next")
+
+
+def load_save_train_save(trainer, folder):
+    trainer.load(f"{folder}/once")
+    trainer.save(f"{folder}/by another process")
+    trainer.train_policy(random_samples(2), 1.0)
+    trainer.save(f"{folder}/next by another process")
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_state_is_the_same_bytes(model_dir, tmp_path, layout):
+    for body in (save_twice, load_save_train_save):
+        run_trainers(model_dir, configuration(LAYOUTS[layout]), body, str(tmp_path))
+    for left, right in [("once", "twice"), ("once", "by another process"), ("next", "next by another process")]:
+        files, again = files_of(tmp_path / left), files_of(tmp_path / right)
+        assert files.keys() == again.keys()
+        assert [name for name in files if files[name] != again[name]] == [], (left, right)
+    assert files_of(tmp_path / "once")["__0_0.distcp"] != files_of(tmp_path / "next")["__0_0.distcp"]
+
+
 def warm_up_and_save(trainer, folder):
     trainer.import_model()
     trainer.train_supervised(random_examples(), steps=3, batch_size=8, optimizer=WARM_UP)

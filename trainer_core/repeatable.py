@@ -1,0 +1,56 @@
+"""The same state is the same bytes, whichever process saves it, and wherever.
+
+pickle writes an object that it has met before as a reference. Which of two equal strings are one object depends on
+where they came from, so a state that was loaded and saved again would have other bytes than before.
+"""
+
+import dataclasses
+import io
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+METADATA_FILE = ".metadata"
+
+
+def unshared(value: Any) -> Any:
+    """A copy of nested dictionaries, lists and tuples in which equal strings are one object and containers never are.
+
+    Everything else (tensors, numbers, Megatron's sharded objects) is taken over as it is.
+    """
+    if type(value) is dict:
+        return {unshared(key): unshared(item) for key, item in value.items()}
+    if type(value) is list:
+        return [unshared(item) for item in value]
+    if type(value) is tuple:
+        return tuple(unshared(item) for item in value)
+    return sys.intern(value) if type(value) is str else value
+
+
+def rewrite_metadata(directory: str) -> None:
+    """Take out of a checkpoint's `.metadata` what is not of the state: its folder, a random id, an order of arrival."""
+    path = Path(directory, METADATA_FILE)
+    found = cast(Metadata, pickle.loads(path.read_bytes()))
+    kept = dataclasses.replace(
+        found,
+        state_dict_metadata=dict(sorted(found.state_dict_metadata.items())),
+        storage_data=dict(sorted(found.storage_data.items(), key=lambda entry: _place(entry[0]))),
+        storage_meta=None,
+    )
+    path.write_bytes(pickle.dumps(pickle.loads(_without_references(kept)), protocol=4))
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
+
+
+def _without_references(value: object) -> bytes:
+    """Pickled so that each object in it is written out, and is one of its own when read back."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=4)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()
