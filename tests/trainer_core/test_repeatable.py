@@ -13,7 +13,7 @@ def test_equal_values_are_equal_bytes():
     first, second = of_its_own("cosine"), of_its_own("cosine")
     pair = (0.9, 0.95)
     sharing = [{"decay": first, "betas": pair}, {"decay": first, "betas": pair}]
-    separate = [{"decay": first, "betas": (0.9, 0.95)}, {"decay": second, "betas": tuple([0.9, 0.95])}]
+    separate = [{"decay": first, "betas": (0.9, 0.95)}, {"decay": second, "betas": (pair[0], pair[1])}]
     assert sharing == separate
     assert pickle.dumps(sharing) != pickle.dumps(separate)
     assert pickle.dumps(unshared(sharing)) == pickle.dumps(unshared(separate))
