@@ -1,5 +1,7 @@
 """Local files: written whole under a temporary name, flushed, then linked, which fails if the name is taken.
 
+A local file that is to be stored gets the temporary name itself where the filesystem allows: nothing is copied.
+
 A rename would silently replace what is there; `open("xb")` would leave half an object under its name after a crash.
 """
 
@@ -7,6 +9,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,14 +36,17 @@ def put_if_absent(target: Path, data: memoryview) -> bool:
 
 
 def put_file_if_absent(target: Path, source: Path) -> bool:
-    """Like `put_if_absent`, with the content of a local file, which is not held in memory."""
+    """Like `put_if_absent`, with a local file that is given away: it may become the stored one.
+
+    Nothing may write to it afterwards.
+    """
 
     def copy(file: BinaryIO) -> None:
         with source.open("rb") as reader:
             shutil.copyfileobj(reader, file, 1 << 22)
         points.reached(Point.MID_PART, str(target))
 
-    return _publish(target, copy)
+    return _publish(target, copy, source)
 
 
 def replace(target: Path, data: memoryview) -> None:
@@ -48,31 +54,48 @@ def replace(target: Path, data: memoryview) -> None:
     _make_folders(target.parent)
     with _temporary(target.parent, lambda file: file.write(data)) as temporary:
         temporary.replace(target)
-    _sync_folder(target.parent)
+    _sync(target.parent)
 
 
-def _publish(target: Path, fill: Callable[[BinaryIO], object]) -> bool:
+def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None) -> bool:
     if target.exists():
         return False
     _make_folders(target.parent)
-    with _temporary(target.parent, fill) as temporary:
+    with _temporary(target.parent, fill, given) as temporary:
         if not _link(temporary, target):
             return False
-    _sync_folder(target.parent)
+    _sync(target.parent)
     return True
 
 
 @contextlib.contextmanager
-def _temporary(folder: Path, fill: Callable[[BinaryIO], object]) -> Iterator[Path]:
+def _temporary(folder: Path, fill: Callable[[BinaryIO], object], given: Path | None = None) -> Iterator[Path]:
     path = folder / layout.temporary_name(uuid.uuid4().hex)
     try:
-        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _READ_ONLY), "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
+        if given is None or not _take(given, path):
+            with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _READ_ONLY), "wb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def _take(source: Path, path: Path) -> bool:
+    """Give a local file the name `path` too, flushed and read-only; False if it must be copied instead."""
+    status = source.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        return False  # somebody knows it by another name, and may write to it
+    try:
+        os.link(source, path)
+        path.chmod(_READ_ONLY)
+    except OSError:  # another filesystem, another owner
+        path.unlink(missing_ok=True)
+        return False
+    points.reached(Point.MID_PART, str(path))
+    _sync(path)
+    return True
 
 
 def _link(temporary: Path, target: Path) -> bool:
@@ -80,7 +103,7 @@ def _link(temporary: Path, target: Path) -> bool:
         os.link(temporary, target)
     except FileExistsError:
         # over a network filesystem the answer to a link that succeeded can be lost and asked for again
-        return temporary.stat().st_nlink == 2
+        return temporary.samefile(target)
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
@@ -99,11 +122,12 @@ def _make_folders(folder: Path) -> None:
         folder = folder.parent
     for made in reversed(missing):
         made.mkdir(exist_ok=True)
-        _sync_folder(made.parent)
+        _sync(made.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -69,7 +69,7 @@ class PartWriter:
 
     @measured()
     def store_file(self, part: Part, path: Path) -> None:
-        """Store a local file that was described.
+        """Store a local file that was described. It is given away: on local storage it may become the part itself.
 
         Raises:
             StorageError: it is not what was described, or changed meanwhile.
@@ -102,7 +102,7 @@ class PartWriter:
 
     @measured()
     def store_files(self, folder: Path, parts: Sequence[Part], prefix: str = "") -> None:
-        """Store files that were described with the same folder and prefix; raises as `store_file`."""
+        """Store files that were described with the same folder and prefix; as `store_file`, also in what it raises."""
         each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
 
     def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:

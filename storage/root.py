@@ -86,7 +86,10 @@ class Root:
             return objects.put_if_absent(self.fs, self.full(key), bytes(data))
 
     def put_file_if_absent(self, key: str, source: Path) -> bool:
-        """Like `put_if_absent`, with the content of a local file; a large one is streamed."""
+        """Like `put_if_absent`, with the content of a local file; a large one is streamed.
+
+        The file is given away: on local storage it may become the stored one, by a hard link. Never write to it again.
+        """
         if not source.stat().st_size:
             raise StorageError(f"{key}: refusing to write an empty object; {source} holds nothing")
         with _explained(self, key):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.storage.flaky import flaky_root
 from tests.storage.s3 import BUCKET
 
 WRITERS, ROUNDS = 8, 200
+SHARED_MEMORY = Path("/dev/shm")
 KEY = "run/manifests/000001/rollout.r0.json"
 
 
@@ -58,6 +60,38 @@ def test_a_file_is_stored_whole_and_once(any_root, tmp_path):
     other.write_bytes(b"other")
     assert not any_root.put_file_if_absent("part", other)
     assert any_root.read_bytes("part") == source.read_bytes()
+
+
+def test_a_local_file_becomes_the_stored_one(root, tmp_path):
+    source = tmp_path / "source"
+    source.write_bytes(b"content")
+    assert root.put_file_if_absent("run/part", source)
+    assert source.samefile(root.full("run/part"))
+    assert source.stat().st_mode & 0o222 == 0
+    assert root.keys("") == ["run/part"]
+
+
+@pytest.mark.parametrize("other_name", [os.link, os.symlink])
+def test_a_file_with_another_name_is_copied(root, tmp_path, other_name):
+    (tmp_path / "mine").write_bytes(b"content")
+    other_name(tmp_path / "mine", tmp_path / "source")
+    assert root.put_file_if_absent("part", tmp_path / "source")
+    (tmp_path / "mine").write_bytes(b"Changed")
+    assert root.read_bytes("part") == b"content"
+
+
+@pytest.mark.skipif(
+    not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev,
+    reason="needs a second filesystem",
+)
+def test_a_file_of_another_filesystem_is_copied(root):
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        source = Path(folder, "source")
+        source.write_bytes(b"content")
+        assert root.put_file_if_absent("part", source)
+        source.write_bytes(b"Changed")
+    assert root.read_bytes("part") == b"content"
+    assert root.keys("") == ["part"]
 
 
 @pytest.mark.slow

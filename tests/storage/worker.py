@@ -5,6 +5,7 @@ sends itself SIGKILL, or -1.
 """
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -39,7 +40,8 @@ def do(root, iteration: int, stage: Stage, before: Manifest | None) -> Manifest:
         parts = tuple(piece(writer, str(number)) for number in range(PIECES))
     else:
         folder = Path(sys.argv[1]).parent / "scratch"
-        folder.mkdir(exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # files of an earlier process may have become parts
+        folder.mkdir()
         for rank in range(2):
             (folder / f"{rank}.distcp").write_bytes(f"{stage} {iteration} {rank}".encode() * 1000)
         parts = writer.write_files(folder, ["0.distcp", "1.distcp"])
