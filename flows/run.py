@@ -22,6 +22,7 @@ from storage.root import Root
 from tasks.cluster import Cluster
 from tasks.config import RunConfig
 from tasks.context import RunContext, open_run
+from tasks.faults import injected
 from tasks.fleet import Fleet
 from tasks.settings import Settings
 
@@ -84,6 +85,7 @@ def open_context(name: str, root: Root, config: RunConfig, lease: Lease) -> Iter
         tempfile.TemporaryDirectory(prefix="ratchet-") as scratch,
         process_cluster() as cluster,
         Fleet(name, config, cluster) as fleet,
+        injected(cluster.settings.faults, fleet.processes),
         Outbox() as outbox,
     ):
         yield RunContext(name, root, config, fleet, Path(scratch), lease, outbox)

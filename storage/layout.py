@@ -11,6 +11,7 @@ _STAGES = "|".join(re.escape(stage.value) for stage in Stage)
 _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.json")
 _PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.pieces/[^/]+\.json")
 
+_PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGES})[./]")
 _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 
 
@@ -32,6 +33,18 @@ def manifest_folder(run: str) -> str:
 def is_manifest(key: str) -> bool:
     """Whether a key in the manifest folder is a manifest."""
     return _MANIFEST.fullmatch(key.partition("/")[2]) is not None
+
+
+def place_of(key: str) -> tuple[int, Stage] | None:
+    """Iteration and stage of a manifest, piece or part; the key may stand behind a root. None for anything else."""
+    found = _PLACE.search(key)
+    return (int(found.group(2)), Stage(found.group(3))) if found else None
+
+
+def is_part(key: str) -> bool:
+    """Whether a key, or a path that ends in one, is that of a part."""
+    found = _PLACE.search(key)
+    return found is not None and found.group(1) == "parts"
 
 
 def piece_key(run: str, iteration: int, stage: Stage, revision: int, piece: str) -> str:

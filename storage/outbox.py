@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
+from storage import meter
 from storage.errors import RatchetError
 
 logger = logging.getLogger(__name__)
@@ -62,4 +63,5 @@ class Outbox:
 def _after(before: Future[None] | None, job: Callable[[], object]) -> None:
     if before is not None:
         before.result()  # its failure is ours
-    job()
+    with meter.separate():
+        job()

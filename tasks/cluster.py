@@ -58,6 +58,12 @@ class Cluster:
         """Whether this Ray is our own and ends with this process."""
         return self._settings.local
 
+    @property
+    def node(self) -> int | None:
+        """Process id of the raylet that we started; None if there is none."""
+        raylet = self._vital.get("raylet")
+        return None if raylet is None else raylet.pid
+
     def start(self) -> None:
         """Start the local Ray or attach to the cluster; without effect if that is done.
 

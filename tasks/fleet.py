@@ -40,6 +40,10 @@ class EngineHandle:
         """End the process."""
         self._group.end()
 
+    def processes(self) -> list[int]:
+        """The process id, as `WorkerGroup.processes`."""
+        return self._group.processes()
+
     def identity(self) -> EngineIdentity:
         """See `Engine.identity`."""
         return self._group.call("identity")[0]
@@ -138,6 +142,16 @@ class Fleet:
         """Tell the trainer ranks, if there are any, that what they hold is committed under `identity`."""
         if self._trainers is not None:
             self._trainers.call("adopt", identity)
+
+    def processes(self) -> dict[str, int]:
+        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of a Ray of our own."""
+        ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
+        engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
+        return {
+            **{f"trainer-{rank}": process for rank, process in enumerate(ranks)},
+            **{f"engine-{number}": process for number, process in enumerate(engines)},
+            **({} if self._cluster.node is None else {"node": self._cluster.node}),
+        }
 
     def close(self) -> None:
         """End the processes, those on a cluster too."""

@@ -88,6 +88,14 @@ class WorkerGroup:
             self.end()
         return not self._ended
 
+    def processes(self) -> list[int]:
+        """Process ids of the members; a member that is at work answers when it has ended.
+
+        Raises:
+            RayError: one of them is dead.
+        """
+        return ray.get([actor.pid.remote() for actor in self._actors])
+
     def in_step(self) -> bool:
         """Whether all members are idle and have begun the same number of calls, so that new calls can be made."""
         counts = [actor.calls.remote() for actor in self._actors]

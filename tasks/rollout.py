@@ -60,19 +60,23 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
     starts = range(0, len(rows), section.groups_per_part)
     clock = time.perf_counter()
 
-    def piece(index: int) -> Part:
+    def chosen(index: int) -> Chosen:
         place = slice(starts[index], starts[index] + section.groups_per_part)
-        chosen = Chosen(table.take(rows[place]), repeats[place], cursor + place.start)
-        return work.piece(engines[index % len(engines)], index, chosen)
+        return Chosen(table.take(rows[place]), repeats[place], cursor + place.start)
 
-    parts = tuple(each(piece, range(len(starts)), len(engines)))
+    pieces = each(
+        lambda index: work.piece(engines[index % len(engines)], index, chosen(index)), range(len(starts)), len(engines)
+    )
     seconds = time.perf_counter() - clock
+    parts = tuple(piece.part for piece in pieces)
+    kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
+    repeated = {} if kept is None else work.sample_again(engines[0], parts[kept], chosen(kept))
     context.outbox.settle()  # samples count only once the state that made them is durable
     return StageOutput(
         parts=parts,
         schema_fingerprint=fingerprint(ROLLOUT),
         facts={"cursor": cursor + section.prompts, "weight_version": synced.facts["weight_version"]},
-        metrics=rollout_metrics(read_parts(writer.root, parts, ROLLOUT), seconds),
+        metrics={**rollout_metrics(read_parts(writer.root, parts, ROLLOUT), seconds), **repeated},
     )
 
 
@@ -88,6 +92,14 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A part of a rollout, and whether an earlier process made it."""
+
+    part: Part
+    kept: bool
+
+
+@dataclass(frozen=True)
 class _Work:
     """What every piece of one rollout has in common."""
 
@@ -96,14 +108,27 @@ class _Work:
     synced: Manifest
     how: Sampling
 
-    def piece(self, engine: EngineHandle, index: int, chosen: Chosen) -> Part:
-        """One part: taken from storage if it was generated before with the same weights, else generated now."""
+    def piece(self, engine: EngineHandle, index: int, chosen: Chosen) -> Piece:
+        """One piece: taken from storage if it was generated before with the same weights, else generated now."""
         name = f"{index:05d}-{self.synced.digest[:12]}"
         kept = find_piece(self.writer, name)
         if kept is not None:
-            return kept
+            return Piece(kept, kept=True)
         table = self._generate(engine, chosen)
-        return keep_piece(self.writer, name, self.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT))
+        part = self.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
+        return Piece(keep_piece(self.writer, name, part), kept=False)
+
+    def sample_again(self, engine: EngineHandle, kept: Part, chosen: Chosen) -> dict[str, float]:
+        """Generate a piece of an earlier process once more, and count the samples that come out bit for bit the same.
+
+        What a crash lost cannot be compared; what the same process left can, so it is known whether the engine gives
+        the same samples for the same seeds.
+        """
+        columns = ["response_tokens", "logprobs", "finish_reason"]
+        before = read_parts(self.writer.root, [kept], ROLLOUT, columns).combine_chunks()
+        again = self._generate(engine, chosen).select(columns).combine_chunks()
+        equal = sum(before.slice(row, 1).equals(again.slice(row, 1)) for row in range(before.num_rows))
+        return {"sampled_again": float(before.num_rows), "sampled_again_equal": float(equal)}
 
     def _generate(self, engine: EngineHandle, chosen: Chosen) -> pa.Table:
         config, groups = self.context.config, range(chosen.prompts.num_rows)

@@ -45,6 +45,9 @@ _ENGINE_ON_CPU = {
 }
 
 
+_FAULTS = "RATCHET_FAULTS"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment says about the machine and the cluster."""
@@ -55,6 +58,8 @@ class Settings:
     """Token that Ray's servers ask for."""
     gpus: tuple[str, ...]
     """The cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    faults: Path | None = None
+    """Folder of `tasks.faults`: which process of the run is to be killed where. `ratchet prove-resume` sets it."""
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -63,6 +68,7 @@ class Settings:
             ray_address=os.environ.get("RAY_ADDRESS") or None,
             ray_token=os.environ.get("RAY_AUTH_TOKEN") or None,
             gpus=_visible_gpus(),
+            faults=Path(os.environ[_FAULTS]) if _FAULTS in os.environ else None,
         )
 
     @property
@@ -116,6 +122,11 @@ def trainer_environment(device: Device, gpus: tuple[str, ...], local: bool) -> d
 def child_python_path() -> dict[str, str]:
     """The whole environment for a plain child process that imports this project."""
     return {**os.environ, "PYTHONPATH": _python_path()}
+
+
+def with_faults(folder: Path) -> dict[str, str]:
+    """The whole environment for a `ratchet` process in which the faults of `folder` happen; its children inherit it."""
+    return {**child_python_path(), _FAULTS: str(folder)}
 
 
 def _trainer_on_cuda(ranks: int) -> dict[str, str]:
