@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from storage import layout
+from storage import layout, points
 from storage.digest import bytes_digest, file_digest
 from storage.errors import DigestMismatch, NotCommitted, PartMissing, StorageError
 from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.meter import measured
+from storage.points import Point
 from storage.root import Root
 from storage.schema import accept, check
 from storage.threads import each
@@ -82,6 +83,7 @@ class PartWriter:
         after = path.stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise StorageError(f"{path} changed while it was stored as {part.key}: finish writing it first")
+        points.reached(Point.UPLOAD, part.key)
 
     @measured()
     def write_files(self, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:
