@@ -15,10 +15,9 @@ from flows.history import (
     stages_of,
 )
 from storage import layout
-from storage.errors import InputError, NotCommitted
 from storage.ids import Stage, check_run_name
 from storage.root import Root
-from tasks.config import RunConfig
+from tasks.stored_config import stored_config
 
 
 class StageStatus(BaseModel):
@@ -69,7 +68,7 @@ def read_status(root: Root, run: str) -> RunStatus:
     Raises:
         InputError: there is no such run.
     """
-    config = _stored_config(root, check_run_name(run))
+    config = stored_config(root, check_run_name(run))
     history = read_history(root, run)
     # a continued run may have gone beyond what it was started for
     last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
@@ -99,10 +98,3 @@ def _stages(history: Sequence[IterationRecord], iteration: int, last: int, every
     done = history[iteration].done if iteration < len(history) else ()
     wanted = [s for s in stages_of(iteration) if s != Stage.EVALUATE or evaluation_due(iteration, last, every)]
     return tuple(StageStatus(stage=stage, done=stage in done) for stage in wanted)
-
-
-def _stored_config(root: Root, run: str) -> RunConfig:
-    try:
-        return RunConfig.model_validate_json(root.read_bytes(layout.run_config_key(run)))
-    except NotCommitted:
-        raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None

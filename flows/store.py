@@ -1,6 +1,5 @@
 """Commands that read, check and tidy what is stored: no Prefect, Ray, vLLM or torch is imported."""
 
-import json as json_format
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from cyclopts import App, Parameter
 from flows import store_lines as lines
 from flows.options import DEFAULT_ROOT, Json, RootUrl
 from flows.output import Output
-from storage import layout
 from storage.catalog import check_run, contents, summaries
 from storage.collect import Retention, collect
 from storage.compact import compact
@@ -26,6 +24,7 @@ from storage.root import Root, open_root
 from storage.verify import verify
 from tasks.code_version import PROJECT_ROOT
 from tasks.config import RunConfig, apply_override, changed_meaning, parse_config
+from tasks.stored_config import stored_config
 
 _DECIDED = ("model", "data", "warmup")
 _BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
@@ -179,8 +178,7 @@ def fork_command(
     """
     store = _open(root, parent)
     config = _forked_config(store, parent, check_run_name(run), settings)
-    document = json_format.dumps(config.model_dump(mode="json"), indent=1).encode()
-    made = fork(store, parent, at, run, config.digest, document)
+    made = fork(store, parent, at, run, config.digest, config)
     with Output(json=json) as output:
         output.result(made, lines.of_fork(made))
     return 0
@@ -245,8 +243,8 @@ def _open(root: str, run: str) -> Root:
 
 
 def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -> RunConfig:
-    document = json_format.loads(root.read_bytes(layout.run_config_key(parent)))
-    before = parse_config(document, f"of run {parent}")
+    before = stored_config(root, parent)
+    document = before.model_dump(mode="json")
     for setting in settings:
         apply_override(document, setting)
     document["run"]["name"] = run

@@ -29,7 +29,7 @@ class Forked(BaseModel):
     """Size of the parts that both name."""
 
 
-def fork(root: Root, parent: str, iteration: int, run: str, config_digest: str, config: bytes) -> Forked:
+def fork(root: Root, parent: str, iteration: int, run: str, config_digest: str, config: BaseModel) -> Forked:
     """Make run `run` from the iterations 0 to `iteration` of `parent`; done again, it completes what a crash left.
 
     Args:
@@ -52,7 +52,7 @@ def fork(root: Root, parent: str, iteration: int, run: str, config_digest: str, 
         digests[manifest.digest] = copy.digest
     _take_over_retirements(root, past, shared, run, digests)
     _check_kept(root, parent, iteration)
-    if not root.put_if_absent(layout.run_config_key(run), config):
+    if not sealed.publish(root, layout.run_config_key(run), config):
         raise InputError(f"run {run!r} was made by another process just now: give the fork another name with --run")
     parts = {part.key: part.bytes for manifest in shared for part in manifest.parts}
     return Forked(run=run, parent=parent, iteration=iteration, manifests=len(shared), shared_bytes=sum(parts.values()))

@@ -56,3 +56,11 @@ def unseal(data: bytes, where: str) -> bytes:
             f"{where} is damaged: its text does not give the checksum at its end. Restore the object from a copy"
         )
     return body + b"\n}"
+
+
+def unseal_older(data: bytes, where: str) -> bytes:
+    """Like `unseal`, for a record that earlier versions wrote without a checksum and without a newline at its end.
+
+    Damage to one place of a sealed record does not make it look like one of those.
+    """
+    return data if _SEAL not in data and not data.endswith(b"\n") else unseal(data, where)

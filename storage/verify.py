@@ -116,9 +116,11 @@ def _part(root: Root, part: Part) -> Finding | None:
 def _config(root: Root, run: str) -> Iterator[Finding]:
     key = layout.run_config_key(run)
     try:
-        json.loads(root.read_bytes(key))
+        json.loads(sealed.unseal_older(root.read_bytes(key), f"{root.url}/{key}"))
     except NotCommitted:
         yield Finding(fault=Fault.MISSING, key=key, detail="the run has no configuration")
+    except DigestMismatch as error:
+        yield Finding(fault=Fault.DAMAGED, key=key, detail=str(error))
     except ValueError as error:
         yield Finding(fault=Fault.DAMAGED, key=key, detail=f"the configuration is not JSON: {error}")
 

@@ -1,20 +1,19 @@
 """The room a run works in: where it is stored, what it is made from, who computes."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage import layout
-from storage.errors import InputError, NotCommitted
+from storage.errors import InputError
 from storage.ids import Stage, check_run_name
 from storage.manifest import Fence, Manifest
 from storage.outbox import Outbox
 from storage.parts import PartWriter
 from storage.root import Root, open_root
-from tasks.config import RunConfig, changed_meaning
+from tasks.config import RunConfig
 from tasks.fleet import Fleet
 from tasks.stage import StageOutput, StageResult, run_stage
+from tasks.stored_config import record_config
 
 
 @dataclass(frozen=True)
@@ -55,30 +54,5 @@ def open_run(config: RunConfig, root_url: str, run: str | None = None) -> tuple[
     check_run_name(name)
     root = open_root(root_url)
     root.check_writable()
-    _record(root, name, config)
+    record_config(root, name, config)
     return root, name
-
-
-def stored_config(root: Root, run: str) -> RunConfig:
-    """The configuration a run was started with.
-
-    Raises:
-        InputError: there is no such run.
-    """
-    try:
-        return RunConfig.model_validate_json(root.read_bytes(layout.run_config_key(run)))
-    except NotCommitted:
-        raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
-
-
-def _record(root: Root, run: str, config: RunConfig) -> None:
-    document = json.dumps(config.model_dump(mode="json"), indent=1).encode()
-    if root.put_if_absent(layout.run_config_key(run), document):
-        return
-    stored = stored_config(root, run)
-    if stored.digest != config.digest:
-        lines = "\n".join(f"  {line}" for line in changed_meaning(stored.meaning(), config.meaning()))
-        raise InputError(
-            f"run {run!r} exists in {root.url} and was started with another meaning:\n{lines}\n"
-            "Continue it with its own configuration, or start a new run with another --run"
-        )

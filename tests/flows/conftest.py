@@ -9,11 +9,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.history import stages_of
 from flows.server import TemporaryServer, drain
-from storage import layout
 from storage.ids import Stage
 from storage.manifest import commit
 from storage.root import Root, open_root
 from tasks.config import RunConfig, parse_config
+from tasks.stored_config import record_config
 from tests.flows.runs import MINIMAL, MakeRun, make_manifest
 
 
@@ -32,7 +32,7 @@ def make_run(root: Root, config: RunConfig) -> MakeRun:
     """Store a run whose iterations 0 ... `complete` are done, and some stages of the next."""
 
     def make(run: str, complete: int, begun: tuple[Stage, ...] = (), unevaluated: tuple[int, ...] = ()) -> None:
-        root.put_if_absent(layout.run_config_key(run), config.model_dump_json().encode())
+        record_config(root, run, config)
         for iteration in range(complete + 1):
             for stage in stages_of(iteration):
                 if stage != Stage.EVALUATE or iteration not in unevaluated:

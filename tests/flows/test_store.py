@@ -10,7 +10,6 @@ import pytest
 from cyclopts import App
 
 from flows.store import register
-from storage import layout
 from storage.errors import InputError, LeaseHeld
 from storage.ids import Stage
 from storage.lease import acquire
@@ -18,6 +17,7 @@ from storage.manifest import need
 from storage.owner import this_process
 from storage.root import Root, open_root
 from tasks.config import RunConfig
+from tasks.stored_config import record_config, stored_config
 from tests.storage.clocks import elsewhere
 from tests.storage.runs import age, make_run
 
@@ -27,7 +27,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def root(tmp_path: Path, config: RunConfig) -> Root:
     store = open_root(str(tmp_path / "runs"))
-    store.put_if_absent(layout.run_config_key("run"), json.dumps(config.model_dump(mode="json")).encode())
+    record_config(store, "run", config)
     make_run(store)
     return store
 
@@ -142,7 +142,7 @@ def test_fork_makes_a_run_with_settings_of_its_own(call, root: Root, config: Run
     code, _, said = call("fork", "run", "--at", "2", "--run", "child", "--set", "train.optimizer.learning_rate=1e-4")
     assert code == 0
     assert "shares iterations 0 to 2 with run" in said
-    stored = RunConfig.model_validate_json(root.read_bytes(layout.run_config_key("child")))
+    stored = stored_config(root, "child")
     assert (stored.run.name, stored.train.optimizer.learning_rate) == ("child", 1e-4)
     assert need(root, "child", 2, Stage.TRAIN).config_digest == stored.digest != config.digest
     assert re.search(r"^child +2 .* run +-$", call("ls")[2], re.MULTILINE)

@@ -1,13 +1,13 @@
 """Whole runs as the stages would leave them, small."""
 
-import json
 import os
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel
 
-from storage import layout
+from storage import layout, sealed
 from storage.ids import Stage
 from storage.manifest import Manifest, commit, find
 from storage.parts import PartWriter
@@ -18,9 +18,18 @@ from tests.storage.tables import list_column, manifest, rollout_table
 GROUPS, SAMPLES = 4, 3
 
 
+class Document(BaseModel):
+    """Stands for the configuration of a run."""
+
+    purpose: str = "test"
+
+
+DOCUMENT = Document()
+
+
 def make_run(root: Root, run: str = "run", iterations: int = 3) -> dict[tuple[int, Stage], Manifest]:
     """A complete run; returns its manifests by iteration and stage."""
-    root.put_if_absent(layout.run_config_key(run), json.dumps({"run": {"name": run}}).encode())
+    sealed.publish(root, layout.run_config_key(run), DOCUMENT)
     for iteration in range(iterations + 1):
         make_iteration(root, run, iteration)
     return {

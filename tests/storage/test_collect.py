@@ -16,7 +16,7 @@ from storage.owner import this_process
 from storage.parts import PartWriter, materialize
 from storage.pieces import keep_piece
 from storage.verify import verify
-from tests.storage.runs import age, make_iteration, make_run
+from tests.storage.runs import DOCUMENT, age, make_iteration, make_run
 
 LATER = datetime.now(UTC) + timedelta(days=2)
 
@@ -127,7 +127,7 @@ def test_a_retention_that_a_crash_cut_short_is_completed(root):
 
 def test_what_another_run_shares_is_never_removed(root):
     make_run(root, iterations=4)
-    fork(root, "run", 2, "fork", "c1", b"{}")
+    fork(root, "run", 2, "fork", "c1", DOCUMENT)
     shared = state_key(root, 2)
     assert shared == state_key(root, 2, "fork")
     collect(root, "run", Retention(newest=1), apply=True)

@@ -9,7 +9,7 @@ from storage.ids import Stage
 from storage.lease import acquire
 from storage.lineage import of_sample, of_weights, parse_sample
 from storage.owner import this_process
-from tests.storage.runs import make_iteration, make_run
+from tests.storage.runs import DOCUMENT, make_iteration, make_run
 
 
 def test_weights_come_from_all_that_was_learned(any_root):
@@ -50,7 +50,7 @@ def test_a_sample_knows_what_made_it_and_what_learned_from_it(any_root):
 
 def test_forks_that_learned_from_a_sample_count(root):
     make_run(root)
-    fork(root, "run", 2, "fork", "c1", b"{}")
+    fork(root, "run", 2, "fork", "c1", DOCUMENT)
     make_iteration(root, "fork", 3)
     assert [(step.run, step.iteration) for step in of_sample(root, "run", 1, "p0", 0).used_by] == [
         ("fork", 1),
@@ -87,7 +87,7 @@ def test_a_sample_is_named_in_one_word():
 
 def test_runs_in_one_line_each(root):
     make_run(root, "one", 2)
-    fork(root, "one", 1, "two", "c1", b"{}")
+    fork(root, "one", 1, "two", "c1", DOCUMENT)
     acquire(root, "two", this_process("me"))
     one, two = summaries(root)
     assert (one.run, one.iteration, one.stage, one.driven_by, one.parent) == ("one", 2, Stage.WEIGHT_SYNC, None, None)

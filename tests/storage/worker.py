@@ -10,12 +10,14 @@ import signal
 import sys
 from pathlib import Path
 
+from storage import layout, sealed
 from storage.ids import Stage
 from storage.lease import hold
 from storage.manifest import Manifest, commit, find
 from storage.parts import PartWriter
 from storage.pieces import find_piece, keep_piece
 from storage.root import open_root
+from tests.storage.runs import DOCUMENT
 from tests.storage.tables import manifest
 
 ITERATIONS, PIECES = 1, 2
@@ -24,7 +26,7 @@ STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
 
 def work(url: str) -> None:
     root, before = open_root(url), None
-    root.put_if_absent("run/run.json", b"{}")
+    sealed.publish(root, layout.run_config_key("run"), DOCUMENT)
     with hold(root, "run", "worker", 60.0) as lease:
         for iteration in range(1, ITERATIONS + 1):
             for stage in STAGES:

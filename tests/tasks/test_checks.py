@@ -8,8 +8,9 @@ from storage.errors import InputError, StorageUnavailable
 from storage.root import open_root
 from tasks.checks import check_run, check_scratch
 from tasks.config import GeneratedModel, load_config
-from tasks.context import open_run, stored_config
+from tasks.context import open_run
 from tasks.demo import generate_model
+from tasks.stored_config import stored_config
 
 BASE = """
 [model.generate]
@@ -127,8 +128,3 @@ def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path):
 def test_a_run_needs_a_usable_id(tmp_path, name):
     with pytest.raises(InputError):
         open_run(config_with(tmp_path), str(tmp_path / "runs"), name)
-
-
-def test_an_unknown_run(tmp_path):
-    with pytest.raises(InputError, match="there is no run 'never'"):
-        stored_config(open_root(str(tmp_path)), "never")
