@@ -5,7 +5,6 @@ the state is.
 """
 
 import contextlib
-import json
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,40 +16,20 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from pydantic import BaseModel, ConfigDict, ValidationError
 
-from storage.errors import StorageError
 from trainer_core import rng
-from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
+from trainer_core.facts import StateFacts, write_facts
 from trainer_core.mesh import Mesh
 from trainer_core.model import Model
 from trainer_core.optimizer import Optimizer
 from trainer_core.platform import quietly
 from trainer_core.repeatable import rewrite_metadata, unshared
 
-_FACTS_FILE = "trainer.json"
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # the one that can change TP and PP
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-
-
-class StateFacts(BaseModel):
-    """What a saved state is, readable without torch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    step: int
-    """Optimizer updates since the model was imported, warm-up included."""
-    optimizer_updates: int
-    """Updates of the optimizer that the state holds; 0 for a fresh one."""
-    optimizer: OptimizerConfig
-    """Configuration of that optimizer."""
-    parallel: ParallelConfig
-    """Layout that saved it."""
-    precision: Precision
-    """Type of the weights."""
 
 
 def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
@@ -69,22 +48,9 @@ def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, f
         dist_checkpointing.save(unshared(state), directory, content_metadata=unshared(_CONTENT))
     if mesh.rank == 0:
         rewrite_metadata(directory)
-        Path(directory, _FACTS_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")
+        write_facts(directory, facts)
     dist.barrier()
     return _files_of(mesh.rank, directory)
-
-
-def read_facts(directory: str) -> StateFacts:
-    """What the state in `directory` is.
-
-    Raises:
-        StorageError: if there is no such state, or its facts cannot be read.
-    """
-    path = Path(directory, _FACTS_FILE)
-    try:
-        return StateFacts.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
-        raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
 
 
 def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, restore_rng: bool) -> None:

@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 from storage.errors import InputError, RatchetError
 from trainer_core import rng
 from trainer_core.batch import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
-from trainer_core.checkpoint import StateFacts, load_state, load_weights, read_facts, save_state
+from trainer_core.checkpoint import load_state, load_weights, save_state
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.export import export_weights
+from trainer_core.facts import StateFacts, read_facts
 from trainer_core.mesh import join, leave
 from trainer_core.model import build_model
 from trainer_core.optimizer import Optimizer
