@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
+from cyclopts.validators import Number
 
 from flows.options import DEFAULT_ROOT, Json, RootUrl
 from flows.output import Output
@@ -98,7 +99,7 @@ def demo(
     """Teach a tiny model to add, on this machine, from nothing: a new run each time unless --run names one."""
     if not DEMO_CONFIG.is_file():
         raise InputError(f"{DEMO_CONFIG} is not there: run the demo from a checkout of Ratchet")
-    name = run or new_demo_name()
+    name = run or new_name("demo")
     replaced = {"run.seed": seed, "run.iterations": iterations}
     return _carry_out(["demo"], str(DEMO_CONFIG), name, settings, replaced, root, json)
 
@@ -118,9 +119,59 @@ def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> 
     return 0
 
 
-def new_demo_name() -> str:
+@app.command
+def prove_resume(
+    config: str,
+    /,
+    *,
+    root: Annotated[
+        str | None, Parameter(help="Storage root of both runs; a new folder below ./runs if not given.")
+    ] = None,
+    iterations: Annotated[int, Parameter(help="RL iterations of each run.", validator=Number(gte=1))] = 3,
+    kills: Annotated[int, Parameter(help="Kills at random points.", validator=Number(gte=0))] = 3,
+    seed: Annotated[int, Parameter(help="Chooses the points.")] = 0,
+    at: Annotated[
+        tuple[str, ...],
+        Parameter(help="A given point, STAGE@ITERATION:POINT[:VICTIM]; may be given again.", negative=()),
+    ] = (),
+    settings: Settings = (),
+    regenerate: Annotated[
+        bool, Parameter(help="Let the interrupted run sample for itself, not use stored rollouts.", negative=())
+    ] = False,
+    plant: Annotated[bool, Parameter(help="Turn over one bit: the proof must fail.", negative=())] = False,
+    json: Json = False,
+) -> int:
+    """Show that a run which is killed and continued comes to the same as one that is not, bit for bit.
+
+    The run is done twice: without interruption, and with processes killed and started again. Exit code 0 only if
+    weights, optimizer, random generators, tables and metrics do not differ in a single bit.
+
+    Parameters
+    ----------
+    config
+        Path or URL of a TOML file.
+    """
+    from flows.prove import ProofOrder, prove  # imports torch in the end
+    from tasks.faults import Fault
+
+    order = ProofOrder(
+        config=load_config(config, [*settings, f"run.iterations={iterations}"]),
+        path=config,
+        settings=settings,
+        root=root or f"{DEFAULT_ROOT}/{new_name('proof')}",
+        kills=kills,
+        seed=seed,
+        at=tuple(map(Fault.parse, at)),
+        regenerate=regenerate,
+        plant=plant,
+    )
+    with Output(json=json) as output:
+        return prove(order, output)
+
+
+def new_name(kind: str) -> str:
     """A name that sorts by time, such as demo-20261120-190512-ab12."""
-    return f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def continuing_command(

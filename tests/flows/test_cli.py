@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import DEFAULT_ROOT, continuing_command, execute, new_demo_name
+from flows.cli import DEFAULT_ROOT, continuing_command, execute, new_name
 from storage.ids import check_run_name
 from storage.root import Root
 from tests.flows.runs import MINIMAL, MakeRun
@@ -92,7 +92,7 @@ def test_status_needs_no_heavy_library():
 
 
 def test_every_demo_is_a_new_run():
-    names = {new_demo_name() for _ in range(20)}
+    names = {new_name("demo") for _ in range(20)}
     assert len(names) > 1
     for name in names:
         assert re.fullmatch(r"demo-\d{8}-\d{6}-[0-9a-f]{4}", check_run_name(name))
