@@ -61,7 +61,7 @@ class Contents:
     @property
     def unfinished(self) -> dict[str, Part]:
         """Pieces of stages that are not committed, by key."""
-        return {key: part for key, part in self.pieces.items() if layout.whole_of_piece(key) not in self.manifests}
+        return {key: part for key, part in self.pieces.items() if layout.stage_of(key) not in self.manifests}
 
     @property
     def named(self) -> set[str]:

@@ -21,7 +21,7 @@ ORPHAN_AGE = timedelta(days=1)
 
 
 class Retention(BaseModel):
-    """Which train states are kept. The state of iteration 0 and the newest always are."""
+    """Which train states are kept. Those of iteration 0, of the newest weights served, and newer ones always are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -100,7 +100,9 @@ def _states(stored: Contents) -> Iterator[tuple[str, Manifest]]:
 
 
 def _keeps(stored: Contents, retention: Retention, state: Manifest) -> bool:
-    return retention.keeps(state.iteration, max(manifest.iteration for _, manifest in _states(stored)))
+    # a state is not the newest before its weights are served: until then the one before may be needed again
+    served = (manifest.iteration for manifest in stored.kept.values() if manifest.stage is Stage.WEIGHT_SYNC)
+    return retention.keeps(state.iteration, max(served, default=0))
 
 
 def _retire(root: Root, key: str, manifest: Manifest, retention: Retention, moment: datetime) -> None:
@@ -133,8 +135,12 @@ def _records(root: Root, stored: Contents, moment: datetime) -> Iterator[Garbage
             yield Garbage(key=one.key, bytes=one.bytes, reason="a lease entry that others followed")
     done = set(stored.pieces) - set(stored.unfinished)
     for one in root.stored(layout.manifest_folder(stored.run)):
-        if one.key in done and one.modified < moment - ORPHAN_AGE:
+        if one.modified >= moment - ORPHAN_AGE:
+            continue
+        if one.key in done:
             yield Garbage(key=one.key, bytes=one.bytes, reason="a piece of a stage that is committed")
+        elif layout.is_attempt(one.key) and layout.stage_of(one.key) in stored.manifests:
+            yield Garbage(key=one.key, bytes=one.bytes, reason="an attempt at a stage that is committed")
 
 
 def _leftovers(root: Root, run: str, moment: datetime) -> Iterator[Garbage]:

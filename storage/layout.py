@@ -9,6 +9,7 @@ DIGEST_CHARACTERS = 16
 
 _STAGES = "|".join(re.escape(stage.value) for stage in Stage)
 _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.json")
+_ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.attempts/\d+\.json")
 _PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.pieces/[^/]+\.json")
 
 _PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGES})[./]")
@@ -57,9 +58,19 @@ def is_piece(key: str) -> bool:
     return _PIECE.fullmatch(key.partition("/")[2]) is not None
 
 
-def whole_of_piece(key: str) -> str:
-    """The manifest key of the stage that a piece belongs to."""
-    return f"{key.rpartition('.pieces/')[0]}.json"
+def attempt_key(run: str, iteration: int, stage: Stage, revision: int, number: int) -> str:
+    """Record that work on a stage began, from 0 without gaps."""
+    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.attempts/{number}.json"
+
+
+def is_attempt(key: str) -> bool:
+    """Whether a key in the manifest folder is the record of an attempt."""
+    return _ATTEMPT.fullmatch(key.partition("/")[2]) is not None
+
+
+def stage_of(key: str) -> str:
+    """The manifest key of the stage that a piece or an attempt belongs to."""
+    return f"{key.rpartition('/')[0].rpartition('.')[0]}.json"
 
 
 def retired_key(manifest: str) -> str:

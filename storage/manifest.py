@@ -97,7 +97,7 @@ class Manifest(BaseModel):
     epoch: int | None = None
     """Fencing token of the lease under which it was committed."""
     attempt: int = 0
-    """How many attempts at this stage came before."""
+    """How many attempts at this stage came before. Not part of the identity."""
     writer: str = ""
     """Host and process that committed."""
     started: datetime

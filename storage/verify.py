@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout, sealed
+from storage.attempts import Attempt
 from storage.catalog import Contents, Retired, named_parts
 from storage.digest import bytes_digest
 from storage.errors import DigestMismatch, NotCommitted, PartMissing, SchemaMismatch
@@ -98,6 +99,8 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
                     retired[key] = sealed.read(root, layout.retired_key(key), Retired)
             elif layout.is_piece(key):
                 pieces[key] = read_piece(root, key)
+            elif layout.is_attempt(key):
+                sealed.read(root, key, Attempt)
         except (DigestMismatch, SchemaMismatch) as error:
             findings.append(Finding(fault=Fault.DAMAGED, key=key, detail=str(error)))
     return Contents(run, manifests, retired, pieces), findings

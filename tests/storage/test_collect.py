@@ -5,18 +5,19 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from storage import layout, sealed
+from storage.attempts import begin
 from storage.catalog import Retired, contents
 from storage.collect import Retention, collect
 from storage.errors import DigestMismatch, PartMissing
 from storage.fork import fork
 from storage.ids import Stage
 from storage.lease import acquire, newest
-from storage.manifest import need
+from storage.manifest import find, need
 from storage.owner import this_process
 from storage.parts import PartWriter, materialize
 from storage.pieces import keep_piece
 from storage.verify import verify
-from tests.storage.runs import DOCUMENT, age, make_iteration, make_run
+from tests.storage.runs import DOCUMENT, age, make_iteration, make_run, put
 
 LATER = datetime.now(UTC) + timedelta(days=2)
 
@@ -27,6 +28,11 @@ def keys(collection):
 
 def state_key(root, iteration, run="run"):
     return need(root, run, iteration, Stage.TRAIN).parts[0].key
+
+
+def kept_state(root, iteration):
+    made = find(root, "run", iteration, Stage.TRAIN)
+    return made is not None and root.exists(made.parts[0].key)
 
 
 def test_a_clean_run_has_no_garbage(any_root):
@@ -60,6 +66,18 @@ def test_pieces_of_a_stage_in_work_stay_and_go_once_it_is_committed(root):
     for key in (kept.key, piece):
         age(root, key)
     assert keys(collect(root, "run", apply=True)) == {kept.key, piece}
+    assert verify(root, "run").findings == ()
+
+
+def test_attempts_stay_while_the_stage_is_in_work_and_go_once_it_is_committed(root):
+    make_run(root)
+    begin(root, "run", 4, Stage.REWARD, "host:1")
+    attempt = layout.attempt_key("run", 4, Stage.REWARD, 0, 0)
+    assert keys(collect(root, "run", now=LATER)) == set()
+    make_iteration(root, "run", 4)
+    assert keys(collect(root, "run")) == set()
+    age(root, attempt)
+    assert keys(collect(root, "run", apply=True)) == {attempt}
     assert verify(root, "run").findings == ()
 
 
@@ -104,6 +122,20 @@ def test_retention_keeps_the_newest_and_every_so_many(root, retention, kept):
     report = verify(root, "run")
     assert (report.sound, report.findings, report.retired) == (True, (), len(given_up))
     assert keys(collect(root, "run", retention, apply=True)) == set()
+
+
+def test_what_a_run_goes_on_with_is_kept_wherever_it_stopped(root):
+    make_run(root, iterations=2)
+    before = find(root, "run", 2, Stage.TRAIN)
+    inputs = {"prepare": find(root, "run", 0, Stage.PREPARE)}
+    for stage in (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC):
+        # until the next weights are served, an engine may need those of iteration 2 once more
+        collect(root, "run", Retention(newest=1), apply=True)
+        trained = [3] if find(root, "run", 3, Stage.TRAIN) else []
+        assert [n for n in range(4) if kept_state(root, n)] == [0, 2, *trained]
+        put(root, "run", 3, stage, {**inputs, "state": before}, data=stage.value.encode())
+    collect(root, "run", Retention(newest=1), apply=True)
+    assert [n for n in range(4) if kept_state(root, n)] == [0, 3]
 
 
 def test_a_state_that_was_given_up_says_so(root, tmp_path):

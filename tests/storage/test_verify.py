@@ -5,6 +5,7 @@ import random
 import pytest
 
 from storage import layout
+from storage.attempts import begin
 from storage.compact import compact
 from storage.ids import Stage
 from storage.lease import acquire
@@ -84,8 +85,18 @@ def test_pieces_of_a_stage_in_work_are_needed_and_checked(root):
     assert found(root) == {(Fault.ORPHANED, part.key)}
 
 
+def test_a_damaged_record_of_an_attempt_is_named(root):
+    make_run(root)
+    key = layout.attempt_key("run", 4, Stage.ROLLOUT, 0, 0)
+    begin(root, "run", 4, Stage.ROLLOUT, "host:1")
+    assert found(root) == set()
+    flip(root, key, random.Random(0))
+    assert found(root) == {(Fault.DAMAGED, key)}
+
+
 def test_a_run_in_work_is_verified_without_fuss(root):
     make_run(root)
+    begin(root, "run", 4, Stage.ROLLOUT, "host:1")
     acquire(root, "run", this_process("me"))
     root.replace(layout.report_key("run", "curves.png"), b"png")
     assert verify(root, "run").sound

@@ -1,0 +1,33 @@
+"""Attempts at a stage: who began to work on it, and how often that ended in nothing."""
+
+from datetime import UTC, datetime
+
+from pydantic import BaseModel, ConfigDict
+
+from storage import layout, sealed
+from storage.ids import Stage
+from storage.root import Root
+
+
+class Attempt(BaseModel):
+    """Record that a process began to work on a stage. For people; nothing is decided by it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = 1
+    """Version of this record's own format."""
+    writer: str
+    """Host and process."""
+    time: datetime
+    """When (UTC)."""
+
+
+def begin(root: Root, run: str, iteration: int, stage: Stage, writer: str) -> int:
+    """Record that `writer` begins to work on a stage; returns how many attempts at it came before."""
+    attempt, number = Attempt(writer=writer, time=datetime.now(UTC)), 0
+    while True:
+        key = layout.attempt_key(run, iteration, stage, 0, number)
+        # compared as bytes: the answer to our own write may have been lost, and one that is damaged stops nobody
+        if sealed.publish(root, key, attempt) or root.read_bytes(key) == sealed.seal(attempt):
+            return number
+        number += 1

@@ -1,0 +1,54 @@
+"""Attempts are counted by those who begin, whatever becomes of them."""
+
+import threading
+
+from storage import layout
+from storage.attempts import begin
+from storage.ids import Stage
+from storage.root import Root
+from tests.storage.flaky import flaky_root
+
+
+def attempt(root: Root, writer: str = "host:1", stage: Stage = Stage.TRAIN) -> int:
+    return begin(root, "run", 3, stage, writer)
+
+
+def test_each_attempt_knows_how_many_came_before(any_root):
+    assert [attempt(any_root, f"host:{number}") for number in range(3)] == [0, 1, 2]
+    assert attempt(any_root, stage=Stage.REWARD) == 0
+    assert any_root.keys("run")[-1] == "run/manifests/000003/train.r0.attempts/2.json"
+
+
+def test_attempts_are_told_from_manifests_and_pieces(root):
+    attempt(root)
+    (key,) = root.keys("run")
+    assert (layout.is_attempt(key), layout.is_manifest(key), layout.is_piece(key)) == (True, False, False)
+    assert layout.stage_of(key) == layout.manifest_key("run", 3, Stage.TRAIN, 0)
+    piece = layout.piece_key("run", 3, Stage.TRAIN, 0, "00000-abc.def")
+    assert (layout.is_attempt(piece), layout.is_piece(piece)) == (False, True)
+    assert layout.stage_of(piece) == layout.manifest_key("run", 3, Stage.TRAIN, 0)
+
+
+def test_attempts_at_one_moment_have_numbers_of_their_own(root):
+    barrier, numbers = threading.Barrier(4), []
+
+    def work(name):
+        barrier.wait()
+        numbers.append(attempt(root, name))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == [0, 1, 2, 3]
+
+
+def test_a_lost_answer_is_no_other_attempt():
+    assert attempt(flaky_root(["lost reset"])) == 0
+
+
+def test_a_damaged_record_stops_nobody(root):
+    attempt(root)
+    root.replace(layout.attempt_key("run", 3, Stage.TRAIN, 0, 0), b"damaged")
+    assert attempt(root, "host:2") == 1
