@@ -44,6 +44,9 @@ def test_the_stored_document_reads_back_equal(tmp_path):
         ("rollout.samples=many", "valid integer"),
         ("run.name=Bad Name", "cannot be used"),
         ("rollout", "section.key=value"),
+        ("storage.keep_every=2", "give keep_newest too"),
+        ("storage.keep_newest=0", "greater than or equal to 1"),
+        ("storage.keep=1", "did you mean 'storage.keep"),
         ("rollout.samples.more=1", "valid integer"),
     ],
 )
@@ -77,6 +80,7 @@ def test_source_and_generate_exclude_each_other(tmp_path):
         ("engine.count=2", True),
         ("run.iterations=9", True),
         ("train.micro_batch_size=3", True),
+        ("storage.keep_newest=2", True),
         ("rollout.temperature=0.5", False),
         ("model.generate.layers=4", False),
         ("train.policy.clip_low=0.1", False),
@@ -90,6 +94,13 @@ def test_what_changes_a_runs_meaning(tmp_path, override, same):
     lines = changed_meaning(first.meaning(), second.meaning())
     assert bool(lines) is not same
     assert all(override.split("=")[0] in line for line in lines)
+
+
+def test_retention_is_asked_for(tmp_path):
+    path = config_file(tmp_path)
+    assert load_config(path).storage.keep_newest is None
+    kept = load_config(path, ["storage.keep_newest=2", "storage.keep_every=10"]).storage
+    assert (kept.keep_newest, kept.keep_every) == (2, 10)
 
 
 def test_an_unknown_section_lists_every_fact_at_once():
