@@ -17,6 +17,7 @@ from flows.server import connected, prefect_server
 from flows.signals import Signals
 from flows.status import RunStatus, read_status
 from storage.errors import InputError, RatchetError
+from storage.lease import check_free
 from storage.root import open_root
 from tasks.checks import check_run, check_scratch
 from tasks.config import RunConfig
@@ -82,6 +83,7 @@ def launch(order: Order, output: Output) -> int:
             if first > order.config.run.iterations:
                 store_plot(root, order.run, read_history(root, order.run))
             else:
+                check_free(root, order.run)
                 output.say(f"run {order.run} begins at iteration {first}; Ray and Prefect are coming up")
                 _run_flow(order, signals)
     except KeyboardInterrupt:

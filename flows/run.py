@@ -2,8 +2,8 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from flows.progress import Progress
 from flows.report import store_plot
 from flows.status import read_status
 from storage.collect import Retention, collect
+from storage.errors import Overtaken
 from storage.lease import Lease, hold
 from storage.outbox import Outbox
 from storage.root import Root
@@ -25,6 +26,29 @@ from tasks.context import RunContext, open_run
 from tasks.faults import injected
 from tasks.fleet import Fleet
 from tasks.settings import Settings
+
+
+@functools.cache
+def process_cluster() -> Cluster:
+    """The Ray of this process: Ray itself knows only one."""
+    return Cluster(Settings.from_environment())
+
+
+@contextmanager
+def open_context(name: str, root: Root, config: RunConfig, lease: Lease) -> Iterator[RunContext]:
+    """The room a run works in; its processes and scratch files are gone at the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ratchet-") as scratch,
+        process_cluster() as cluster,
+        Fleet(name, config, cluster) as fleet,
+        injected(cluster.settings.faults, fleet.processes),
+        Outbox() as outbox,
+    ):
+        yield RunContext(name, root, config, fleet, Path(scratch), lease, outbox)
+
+
+Room = Callable[[str, Root, RunConfig, Lease], AbstractContextManager[RunContext]]
+"""From run, root, configuration and lease to the room that stages work in."""
 
 
 @flow(name="ratchet", flow_run_name="{name}", persist_result=False)
@@ -38,13 +62,24 @@ def run(name: str, root: str, config: RunConfig) -> None:
     """
     store, _ = open_run(config, root, name)
     with Progress(name, config.run.iterations) as progress:
-        first = next_iteration(store, name, config)
-        if first <= config.run.iterations:
-            with hold(store, name, "ratchet run") as lease, open_context(name, store, config, lease) as context:
-                advance(context, progress, first)
+        complete(name, store, config, progress)
         progress.say("drawing the curves")
         png = store_plot(store, name, read_status(store, name).history)
         publish(read_status(store, name), png)
+
+
+def complete(name: str, root: Root, config: RunConfig, progress: Progress, room: Room = open_context) -> None:
+    """Do what is missing of a run, under its lease.
+
+    A stage that its former driver published after all, with another result, is taken as it is, and the run goes on from
+    there.
+    """
+    while next_iteration(root, name, config) <= config.run.iterations:
+        try:
+            with hold(root, name, "ratchet run") as lease, room(name, root, config, lease) as context:
+                advance(context, progress, next_iteration(root, name, config))
+        except Overtaken as fact:
+            progress.say(f"{fact}")
 
 
 def next_iteration(root: Root, name: str, config: RunConfig) -> int:
@@ -70,22 +105,3 @@ def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
     progress.finished(record_of(read_iteration(root, run, iteration), before))
     if kept.keep_newest is not None:
         collect(root, run, Retention(newest=kept.keep_newest, every=kept.keep_every), apply=True)
-
-
-@functools.cache
-def process_cluster() -> Cluster:
-    """The Ray of this process: Ray itself knows only one."""
-    return Cluster(Settings.from_environment())
-
-
-@contextmanager
-def open_context(name: str, root: Root, config: RunConfig, lease: Lease) -> Iterator[RunContext]:
-    """The room a run works in; its processes and scratch files are gone at the end."""
-    with (
-        tempfile.TemporaryDirectory(prefix="ratchet-") as scratch,
-        process_cluster() as cluster,
-        Fleet(name, config, cluster) as fleet,
-        injected(cluster.settings.faults, fleet.processes),
-        Outbox() as outbox,
-    ):
-        yield RunContext(name, root, config, fleet, Path(scratch), lease, outbox)

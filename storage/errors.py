@@ -31,6 +31,10 @@ class CommitConflict(StorageError):
     """Another writer has committed the same stage with other content."""
 
 
+class Overtaken(CommitConflict):
+    """The stage was committed by the process that drove the run before this one; its result is the one that counts."""
+
+
 class DigestMismatch(StorageError):
     """Bytes read differ from the digest that the manifest records."""
 

@@ -143,6 +143,17 @@ def holder(root: Root, run: str, clock: Clock = SYSTEM) -> Entry | None:
     return None if _is_free(entry, clock) else entry
 
 
+def check_free(root: Root, run: str, clock: Clock = SYSTEM) -> None:
+    """Refuse early what `acquire` would refuse at once.
+
+    Raises:
+        LeaseHeld: a process of this machine that is running drives the run.
+    """
+    entry = holder(root, run, clock)
+    if entry is not None and life(entry.owner) is Life.ALIVE:
+        raise LeaseHeld(explain(run, entry, clock))
+
+
 def acquire(
     root: Root,
     run: str,

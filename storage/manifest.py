@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 from storage import layout, sealed
 from storage.digest import value_digest
-from storage.errors import CommitConflict, NotCommitted, SchemaMismatch, StorageError
+from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StorageError
 from storage.ids import Stage
 from storage.root import Root
 
@@ -134,7 +134,8 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
     result is the truth, and the process that took over meets it here.
 
     Raises:
-        CommitConflict: the stage is committed already with other content.
+        Overtaken: the stage was committed with other content by the process that drove the run before.
+        CommitConflict: it was committed with other content by anybody else.
         LeaseLost: by the fence; nothing was written.
     """
     if fence is not None:
@@ -145,21 +146,18 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         return manifest
     winner = load(root, key)
     if winner.digest != manifest.digest:
-        raise CommitConflict(_conflict(manifest, winner))
+        raise _conflict(manifest, winner)
     return winner
 
 
-def _conflict(manifest: Manifest, winner: Manifest) -> str:
-    overtaken = manifest.epoch is not None and winner.epoch is not None and winner.epoch < manifest.epoch
-    repair = (
-        "It drove the run until this process took over: start again, and its result is used"
-        if overtaken
-        else "Two processes drive this run; let one of them finish"
-    )
-    return (
+def _conflict(manifest: Manifest, winner: Manifest) -> CommitConflict:
+    fact = (
         f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} was committed by {winner.writer} "
-        f"with other content ({winner.digest} against {manifest.digest}). {repair}"
+        f"with other content ({winner.digest} against {manifest.digest})"
     )
+    if manifest.epoch is not None and winner.epoch is not None and winner.epoch < manifest.epoch:
+        return Overtaken(f"{fact}. It drove the run until this process took over, so its result counts: start again")
+    return CommitConflict(f"{fact}. Two processes drive this run; let one of them finish")
 
 
 def find(root: Root, run: str, iteration: int, stage: Stage) -> Manifest | None:

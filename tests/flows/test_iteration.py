@@ -1,7 +1,9 @@
 """The order of the stages, and that a continued run does only what is missing. The stages do nothing but commit."""
 
 import io
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,10 +13,12 @@ from prefect import flow
 from rich.console import Console
 
 from flows.progress import Progress
-from flows.run import advance, next_iteration
-from storage.errors import WorkerLost
+from flows.run import advance, complete, next_iteration
+from storage.errors import LeaseHeld, StorageUnavailable, WorkerLost
 from storage.ids import Stage
-from storage.manifest import Manifest, need
+from storage.lease import check_free, hold
+from storage.manifest import Manifest, commit, find, need
+from storage.outbox import Outbox
 from storage.root import Root
 from tasks import stages
 from tasks.config import RunConfig
@@ -124,3 +128,106 @@ def test_an_interrupted_iteration_goes_on_at_its_first_missing_stage(
     done.clear()
     drive(context, 2)
     assert done == [(2, stage, stage in (Stage.ROLLOUT, Stage.REWARD)) for stage in FULL]
+
+
+def small_room(tmp_path: Path):
+    """A room without Ray, for stages that compute nothing."""
+
+    @contextmanager
+    def room(name, root, config, lease) -> Iterator[RunContext]:
+        with Outbox() as outbox:
+            yield RunContext(name, root, config, cast("Any", None), tmp_path, lease, outbox)
+
+    return room
+
+
+def do_all(context: RunContext, iterations: int, room) -> None:
+    section = context.config.run.model_copy(update={"iterations": iterations})
+    config = context.config.model_copy(update={"run": section})
+
+    @flow(name="test", persist_result=False)
+    def body() -> None:
+        with Progress(context.run, iterations, Console(file=io.StringIO())) as progress:
+            complete(context.run, context.root, config, progress, room)
+
+    body()
+
+
+def stage_of(stage: Stage, output: Callable[[], StageOutput]) -> StageTask:
+    def body(context: RunContext, iteration: int, *inputs: Manifest) -> StageResult:
+        named = {f"{item.stage}-{item.iteration}": item for item in inputs}
+        return context.stage(iteration, stage, named, lambda _writer: output())
+
+    return StageTask(stage, body)
+
+
+def test_what_the_former_driver_published_late_counts(
+    prefect_api: str, context: RunContext, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    late: list[Manifest] = []
+
+    def output() -> StageOutput:
+        if not late:  # while this process works, the one that it took the run over from publishes another result
+            inputs = {f"rollout-{1}": need(context.root, "a", 1, Stage.ROLLOUT)}
+            inputs["prepare-0"] = need(context.root, "a", 0, Stage.PREPARE)
+            digests = {role: manifest.digest for role, manifest in inputs.items()}
+            given = {"stage": Stage.REWARD, "inputs": digests, "facts": {"whose": "theirs"}}
+            late.append(commit(context.root, inputs["rollout-1"].model_copy(update={**given, "epoch": 0})))
+        return StageOutput(facts={"whose": "ours"})
+
+    monkeypatch.setattr(stages, "reward", stage_of(Stage.REWARD, output))
+    do_all(context, 2, small_room(tmp_path))
+    assert need(context.root, "a", 1, Stage.REWARD) == late[0]
+    assert need(context.root, "a", 1, Stage.TRAIN).inputs["reward-1"] == late[0].digest
+    assert need(context.root, "a", 2, Stage.REWARD).facts["whose"] == "ours"
+
+
+def test_a_rollout_begins_while_the_state_is_being_stored_and_is_committed_after_it(
+    prefect_api: str, context: RunContext, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sampled, seen = threading.Event(), list[list[Stage]]()
+
+    def committed() -> list[Stage]:
+        return [stage for stage in (*FULL[2:],) if find(context.root, "a", 1, stage) is not None]
+
+    def upload() -> None:
+        assert sampled.wait(60), "the second rollout waits for the upload of the first state"
+
+    def train() -> StageOutput:
+        return StageOutput(store=upload if not sampled.is_set() else None)
+
+    def rollout(context: RunContext, iteration: int, *inputs: Manifest) -> StageResult:
+        def body(_writer) -> StageOutput:
+            if iteration == 2:
+                seen.append(committed())
+                sampled.set()
+                context.outbox.settle()
+                seen.append(committed())
+            return StageOutput()
+
+        named = {f"{item.stage}-{item.iteration}": item for item in inputs}
+        return context.stage(iteration, Stage.ROLLOUT, named, body)
+
+    monkeypatch.setattr(stages, "train", stage_of(Stage.TRAIN, train))
+    monkeypatch.setattr(stages, "rollout", StageTask(Stage.ROLLOUT, rollout))
+    do_all(context, 2, small_room(tmp_path))
+    assert seen == [[], FULL[2:]]
+
+
+def test_a_state_that_cannot_be_stored_stops_the_run_and_nothing_made_from_it_is_committed(
+    prefect_api: str, context: RunContext, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def upload() -> None:
+        raise StorageUnavailable("no space left")
+
+    monkeypatch.setattr(stages, "train", stage_of(Stage.TRAIN, lambda: StageOutput(store=upload)))
+    with pytest.raises(StorageUnavailable, match="no space left"):
+        do_all(context, 2, small_room(tmp_path))
+    assert find(context.root, "a", 1, Stage.REWARD) is not None
+    assert all(find(context.root, "a", 1, stage) is None for stage in FULL[2:])
+
+
+def test_a_run_that_is_driven_is_refused_before_anything_starts(root: Root):
+    with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is running"):
+        check_free(root, "a")
+    check_free(root, "a")

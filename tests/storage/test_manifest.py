@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from storage import layout
-from storage.errors import CommitConflict, DigestMismatch, LeaseLost, NotCommitted, SchemaMismatch, StorageError
+from storage.errors import CommitConflict, DigestMismatch, LeaseLost, NotCommitted, Overtaken, SchemaMismatch, StorageError
 from storage.ids import Stage
 from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
 from storage.sealed import seal, unseal
@@ -119,7 +119,7 @@ def test_a_fence_is_asked_before_anything_is_written(any_root):
 
 def test_who_took_over_is_told_that_the_earlier_holder_published(any_root):
     commit(any_root, manifest(writer="one", facts={"cursor": 0}), Fencing(1))
-    with pytest.raises(CommitConflict, match="until this process took over: start again"):
+    with pytest.raises(Overtaken, match="until this process took over, so its result counts: start again"):
         commit(any_root, manifest(writer="two", facts={"cursor": 1}), Fencing(2))
 
 
