@@ -23,6 +23,7 @@ _ORCHESTRATION = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # the default of 20 s is too short on two busy cores
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
+    "RAY_worker_niceness": "0",  # actors are the run's own work; Ray would let everything else go first
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors reserve no GPU of Ray's and still see the cards given to them
 }
 
@@ -44,6 +45,12 @@ _ENGINE_ON_CPU = {
     "VLLM_MLA_DISABLE": "1",  # MLA has no CPU kernel; the multi-head form is the same mathematics
 }
 
+
+_DETERMINISTIC_ON_CUDA = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a workspace of its own for each stream, as cuBLAS asks for
+    "NCCL_ALGO": "Ring",  # sums in one order
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
+}
 
 _FAULTS = "RATCHET_FAULTS"
 
@@ -113,9 +120,11 @@ def engine_environment(device: Device, gpu: str | None, local: bool) -> dict[str
     return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, (gpu,) if gpu else ())}
 
 
-def trainer_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
+def trainer_environment(
+    device: Device, gpus: tuple[str, ...], local: bool, deterministic: bool = False
+) -> dict[str, str]:
     """What a trainer rank's process needs beyond the environment it inherits."""
-    specific = _trainer_on_cuda(len(gpus)) if device == "cuda" else {}
+    specific = _trainer_on_cuda(len(gpus), deterministic) if device == "cuda" else {}
     return {**_compute_environment(device, local), **specific, **_cards(device, gpus)}
 
 
@@ -129,12 +138,13 @@ def with_faults(folder: Path) -> dict[str, str]:
     return {**child_python_path(), _FAULTS: str(folder)}
 
 
-def _trainer_on_cuda(ranks: int) -> dict[str, str]:
+def _trainer_on_cuda(ranks: int, deterministic: bool) -> dict[str, str]:
     share = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps by launch order
         # the state passes through host memory when it is saved; Ray would leave an actor one thread for that
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
+        **(_DETERMINISTIC_ON_CUDA if deterministic else {}),
     }
 
 

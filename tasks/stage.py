@@ -15,6 +15,7 @@ from functools import partial
 from pydantic import JsonValue
 
 from storage import layout, meter, points
+from storage.attempts import begin
 from storage.errors import CommitConflict
 from storage.ids import Stage
 from storage.manifest import Fence, Manifest, Part, commit, find
@@ -70,6 +71,8 @@ def run_stage(
         return StageResult(done, reused=True)
     points.reached(Point.STARTED, _key(writer))
     started, clock, begun = datetime.now(UTC), time.perf_counter(), meter.seconds()
+    process = f"{socket.gethostname()}:{os.getpid()}"
+    attempt = begin(writer.root, writer.run, writer.iteration, writer.stage, process)
     output = body()
     manifest = Manifest(
         run=writer.run,
@@ -86,7 +89,8 @@ def run_stage(
             "seconds": time.perf_counter() - clock,
             "storage_seconds": meter.seconds() - begun,
         },
-        writer=f"{socket.gethostname()}:{os.getpid()}",
+        attempt=attempt,
+        writer=process,
         started=started,
         finished=datetime.now(UTC),
     )

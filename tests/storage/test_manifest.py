@@ -5,7 +5,15 @@ from datetime import timedelta
 import pytest
 
 from storage import layout
-from storage.errors import CommitConflict, DigestMismatch, LeaseLost, NotCommitted, Overtaken, SchemaMismatch, StorageError
+from storage.errors import (
+    CommitConflict,
+    DigestMismatch,
+    LeaseLost,
+    NotCommitted,
+    Overtaken,
+    SchemaMismatch,
+    StorageError,
+)
 from storage.ids import Stage
 from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
 from storage.sealed import seal, unseal
