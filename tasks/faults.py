@@ -111,10 +111,18 @@ class FaultFolder:
 
     def _deliver(self, fault: Fault, processes: Processes) -> None:
         process = os.getpid() if fault.victim == FLOW else processes().get(fault.victim)
-        if process is None:
+        if process is None or not self._claim(fault):
             return
         self._append(_DELIVERED, str(fault))
         os.kill(process, signal.SIGKILL)
+
+    def _claim(self, fault: Fault) -> bool:
+        """Whether nobody else delivers it: several threads may come by a point at once."""
+        try:
+            (self.path / f"claimed {fault}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def _append(self, name: str, line: str) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:

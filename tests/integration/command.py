@@ -41,8 +41,8 @@ def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen[str]) -> Finished:
-    out, err = process.communicate(timeout=DEADLINE_S)
+def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Finished:
+    out, err = process.communicate(timeout=deadline_s)
     return Finished(process.returncode, out, err)
 
 

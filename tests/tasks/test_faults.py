@@ -1,5 +1,7 @@
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -67,3 +69,19 @@ def test_without_a_folder_nothing_is_observed(tmp_path):
     with injected(None, dict):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_several_threads_that_come_by_a_point_one_kills(tmp_path):
+    victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    folder = FaultFolder(tmp_path)
+    folder.plan([Fault(Stage.TRAIN, 1, Point.UPLOAD, "trainer-0")])
+    together = threading.Barrier(8)
+
+    def come_by(_number):
+        together.wait()
+        folder.observe(Point.UPLOAD, "run/parts/000001/train/x", lambda: {"trainer-0": victim.pid})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(come_by, range(8)))
+    assert len(folder.delivered()) == 1
+    victim.communicate()

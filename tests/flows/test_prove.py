@@ -1,0 +1,107 @@
+"""Where a proof kills, and what it says in the end. The proof itself is in tests/integration/test_faults.py."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.prove import ProofOrder, ProofReport, chosen, possible, prove, report_lines
+from storage.errors import InputError
+from storage.ids import Stage
+from storage.points import Point
+from tasks.config import RunConfig
+from tasks.faults import Fault
+from tasks.settings import with_faults
+
+REPORT = {
+    "whole": "file:///w", "interrupted": "file:///i", "iterations": 2, "rollouts": "stored",
+    "kills_planned": 1, "kills_delivered": 1, "points": ("train@1:upload:flow",), "points_missed": (), "starts": 2,
+    "done_twice": (), "orphans": (), "manifests": 13, "states": 3, "tensors": 30, "weights": 10, "optimizer": 20,
+    "rng": 5, "rows": 99, "metrics": 42, "planted": False, "differences": (), "determinism": "nowhere",
+}  # fmt: skip
+
+
+def order(config: RunConfig, iterations: int = 3, **changes) -> ProofOrder:
+    section = config.run.model_copy(update={"iterations": iterations})
+    given = {"path": "run.toml", "settings": (), "root": "memory://", "kills": 3, "seed": 0, **changes}
+    return ProofOrder(config=config.model_copy(update={"run": section}), **given)
+
+
+def two_ranks(config: RunConfig) -> RunConfig:
+    parallel = config.train.parallel.model_copy(update={"pipeline": 2})
+    return config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
+
+
+def test_every_process_every_stage_and_every_point_can_be_chosen(config: RunConfig):
+    faults = list(possible(order(two_ranks(config), 1).config, regenerate=True))
+    assert {fault.stage for fault in faults} == set(Stage)
+    assert {fault.point for fault in faults} == set(Point)
+    assert {fault.victim for fault in faults} == {"flow", "node", "trainer-0", "trainer-1", "engine-0"}
+    assert len(set(faults)) == len(faults)
+
+
+def test_with_stored_rollouts_nothing_is_killed_while_sampling(config: RunConfig):
+    sampling = Fault(Stage.ROLLOUT, 1, Point.MID_PART)
+    asked = order(config).config
+    assert sampling in list(possible(asked, regenerate=True))
+    assert sampling not in list(possible(asked, regenerate=False))
+
+
+@pytest.mark.parametrize("kills", [0, 1, 5])
+def test_random_points_are_in_the_order_of_work_and_given_by_the_seed(config: RunConfig, kills: int):
+    everything = list(possible(order(config).config, regenerate=False))
+    for seed in range(20):
+        found = chosen(order(config, kills=kills, seed=seed))
+        places = [everything.index(fault) for fault in found]
+        assert len(places) == kills
+        assert places == sorted(places)
+        assert found == chosen(order(config, kills=kills, seed=seed))
+    assert kills == 0 or len({chosen(order(config, kills=kills, seed=seed)) for seed in range(20)}) > 10
+
+
+def test_more_kills_than_stages_are_refused(config: RunConfig):
+    with pytest.raises(InputError, match="--kills 99: this run has 19 stages"):
+        chosen(order(config, kills=99))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Fault(Stage.TRAIN, 4, Point.STARTED), "this run of 3 iterations never comes by that point"),
+        (Fault(Stage.REWARD, 1, Point.UPLOAD), "never comes by that point"),
+        (Fault(Stage.ROLLOUT, 1, Point.MID_PART), "--regenerate"),
+        (
+            Fault(Stage.TRAIN, 1, Point.UPLOAD, "trainer-1"),
+            "no process 'trainer-1', only flow, node, trainer-0",
+        ),
+    ],
+)
+def test_a_point_that_cannot_come_is_refused_before_anything_starts(config: RunConfig, given: Fault, message: str):
+    with pytest.raises(InputError, match=message):
+        prove(order(config, at=(given,)), output=None)  # pyright: ignore[reportArgumentType] - refused before
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({}, "the interrupted run came to the same, bit for bit"),
+        ({"differences": ("train of iteration 2: x", "more")}, "first difference: train of iteration 2: x"),
+        ({"points_missed": ("train@1:upload:flow",)}, "never reached: train@1:upload:flow"),
+        ({"done_twice": ("reward of iteration 1",)}, "done twice: reward of iteration 1"),
+        ({"orphans": ("7 raylet",)}, "still running: 7 raylet"),
+    ],
+)
+def test_nothing_may_differ_be_missed_be_done_twice_or_be_left(change: dict, line: str):
+    report = ProofReport.model_validate({**REPORT, **change})
+    assert report.identical == (not change)
+    assert line in report_lines(report)
+
+
+def test_a_root_that_holds_a_proof_is_refused(tmp_path: Path):
+    (tmp_path / "whole" / "proof").mkdir(parents=True)
+    (tmp_path / "whole" / "proof" / "run.json").write_text("{}")
+    command = [sys.executable, "-m", "flows", "prove-resume", "infra/examples/demo.toml", "--root", str(tmp_path)]
+    done = subprocess.run(command, text=True, capture_output=True, env=with_faults(tmp_path / "none"), check=False)
+    assert done.returncode == 2
+    assert "holds a proof already: give another --root" in done.stderr

@@ -1,0 +1,127 @@
+"""Tier 2 of the fault matrix: real processes of the real stack are killed, one after another, in one run.
+
+Every kind of process, every stage and every named point is met at least once. The run is the tiny one over two
+pipeline ranks; what the killed run comes to is compared with the run that was left alone by `ratchet prove-resume`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from flows.compare import Comparison, Pair
+from flows.prove import RUN
+from storage.ids import Stage
+from storage.manifest import need
+from storage.parts import read_table
+from storage.points import Point
+from storage.root import Root, open_root
+from storage.schema import ROLLOUT
+from storage.verify import verify
+from tasks.faults import Fault
+from tests.integration.command import TINY, Finished, finish, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+ITERATIONS = 2
+CELLS = [
+    "prepare@0:parts-done:flow",
+    "train@0:upload:flow",
+    "weight-sync@0:started:node",
+    "evaluate@0:started:engine-0",
+    "rollout@1:mid-part:flow",
+    "reward@1:committed:flow",
+    "train@1:mid-part:trainer-0",
+    "weight-sync@1:parts-done:trainer-1",
+    "rollout@2:parts-done:engine-0",
+    "reward@2:mid-part:node",
+    "train@2:started:trainer-1",
+    "train@2:upload:flow",
+    "weight-sync@2:committed:flow",
+    "evaluate@2:parts-done:node",
+]
+LAYOUT = ["--set", "train.parallel.pipeline=2", "--set", "rollout.groups_per_part=4"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("proof")
+
+
+@pytest.fixture(scope="module")
+def proof(place: Path) -> Finished:
+    """The command, with every cell in one run, and every run sampling for itself."""
+    points = [word for cell in CELLS for word in ("--at", cell)]
+    arguments = ["--root", str(place / "runs"), "--iterations", str(ITERATIONS), "--regenerate", "--json"]
+    process = start("prove-resume", str(TINY), *arguments, *points, *LAYOUT, home=place / "prefect")
+    return finish(process, deadline_s=1700)
+
+
+@pytest.fixture
+def roots(place: Path, proof: Finished) -> tuple[Root, Root]:
+    assert proof.out, proof.err
+    whole, interrupted = (open_root(str(place / "runs" / name)) for name in ("whole", "interrupted"))
+    return whole, interrupted
+
+
+def test_the_cells_meet_every_process_every_stage_and_every_point():
+    faults = [Fault.parse(cell) for cell in CELLS]
+    assert {fault.stage for fault in faults} == set(Stage)
+    assert {fault.point for fault in faults} == set(Point)
+    assert {fault.victim for fault in faults} == {"flow", "node", "trainer-0", "trainer-1", "engine-0"}
+
+
+def test_the_killed_run_comes_to_the_same_bit_for_bit(proof: Finished):
+    assert proof.code == 0, proof.err + proof.out
+    report = proof.json
+    assert report["points"] == CELLS, "every kill was delivered"
+    assert report["identical"] is True
+    assert report["starts"] > sum(cell.endswith((":flow", ":node")) for cell in CELLS)
+    assert report["done_twice"] == report["orphans"] == report["differences"] == []
+    assert report["manifests"] == 4 + 5 * ITERATIONS
+    assert report["states"] == 1 + ITERATIONS
+    assert min(report[name] for name in ("weights", "optimizer", "rng", "rows", "metrics")) > 0
+    assert "engine sampled the same again" in report["determinism"]
+
+
+def test_no_row_is_there_twice_and_everything_stored_is_sound(roots: tuple[Root, Root]):
+    _, interrupted = roots
+    for iteration in range(1, ITERATIONS + 1):
+        manifest = need(interrupted, RUN, iteration, Stage.ROLLOUT)
+        table = read_table(interrupted, manifest, ROLLOUT, ["prompt_id", "sample_id"])
+        names = set(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))
+        assert len(names) == table.num_rows == 16 * 8
+    assert verify(interrupted, RUN).sound
+
+
+def test_a_rollout_that_went_on_says_that_the_engine_repeated_itself(roots: tuple[Root, Root]):
+    _, interrupted = roots
+    metrics = need(interrupted, RUN, 2, Stage.ROLLOUT).metrics | need(interrupted, RUN, 1, Stage.ROLLOUT).metrics
+    assert metrics.get("sampled_again", 0) == metrics.get("sampled_again_equal", 0)
+
+
+def test_attempts_are_counted(roots: tuple[Root, Root]):
+    whole, interrupted = roots
+    assert need(whole, RUN, 1, Stage.ROLLOUT).attempt == 0
+    assert need(interrupted, RUN, 1, Stage.ROLLOUT).attempt == 1
+
+
+def test_one_bit_is_found_by_name(roots: tuple[Root, Root]):
+    def compared(plant: int | None) -> Comparison:
+        return Pair(*roots, RUN).compare(ITERATIONS, 1, plant)
+
+    assert compared(None).differences == ()
+    (found,) = compared(7).differences
+    assert (found.iteration, found.stage) == (ITERATIONS, Stage.TRAIN)
+    assert "1 of " in found.what
+
+
+def test_with_a_planted_bit_the_command_fails_and_names_it(place: Path):
+    arguments = ["--root", str(place / "planted"), "--iterations", "1", "--kills", "1", "--plant", "--json"]
+    done = finish(start("prove-resume", str(TINY), *arguments, home=place / "prefect"), deadline_s=600)
+    assert done.code == 1, done.err
+    assert done.json["identical"] is False
+    assert done.json["planted"] is True
+    assert done.json["kills_delivered"] == 1
+    assert len(done.json["differences"]) == 1
+    assert done.json["first_difference"].startswith("train of iteration 1: ")
+    assert "it ends at train of iteration 1" in done.json["determinism"]
