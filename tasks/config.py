@@ -224,6 +224,8 @@ class DeviceSection(Section):
 
     kind: Device | Literal["auto"] = "auto"
     """auto takes CUDA if a device is there."""
+    deterministic: bool = False
+    """On CUDA: kernels whose results do not depend on timing; slower. On CPU everything is deterministic already."""
 
 
 class RunConfig(Section):

@@ -196,11 +196,12 @@ class Fleet:
 
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
         role = f"{self._run}/trainers"
-        prefix = f"{role}/{value_digest(config.model_dump(mode='json'))}"
+        deterministic = self._config.device.deterministic
+        prefix = f"{role}/{value_digest({**config.model_dump(mode='json'), 'deterministic': deterministic})}"
         found = self._found(TrainerGroup, role, prefix, rank_labels(config.parallel.world_size))
         if found is not None:
             return found
-        return start_trainers(prefix, model_dir, config, self.device, self._cluster.settings)
+        return start_trainers(prefix, model_dir, config, self.device, self._cluster.settings, deterministic)
 
     def _found[G: WorkerGroup](self, kind: type[G], role: str, prefix: str, labels: list[str]) -> G | None:
         """A usable group which an earlier flow process left on the cluster; those that are of no use are ended."""

@@ -45,7 +45,6 @@ _ENGINE_ON_CPU = {
     "VLLM_MLA_DISABLE": "1",  # MLA has no CPU kernel; the multi-head form is the same mathematics
 }
 
-
 _DETERMINISTIC_ON_CUDA = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a workspace of its own for each stream, as cuBLAS asks for
     "NCCL_ALGO": "Ring",  # sums in one order

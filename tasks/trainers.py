@@ -110,9 +110,16 @@ class TrainerGroup(WorkerGroup):
 
 
 def start_trainers(
-    prefix: str, model_dir: str, config: TrainerConfig, device: Device, settings: Settings
+    prefix: str,
+    model_dir: str,
+    config: TrainerConfig,
+    device: Device,
+    settings: Settings,
+    deterministic: bool = False,
 ) -> TrainerGroup:
     """Start the ranks of the layout without waiting for them. They meet at a file, so nothing listens for it.
+
+    `deterministic` holds them to kernels whose results do not depend on timing.
 
     Raises:
         InputError: there are fewer cards than ranks.
@@ -123,17 +130,19 @@ def start_trainers(
             f"the layout {config.parallel} needs {world_size} GPUs, one a rank, and {len(settings.gpus)} are visible; "
             "choose a smaller layout under [train.parallel]"
         )
-    environment = trainer_environment(device, settings.gpus, settings.local)
+    environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
     actors = spawn(fresh_names(prefix, world_size), [environment] * world_size, detached=not settings.local)
     meeting_place = Path(tempfile.mkdtemp(prefix="ratchet-rendezvous-"))
     group = TrainerGroup(rank_labels(world_size), actors, meeting_place)
-    store = str(meeting_place / "store")
-    ranks = [
-        RankSpec(rank=rank, world_size=world_size, local_rank=rank, store=store, device=device)
-        for rank in range(world_size)
-    ]
+    ranks = rank_specs(world_size, meeting_place / "store", device, deterministic)
     group.start(TrainerRank, [(model_dir, config, rank) for rank in ranks])
     return group
+
+
+def rank_specs(world_size: int, store: Path, device: Device, deterministic: bool) -> list[RankSpec]:
+    """The places of the ranks of one host, which meet at the file `store`."""
+    common = {"world_size": world_size, "store": str(store), "device": device, "deterministic": deterministic}
+    return [RankSpec.model_validate({"rank": rank, "local_rank": rank, **common}) for rank in range(world_size)]
 
 
 def rank_labels(world_size: int) -> list[str]:

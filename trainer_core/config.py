@@ -125,6 +125,8 @@ class RankSpec(Frozen):
     """Path of the rendezvous file, the same for all ranks, in a folder they all see; it must not exist before."""
     device: Device = "cpu"
     """Kind of device to train on."""
+    deterministic: bool = False
+    """Compute with kernels alone whose results do not depend on timing; on CPU all are of that kind."""
     timeout_seconds: int = Field(default=600, ge=1)
     """Longest wait for the other ranks in a collective."""
 

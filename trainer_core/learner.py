@@ -30,7 +30,7 @@ class Learner:
         self._config = config
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
-        self._model = build_model(model_dir, config, platform)
+        self._model = build_model(model_dir, config, platform, rank.deterministic)
         self._passes = Passes(self._model, self._mesh, config.micro_batch_size)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None

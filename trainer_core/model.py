@@ -65,8 +65,10 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
         raise InputError(f"{path} is not JSON: {error}") from error
 
 
-def build_model(model_dir: str, config: TrainerConfig, platform: Platform) -> Model:
+def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool) -> Model:
     """Build the model with weights that are yet to be set. Collective.
+
+    `deterministic` makes Megatron choose kernels whose results do not depend on timing.
 
     Raises:
         InputError: if there is no model, its architecture is not supported, or it cannot take the layout.
@@ -76,7 +78,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform) -> Mo
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        _configure(provider, _settings(config, platform))
+        _configure(provider, _settings(config, platform, deterministic))
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
         )
@@ -95,7 +97,7 @@ def _dtype(config: TrainerConfig) -> torch.dtype:
     return torch.bfloat16 if config.precision == "bf16" else torch.float32
 
 
-def _settings(config: TrainerConfig, platform: Platform) -> dict[str, Any]:
+def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) -> dict[str, Any]:
     """Every field of Megatron's model configuration which this trainer decides."""
     dtype = _dtype(config)
     settings: dict[str, Any] = {
@@ -117,7 +119,10 @@ def _settings(config: TrainerConfig, platform: Platform) -> dict[str, Any]:
         "use_cpu_initialization": platform.device.type == "cpu",
         # the sum over tokens is divided once, by Megatron, by the tokens of the whole batch
         "calculate_per_token_loss": True,
+        "deterministic_mode": deterministic,
     }
+    if deterministic:
+        settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
     if not platform.transformer_engine:
         settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
         settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}

@@ -45,6 +45,16 @@ def prepare(device: Device, local_rank: int = 0) -> Platform:
     return platform
 
 
+def use_deterministic_kernels() -> None:
+    """Hold torch, in this process, to kernels whose results do not depend on timing; what has none raises.
+
+    cuBLAS, NCCL and Transformer Engine take the same from the environment, Megatron from the model's configuration.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
 def _prepare_cuda(local_rank: int) -> Platform:
     if not torch.cuda.is_available():
         raise InputError('the trainer\'s device is "cuda" and torch sees no GPU; use device = "cpu"')

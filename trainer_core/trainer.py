@@ -22,9 +22,11 @@ class Trainer:
         Raises:
             InputError: if the model is missing or cannot take the layout, or the device is not there.
         """
-        from trainer_core.platform import prepare
+        from trainer_core.platform import prepare, use_deterministic_kernels
 
         platform = prepare(rank.device, rank.local_rank)
+        if rank.deterministic:
+            use_deterministic_kernels()
 
         from trainer_core.learner import Learner  # imports Megatron, which must find the platform prepared
 

@@ -78,6 +78,7 @@ def test_source_and_generate_exclude_each_other(tmp_path):
     [
         ("train.parallel.tensor=2", True),
         ("engine.count=2", True),
+        ("device.deterministic=true", True),
         ("run.iterations=9", True),
         ("train.micro_batch_size=3", True),
         ("storage.keep_newest=2", True),
