@@ -1,0 +1,196 @@
+"""Small runs that are killed and started again, and what is to be known of them afterwards."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from storage import layout
+from storage.catalog import Contents, contents
+from storage.errors import StorageError
+from storage.ids import Stage
+from storage.manifest import Manifest, Part
+from storage.parts import is_intact
+from storage.root import Root, open_root
+from tasks.faults import Fault, Reached
+from tests.faults.journal import Entry, read_journal
+from tests.faults.small_run import Plan, is_running
+from tests.faults.small_stages import RUN
+
+PROJECT = Path(__file__).resolve().parents[2]
+Place = tuple[int, Stage]
+_GONE_S = 10.0
+
+
+class Launcher:
+    """Starts runs, one at a time for each thread that asks."""
+
+    def __init__(self) -> None:
+        self._servers: dict[int, subprocess.Popen] = {}
+
+    def start(self, plan: Plan) -> int:
+        """Do a plan; returns the exit code of the process that drove the run."""
+        file = Path(plan.folder) / "plan.json"
+        file.write_text(plan.model_dump_json())
+        thread = threading.get_ident()
+        if thread not in self._servers:
+            self._servers[thread] = self._serve()
+        server = self._servers[thread]
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(f"{file}\n")
+        server.stdin.flush()
+        return int(server.stdout.readline())
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            server.communicate()
+
+    def _serve(self) -> subprocess.Popen:
+        # pyarrow's allocator has a thread, of which Python warns at each fork; it is made for that
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.faults.small_run"]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one process that drove a run did."""
+
+    code: int
+    messages: str
+    journal: list[Entry]
+    reached: list[Reached]
+    delivered: list[Fault]
+    lingering: list[Entry]
+    """Processes that were still there some time after."""
+
+    @property
+    def bodies(self) -> Counter[Place]:
+        """How often the body of each stage was begun."""
+        return Counter((entry.number, Stage(entry.name)) for entry in self.journal if entry.what == "body")
+
+    @property
+    def pieces(self) -> list[tuple[int, str]]:
+        """Pieces that were generated, by iteration and name."""
+        return [(entry.number, entry.name) for entry in self.journal if entry.what == "piece"]
+
+
+class SmallRun:
+    """A run in a folder of its own, and the processes that have driven it."""
+
+    def __init__(self, launcher: Launcher, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._launcher, self._folder, self._attempts = launcher, folder, 0
+
+    @property
+    def root(self) -> Root:
+        return open_root(str(self._folder / "root"))
+
+    def attempt(self, *faults: Fault, **plan: Any) -> Attempt:
+        """Let one process drive the run, to the end or to the fault."""
+        self._attempts += 1
+        folder = self._folder / str(self._attempts)
+        folder.mkdir()
+        wanted = Plan(root=self.root.path, folder=str(folder), **plan)
+        wanted.faults.plan(list(faults))
+        code = self._launcher.start(wanted)
+        journal = read_journal(wanted.journal)
+        lingering = _lingering([entry for entry in journal if entry.what == "process"])
+        messages = wanted.messages.read_text()
+        return Attempt(code, messages, journal, wanted.faults.reached(), wanted.faults.delivered(), lingering)
+
+    def look(self) -> "Look":
+        """Everything that is stored now."""
+        return Look(self.root, contents(self.root, RUN), frozenset(self.root.keys("")))
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is stored at one moment."""
+
+    root: Root
+    contents: Contents
+    keys: frozenset[str]
+
+    @property
+    def manifests(self) -> dict[Place, Manifest]:
+        return {(one.iteration, one.stage): one for one in self.contents.newest}
+
+    @property
+    def digests(self) -> dict[Place, str]:
+        """Identity of everything that is committed."""
+        return {place: manifest.digest for place, manifest in self.manifests.items()}
+
+    @property
+    def parts(self) -> dict[str, bytes]:
+        """Every part that a manifest names, byte by byte."""
+        named = {part.key for manifest in self.contents.newest for part in manifest.parts}
+        return {key: self.root.read_bytes(key) for key in sorted(named)}
+
+    @property
+    def pieces(self) -> set[tuple[int, str]]:
+        """Recorded pieces of rollouts, by iteration and name."""
+        found = set()
+        for key in self.contents.pieces:
+            place = layout.place_of(key)
+            assert place is not None
+            found.add((place[0], key.rpartition("/")[2].removesuffix(".json")))
+        return found
+
+    def there(self, parts: tuple[Part, ...]) -> list[bool]:
+        return [part.key in self.keys for part in parts]
+
+
+@dataclass
+class Watch:
+    """What a reader saw who looked at the manifests again and again."""
+
+    seen: set[str] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def watched(root: Root) -> Iterator[Watch]:
+    """Read every manifest as soon as it is there, and see that all it names is there too, whole."""
+    watch, stop = Watch(), threading.Event()
+
+    def poll() -> None:
+        while not stop.is_set():
+            _look(root, watch)
+        _look(root, watch)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _look(root: Root, watch: Watch) -> None:
+    try:
+        manifests = contents(root, RUN).manifests
+    except StorageError as error:
+        watch.wrong.append(str(error))
+        return
+    known = {manifest.digest for manifest in manifests.values()}
+    for key in set(manifests) - watch.seen:
+        watch.seen.add(key)
+        watch.wrong += [f"{key}: {part.key}" for part in manifests[key].parts if not is_intact(root, part)]
+        watch.wrong += [f"{key}: {role}" for role, digest in manifests[key].inputs.items() if digest not in known]
+
+
+def _lingering(processes: list[Entry]) -> list[Entry]:
+    deadline = time.monotonic() + _GONE_S
+    while left := [entry for entry in processes if is_running(entry.number)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+    return []

@@ -1,0 +1,218 @@
+"""The fault matrix on real processes with small stage bodies: each process is killed at each point of each stage.
+
+A cell is one run: killed once by SIGKILL, then started again, then compared with the run that nobody interrupted. Cells
+are named victim-stage-point.
+"""
+
+import shutil
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from storage import layout
+from storage.ids import Stage
+from storage.manifest import Manifest
+from storage.parts import read_table
+from storage.points import Point
+from storage.schema import ROLLOUT
+from storage.verify import Fault as Flaw
+from storage.verify import verify
+from tasks.faults import FLOW, Fault
+from tests.faults.processes import NODE, WORKERS
+from tests.faults.running import Attempt, Look, SmallRun
+from tests.faults.small_run import ITERATIONS
+from tests.faults.small_stages import GROUPS_PER_PIECE, PIECES, RUN, SAMPLES
+
+STAGES = {
+    "prepare": (Stage.PREPARE, 0),
+    "warm-up": (Stage.TRAIN, 0),
+    "rollout": (Stage.ROLLOUT, 1),
+    "reward": (Stage.REWARD, 1),
+    "train": (Stage.TRAIN, 1),
+    "weight-sync": (Stage.WEIGHT_SYNC, 1),
+    "evaluate": (Stage.EVALUATE, 1),
+}
+TABLE = (Point.STARTED, Point.MID_PART, Point.PARTS_DONE, Point.COMMITTED)
+FILES = (Point.STARTED, Point.MID_PART, Point.UPLOAD, Point.PARTS_DONE, Point.COMMITTED)
+POINTS = {
+    Stage.PREPARE: FILES,
+    Stage.TRAIN: FILES,
+    Stage.ROLLOUT: TABLE,
+    Stage.REWARD: TABLE,
+    Stage.WEIGHT_SYNC: (Point.STARTED, Point.PARTS_DONE, Point.COMMITTED),
+    Stage.EVALUATE: TABLE,
+}
+VICTIMS = (FLOW, *WORKERS, NODE)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kill, and how its victim's death is noticed."""
+
+    fault: Fault
+    replaced: bool = False
+    """Seen between two stages by the process that drives the run, which starts a new worker and goes on."""
+
+
+def cell(victim: str, stage: str, point: Point, *, replaced: bool = False) -> tuple[str, Cell]:
+    name = f"{victim}-{stage}-{point}" + ("-replaced" if replaced else "")
+    return name, Cell(Fault(*STAGES[stage], point, victim), replaced)
+
+
+KILLS = dict(
+    cell(victim, stage, point) for victim in VICTIMS for stage, (kind, _) in STAGES.items() for point in POINTS[kind]
+)
+REPLACED = dict(
+    cell(victim, stage, Point.STARTED, replaced=True)
+    for victim in WORKERS
+    for stage in ("rollout", "train", "weight-sync", "evaluate")
+)
+CELLS = KILLS | REPLACED
+QUICK = {
+    "flow-warm-up-committed",
+    "flow-rollout-mid-part",
+    "flow-train-upload",
+    "trainer-1-train-parts-done",
+    "engine-0-weight-sync-committed",
+    "node-evaluate-started",
+    "engine-0-rollout-started-replaced",
+}
+PARAMETERS = [pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow) for name in CELLS]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell."""
+
+    killed: Attempt
+    between: Look
+    again: Attempt
+    end: Look
+
+
+@pytest.fixture(scope="session")
+def outcomes(request, launcher, tmp_path_factory):
+    """The cells that were asked for, done two at a time while the tests wait for theirs."""
+    folder = tmp_path_factory.mktemp("cells")
+    asked = {item.name for item in request.session.items}
+    pool = ThreadPoolExecutor(2)
+    yield {
+        name: pool.submit(play, SmallRun(launcher, folder / name), wanted)
+        for name, wanted in CELLS.items()
+        if f"test_a_kill_changes_nothing_in_the_end[{name}]" in asked
+    }
+    pool.shutdown(cancel_futures=True)
+
+
+def play(run: SmallRun, wanted: Cell) -> Outcome:
+    killed = run.attempt(wanted.fault, replaces=wanted.replaced)
+    between = run.look()
+    again = run.attempt()
+    return Outcome(killed, between, again, run.look())
+
+
+def test_the_matrix_has_every_point_that_a_run_comes_by(whole):
+    attempt, _ = whole
+    reached = {(one.stage, one.iteration, one.point) for one in attempt.reached}
+    places = [(Stage.PREPARE, 0), (Stage.TRAIN, 0), (Stage.WEIGHT_SYNC, 0), (Stage.EVALUATE, 0)]
+    rl = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+    places += [(stage, iteration) for iteration in range(1, ITERATIONS + 1) for stage in rl]
+    assert reached == {(stage, iteration, point) for stage, iteration in places for point in POINTS[stage]}
+    assert len(KILLS) == len(VICTIMS) * sum(len(POINTS[stage]) for stage, _ in STAGES.values())
+
+
+def test_a_run_that_nobody_interrupts_does_everything_once(whole):
+    attempt, look = whole
+    assert attempt.bodies == Counter(look.digests.keys())
+    assert set(attempt.pieces) == look.pieces
+    assert len(attempt.pieces) == len(look.pieces) == ITERATIONS * PIECES
+    assert attempt.lingering == []
+    assert verify(look.root, RUN).findings == ()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_kill_changes_nothing_in_the_end(name, outcomes, whole):
+    wanted, outcome = CELLS[name], outcomes[name].result()
+    check_the_kill(wanted, outcome)
+    check_nothing_is_done_twice(outcome)
+    check_rows(outcome.end)
+    check_storage(outcome)
+    _, expected = whole
+    assert outcome.end.digests == expected.digests
+    assert outcome.end.parts == expected.parts
+    shutil.rmtree(Path(outcome.end.root.path).parent)
+
+
+def check_the_kill(wanted: Cell, outcome: Outcome) -> None:
+    """It was delivered, it was noticed as it should be, and no process of the killed run is left."""
+    killed, again = outcome.killed, outcome.again
+    assert killed.delivered == [wanted.fault], killed.messages
+    assert killed.lingering == []
+    if wanted.fault.victim == FLOW:
+        assert killed.code == -9
+        check_what_is_left(wanted.fault, outcome)
+    elif wanted.replaced:
+        started = Counter(entry.name for entry in killed.journal if entry.what == "process")
+        assert killed.code == 0, killed.messages
+        assert started[wanted.fault.victim] == 2
+        assert outcome.again.bodies == Counter()
+    else:
+        assert killed.code == 1
+        assert "WorkerLost" in killed.messages
+    assert (again.code, again.lingering) == (0, []), again.messages
+
+
+def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
+    """The process that drives the run died where it should: what it left is what the point's name says."""
+    place = (fault.iteration, fault.stage)
+    parts = outcome.between.there(outcome.end.manifests[place].parts)
+    assert (place in outcome.between.manifests) == (fault.point is Point.COMMITTED)
+    if fault.stage is Stage.ROLLOUT:
+        recorded = {Point.STARTED: 0, Point.MID_PART: 1}.get(fault.point, PIECES)
+        assert len(outcome.between.pieces) == recorded
+    match fault.point:
+        case Point.STARTED:
+            assert not any(parts)
+        case Point.MID_PART:
+            folder = f"{layout.part_folder(RUN)}/{fault.iteration:06d}/{fault.stage.value}/"
+            assert [key for key in outcome.between.keys if key.startswith(folder) and layout.is_temporary(key)]
+            assert not all(parts)
+        case Point.UPLOAD:
+            assert any(parts)
+            assert not all(parts)
+        case Point.PARTS_DONE | Point.COMMITTED:
+            assert all(parts)
+
+
+def check_nothing_is_done_twice(outcome: Outcome) -> None:
+    """The second process did what was not committed, once, and generated what was not recorded."""
+    missing = outcome.end.digests.keys() - outcome.between.digests.keys()
+    assert outcome.again.bodies == Counter(missing)
+    assert set(outcome.killed.bodies.values()) <= {1}
+    assert sorted(outcome.again.pieces) == sorted(outcome.end.pieces - outcome.between.pieces)
+
+
+def check_rows(look: Look) -> None:
+    """As many rows as asked for, and none twice."""
+    rollouts = [manifest for (_, stage), manifest in look.manifests.items() if stage is Stage.ROLLOUT]
+    assert len(rollouts) == ITERATIONS
+    for manifest in rollouts:
+        assert len(set(rows_of(look, manifest))) == len(rows_of(look, manifest)) == PIECES * GROUPS_PER_PIECE * SAMPLES
+
+
+def rows_of(look: Look, manifest: Manifest) -> list[tuple[str, int]]:
+    table = read_table(look.root, manifest, ROLLOUT, ["prompt_id", "sample_id"])
+    return list(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))
+
+
+def check_storage(outcome: Outcome) -> None:
+    """Everything reads as it was written; what nothing names is half a write from before the kill."""
+    found = verify(outcome.end.root, RUN)
+    assert found.sound, found.findings
+    for finding in found.findings:
+        assert finding.fault is Flaw.ORPHANED
+        assert layout.is_temporary(finding.key)
+        assert finding.key in outcome.between.keys

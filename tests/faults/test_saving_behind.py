@@ -1,0 +1,95 @@
+"""A train state that is stored behind the stages that follow: what a crash, another result and a full disk do then.
+
+The state of iteration 1 is held back until iteration 2 has generated all its pieces, so the overlap is certain.
+"""
+
+from collections import Counter
+
+import pytest
+
+from storage.ids import Stage
+from storage.points import Point
+from storage.verify import verify
+from tasks.faults import Fault
+from tests.faults.running import SmallRun, watched
+from tests.faults.small_stages import PIECES, RUN
+
+DURING_UPLOAD = Fault(Stage.TRAIN, 1, Point.UPLOAD)
+PENDING = {(1, Stage.TRAIN), (1, Stage.WEIGHT_SYNC), (1, Stage.EVALUATE), (2, Stage.ROLLOUT)}
+"""What is made from the state, the rollout included, and the state."""
+COMMITTED = {
+    (0, Stage.PREPARE), (0, Stage.TRAIN), (0, Stage.WEIGHT_SYNC), (0, Stage.EVALUATE),
+    (1, Stage.ROLLOUT), (1, Stage.REWARD),
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(launcher, tmp_path):
+    """A run that is read all the time by somebody else, who never sees a manifest without what it names."""
+    small = SmallRun(launcher, tmp_path / "run")
+    with watched(small.root) as watch:
+        yield small
+    assert watch.wrong == []
+    assert len(watch.seen) == len(small.look().contents.manifests)
+
+
+def test_what_is_made_from_a_state_is_published_after_it(run, whole):
+    attempt = run.attempt(hold_state=1)
+    assert attempt.code == 0, attempt.messages
+    published = [(one.iteration, one.stage) for one in attempt.reached if one.point is Point.COMMITTED]
+    assert published[6:10] == [(1, Stage.TRAIN), (1, Stage.WEIGHT_SYNC), (1, Stage.EVALUATE), (2, Stage.ROLLOUT)]
+    begun = [(one.iteration, one.stage, one.point) for one in attempt.reached]
+    assert begun.index((2, Stage.ROLLOUT, Point.STARTED)) < begun.index((1, Stage.TRAIN, Point.PARTS_DONE))
+    assert run.look().digests == whole[1].digests
+
+
+def test_killed_during_the_upload_the_next_rollouts_pieces_are_used(run, whole):
+    killed = run.attempt(DURING_UPLOAD, hold_state=1)
+    between = run.look()
+    assert (killed.code, killed.delivered, killed.lingering) == (-9, [DURING_UPLOAD], [])
+    assert killed.bodies.keys() == COMMITTED | PENDING  # all this was done
+    assert between.digests.keys() == COMMITTED
+    assert [iteration for iteration, _ in sorted(between.pieces)] == [1] * PIECES + [2] * PIECES
+    again = run.attempt()
+    assert again.code == 0, again.messages
+    assert again.bodies == Counter(whole[1].digests.keys() - COMMITTED)
+    assert again.pieces == []
+    assert run.look().digests == whole[1].digests
+    assert run.look().parts == whole[1].parts
+
+
+def test_pieces_of_a_state_that_came_out_otherwise_are_not_used(run, launcher, tmp_path):
+    killed = run.attempt(DURING_UPLOAD, hold_state=1)
+    between = run.look()
+    assert (killed.code, killed.lingering) == (-9, [])
+    again = run.attempt(other_lesson=1)
+    assert again.code == 0, again.messages
+    other = SmallRun(launcher, tmp_path / "other")
+    assert other.attempt(other_lesson=1).code == 0
+    end, expected = run.look(), other.look()
+    assert [iteration for iteration, _ in again.pieces] == [2] * PIECES
+    assert not set(again.pieces) & between.pieces
+    assert end.digests == expected.digests
+    assert end.parts == expected.parts
+    lost = {end.contents.pieces[key].key for key in end.contents.pieces if key not in expected.contents.pieces}
+    found = verify(end.root, RUN)
+    assert found.sound
+    assert len(lost) == PIECES
+    assert lost <= {finding.key for finding in found.findings} <= between.keys
+
+
+def test_a_disk_that_is_full_for_the_state_keeps_back_all_that_is_made_from_it(run, whole):
+    failed = run.attempt(hold_state=1, full_disk=1)
+    between = run.look()
+    assert failed.code == 2
+    assert "StorageUnavailable: no space left" in failed.messages
+    assert failed.bodies.keys() == COMMITTED | PENDING
+    assert failed.lingering == []
+    assert between.digests.keys() == COMMITTED
+    assert verify(between.root, RUN).sound
+    again = run.attempt()
+    assert again.code == 0, again.messages
+    assert again.bodies == Counter(whole[1].digests.keys() - COMMITTED)
+    assert again.pieces == []
+    assert run.look().digests == whole[1].digests
+    assert run.look().parts == whole[1].parts
