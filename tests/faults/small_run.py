@@ -90,7 +90,7 @@ class Observer:
         if place == (self._plan.full_disk, Stage.TRAIN) and point is Point.STARTED:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
         held = self._plan.hold_state
-        if held is not None and place == (held, Stage.TRAIN) and point in (Point.MID_PART, Point.UPLOAD):
+        if held is not None and place == (held, Stage.TRAIN) and layout.is_part(key):
             self._journal.wait_for("piece", held + 1, PIECES)
         with self._lock:  # files of a state are stored by several threads
             if point is not Point.MID_PART or place is None or not self._first_piece(key, place[1]):
