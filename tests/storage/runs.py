@@ -61,7 +61,9 @@ def make_iteration(root: Root, run: str, iteration: int) -> None:
 def put(root, run, iteration, stage, inputs, table=None, schema=None, data=None) -> Manifest:
     writer, parts = PartWriter(root, run, iteration, stage), ()
     if table is not None:
-        parts = (writer.write_table(f"{stage.value}.arrow", table, schema),)
+        half = table.num_rows // 2
+        halves = (table.slice(0, half), table.slice(half))
+        parts = tuple(writer.write_table(f"{stage.value}-{n}.arrow", one, schema) for n, one in enumerate(halves))
     if data is not None:
         parts = (writer.write_bytes("state/0.distcp", data),)
     return commit(

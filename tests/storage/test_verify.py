@@ -52,8 +52,9 @@ def test_a_flipped_bit_in_any_part_or_manifest_is_named(root):
 def test_everything_that_is_missing_is_named(root):
     manifests = make_run(root, iterations=2)
     rollout = manifests[1, Stage.ROLLOUT]
-    root.remove(rollout.parts[0].key)
-    assert found(root) == {(Fault.MISSING, rollout.parts[0].key)}
+    for part in rollout.parts:
+        root.remove(part.key)
+    assert found(root) == {(Fault.MISSING, part.key) for part in rollout.parts}
     manifest_key = layout.manifest_key("run", 1, Stage.ROLLOUT, 0)
     root.remove(manifest_key)
     users = [layout.manifest_key("run", 1, stage, 0) for stage in (Stage.REWARD, Stage.TRAIN)]
