@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from storage.errors import StorageError
+from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
@@ -26,6 +26,8 @@ class StateFacts(BaseModel):
     """Layout that saved it."""
     precision: Precision
     """Type of the weights."""
+    transformer_engine: bool | None = None
+    """Whether Transformer Engine's modules saved it, or Megatron's own; older states do not say."""
 
 
 def read_facts(directory: str) -> StateFacts:
@@ -39,6 +41,21 @@ def read_facts(directory: str) -> StateFacts:
         return StateFacts.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
+
+
+def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:
+    """Refuse a state of the other kind of modules than the trainer's, which `transformer_engine` says.
+
+    Both name their weights alike, but Transformer Engine's norms and attention also ask for entries of their own, and
+    the two optimizers keep different settings. Raises InputError.
+    """
+    if facts.transformer_engine not in (None, transformer_engine):
+        kinds = {True: "Transformer Engine's modules", False: "Megatron's own modules, without Transformer Engine"}
+        raise InputError(
+            f"the state at {directory} was saved by {kinds[facts.transformer_engine]}, and this trainer is built of "
+            f"{kinds[transformer_engine]}; load it where Transformer Engine is "
+            f"{'installed' if facts.transformer_engine else 'not installed'}"
+        )
 
 
 def write_facts(directory: str, facts: StateFacts) -> None:

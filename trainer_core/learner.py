@@ -11,7 +11,7 @@ from trainer_core.batch import Matrix, Samples, Sequences, SupervisedExamples, a
 from trainer_core.checkpoint import load_state, load_weights, save_state
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.export import export_weights
-from trainer_core.facts import StateFacts, read_facts
+from trainer_core.facts import StateFacts, check_modules, read_facts
 from trainer_core.mesh import join, leave
 from trainer_core.model import build_model
 from trainer_core.optimizer import Optimizer
@@ -28,6 +28,7 @@ class Learner:
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         self._config = config
+        self._transformer_engine = platform.transformer_engine
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.deterministic)
@@ -47,6 +48,7 @@ class Learner:
     def load(self, directory: str, fresh_optimizer: bool) -> dict[str, object]:
         """Continue from a saved state; returns what the state is."""
         facts = read_facts(directory)
+        check_modules(directory, facts, self._transformer_engine)
         restore_rng = facts.parallel == self._config.parallel and not fresh_optimizer
         rng.seed_rank(self._config.seed + facts.step)
         if fresh_optimizer:
@@ -86,6 +88,7 @@ class Learner:
             optimizer=optimizer.config,
             parallel=self._config.parallel,
             precision=self._config.precision,
+            transformer_engine=self._transformer_engine,
         )
         return save_state(directory, self._model, optimizer, self._mesh, facts)
 
@@ -129,6 +132,7 @@ class Learner:
 
     def load_reference(self, directory: str) -> None:
         """Frozen weights for the KL term."""
+        check_modules(directory, read_facts(directory), self._transformer_engine)
         self._reference = Reference(directory, self._model, self._mesh)
 
     def export(self, directory: str) -> list[TensorRecord]:

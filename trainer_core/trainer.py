@@ -63,7 +63,8 @@ class Trainer:
 
         Raises:
             StorageError: if there is no state.
-            InputError: if the state's optimizer is configured otherwise than this trainer's.
+            InputError: if the state's optimizer is configured otherwise than this trainer's, or Transformer Engine
+                saved it and is not here, or the other way round.
         """
         self._identity = None
         return self._learner.load(directory, fresh_optimizer)
@@ -132,7 +133,12 @@ class Trainer:
         return self._learner.logprobs(sequences, temperature)
 
     def load_reference(self, directory: str) -> None:
-        """Keep the weights of a saved state as the frozen reference of the KL term."""
+        """Keep the weights of a saved state as the frozen reference of the KL term.
+
+        Raises:
+            StorageError: if there is no state.
+            InputError: if Transformer Engine saved it and is not here, or the other way round.
+        """
         self._learner.load_reference(directory)
 
     def export(self, directory: str) -> list[TensorRecord]:

@@ -1,6 +1,8 @@
 """Saved states: going on bit by bit, going on under another layout, and what a state says of itself."""
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from storage.errors import InputError, StorageError
 from tests.trainer_core.models import random_examples, random_samples, read_export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+from trainer_core.facts import StateFacts, check_modules
 
 LAYOUTS = {
     "single": ParallelConfig(),
@@ -218,6 +221,50 @@ def test_a_state_of_another_kind_is_refused(model_dir, saved, other, names):
     folder, _ = saved("single")
     (message,) = run_trainers(model_dir, other, refusal, f"{folder}/saved")
     assert all(name in message for name in names)
+
+
+def load_all_ways(trainer, folder):
+    """The refusals of a state as it is, for its weights alone, and as a reference; None where it was taken."""
+
+    def attempt(load, *args):
+        try:
+            load(*args)
+        except InputError as error:
+            return str(error)
+        return None
+
+    return [
+        attempt(trainer.load, folder),
+        attempt(trainer.load, folder, True),
+        attempt(trainer.load_reference, folder),
+    ]
+
+
+def test_a_state_of_other_modules_is_refused(model_dir, saved, tmp_path):
+    folder = str(shutil.copytree(Path(saved("single")[0], "saved"), tmp_path / "copy"))
+    path = Path(folder, "trainer.json")
+    facts = json.loads(path.read_text())
+    assert facts["transformer_engine"] is False
+    path.write_text(json.dumps({**facts, "transformer_engine": True}))
+    (messages,) = run_trainers(model_dir, configuration(), load_all_ways, folder)
+    for message in messages:
+        assert folder in message
+        assert "saved by Transformer Engine's modules" in message
+        assert "built of Megatron's own modules" in message
+        assert "is installed" in message
+    # one from before this was recorded
+    path.write_text(json.dumps({name: value for name, value in facts.items() if name != "transformer_engine"}))
+    assert run_trainers(model_dir, configuration(), load_all_ways, folder) == [[None, None, None]]
+
+
+def test_with_transformer_engine_a_state_without_is_refused():
+    facts = StateFacts(
+        step=1, optimizer_updates=1, optimizer=OPTIMIZER, parallel=LAYOUTS["single"], precision="fp32",
+        transformer_engine=False,
+    )  # fmt: skip
+    check_modules("here", facts, transformer_engine=False)
+    with pytest.raises(InputError, match="is not installed"):
+        check_modules("here", facts, transformer_engine=True)
 
 
 def test_a_missing_state_is_named(model_dir, tmp_path):
