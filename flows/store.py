@@ -222,7 +222,7 @@ def compact_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = Fals
 def bench_storage_command(
     *,
     repeats: Annotated[int, Parameter(help="Measurements of each figure; the median counts.")] = 5,
-    run: Annotated[str | None, Parameter(help="Report the share of durability in this run too.")] = None,
+    run: Annotated[str | None, Parameter(help="Report the price of durability in this run too.")] = None,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:

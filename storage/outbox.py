@@ -54,6 +54,7 @@ class Outbox:
         before = None if self.idle else self._last
         self._last = self._thread.submit(_after, before, job)
 
+    @meter.measured()  # whoever waits here waits for storage
     def settle(self) -> None:
         """Wait until every job is done; raises as `idle`."""
         if self._last is not None:

@@ -24,7 +24,7 @@ import torch
 
 from storage.catalog import contents
 from storage.compact import SAMPLES, write_archive
-from storage.errors import InputError
+from storage.errors import InputError, RatchetError
 from storage.ids import Stage
 from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
@@ -206,13 +206,33 @@ def in_memory_commit_milliseconds(count: int) -> float:
         return commit_milliseconds(open_root(folder), count)
 
 
-def durability_share(root: Root, run: str) -> float:
-    """Share of the RL iterations' time in which their stages wrote to or read from the store."""
-    done = [one for one in contents(root, run).newest if one.iteration and "storage_seconds" in one.metrics]
+def durability(root: Root, run: str) -> dict[str, float]:
+    """What durability took of a run: shares of the time of its RL iterations' stages, and how long a resume takes.
+
+    Returns:
+        durability_share: the stages waited for it, reading included: storage, and ranks that wrote down their state.
+        durability_behind_share: uploads that went on while the next stages worked.
+        resume_to_first_gradient_s: from the start of a process that resumed to the end of its first training; median,
+            absent if none did.
+
+    Raises:
+        InputError: the run's stages do not say.
+    """
+    done = [one.metrics for one in contents(root, run).newest if one.iteration and "storage_seconds" in one.metrics]
     if not done:
-        raise InputError(f"the stages of run {run!r} in {root.url} do not say how long they used the store")
-    spent, whole = (sum(one.metrics[name] for one in done) for name in ("storage_seconds", "seconds"))
-    return spent / whole
+        raise InputError(
+            f"no RL iteration of run {run!r} in {root.url} says how long it used the store: do one with this version"
+        )
+
+    def share(*names: str) -> float:
+        return sum(metrics.get(name, 0.0) for metrics in done for name in names) / sum(one["seconds"] for one in done)
+
+    figures = {
+        "durability_share": share("storage_seconds", "save_seconds"),
+        "durability_behind_share": share("upload_seconds"),
+    }
+    resumed = [metrics["process_to_gradient_s"] for metrics in done if "process_to_gradient_s" in metrics]
+    return figures | ({"resume_to_first_gradient_s": statistics.median(resumed)} if resumed else {})
 
 
 def main() -> int:
@@ -222,21 +242,24 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each figure; the median counts")
     parser.add_argument("--samples", type=int, default=16_384, help="samples in the table")
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
-    parser.add_argument("--run", help="report the share of durability in this run too")
+    parser.add_argument("--run", help="report the price of durability in this run too")
     parser.add_argument("--root", default="file://./runs", help="storage root of that run")
     options = parser.parse_args()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    try:
+        of_run = durability(open_root(options.root), options.run) if options.run else {}
+    except RatchetError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-", dir=options.folder) as folder:
-        figures = measure(Path(folder), options.samples, options.repeats)
-    if options.run:
-        figures["durability_share"] = durability_share(open_root(options.root), options.run)
+        figures = measure(Path(folder), options.samples, options.repeats) | of_run
     if options.json:
         sys.stdout.write(json.dumps(figures) + "\n")
     else:
-        sys.stdout.write("".join(f"{name:<34}{value:>12,.2f}\n" for name, value in figures.items()))
+        sys.stdout.write("".join(f"{name:<34}{value:>12,.3f}\n" for name, value in figures.items()))
     return 0
 
 

@@ -13,13 +13,14 @@ from flows.store import register
 from storage.errors import InputError, LeaseHeld
 from storage.ids import Stage
 from storage.lease import acquire
-from storage.manifest import need
+from storage.manifest import commit, need
 from storage.owner import this_process
 from storage.root import Root, open_root
 from tasks.config import RunConfig
 from tasks.stored_config import record_config, stored_config
 from tests.storage.clocks import elsewhere
 from tests.storage.runs import age, make_run
+from tests.storage.tables import manifest
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -179,10 +180,27 @@ def test_the_commands_load_nothing_heavy():
     assert not {"torch", "ray", "vllm", "prefect", "transformers", "botocore"} & set(found.stdout.split())
 
 
-def test_the_bench_of_the_store_runs():
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infra.bench.storage", "--json", "--repeats=1", "--samples=256", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
+
+
+def test_the_bench_of_the_store_runs(root: Root):
     # that it works and what it reports; its figures depend on the machine
-    command = [sys.executable, "-m", "infra.bench.storage", "--json", "--repeats=1", "--samples=256"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PROJECT)
+    stages = {
+        Stage.ROLLOUT: {"seconds": 4.0, "storage_seconds": 0.1},
+        Stage.TRAIN: {
+            "seconds": 6.0,
+            "storage_seconds": 0.1,
+            "save_seconds": 0.2,
+            "upload_seconds": 0.5,
+            "process_to_gradient_s": 30.0,
+        },
+    }
+    for stage, metrics in stages.items():
+        commit(root, manifest(stage, 4, metrics=metrics))
+    ended = bench("--run=run", f"--root={root.url}")
+    assert ended.returncode == 0, ended.stderr
     figures = json.loads(ended.stdout.splitlines()[-1])
     for name in (
         "write_zstd_mb_per_cpu_s",
@@ -192,3 +210,12 @@ def test_the_bench_of_the_store_runs():
         "commit_ms",
     ):
         assert figures[name] > 0
+    assert figures["durability_share"] == pytest.approx(0.04)
+    assert figures["durability_behind_share"] == pytest.approx(0.05)
+    assert figures["resume_to_first_gradient_s"] == 30.0
+
+
+def test_the_bench_says_so_if_a_run_does_not_tell(root: Root):
+    ended = bench("--run=run", f"--root={root.url}")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "no RL iteration of run 'run'" in ended.stderr

@@ -6,6 +6,7 @@ import time
 from storage import meter
 from storage.ids import Stage
 from storage.manifest import commit
+from storage.outbox import Outbox
 from storage.parts import PartWriter, materialize
 from storage.threads import each
 from tests.storage.tables import manifest
@@ -90,3 +91,11 @@ def test_storing_many_files_apart_counts_apart(root, tmp_path):
         materialize(root, commit(root, manifest(Stage.TRAIN, parts=parts)), tmp_path / "back")
     assert own.seconds() > 0
     assert meter.seconds() == begun
+
+
+def test_waiting_for_what_goes_on_behind_the_work_counts():
+    with Outbox() as outbox:
+        outbox.add(lambda: time.sleep(0.1))
+        begun = meter.seconds()
+        outbox.settle()
+        assert meter.seconds() - begun >= 0.05
