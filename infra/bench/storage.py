@@ -207,31 +207,40 @@ def in_memory_commit_milliseconds(count: int) -> float:
 
 
 def durability(root: Root, run: str) -> dict[str, float]:
-    """What durability took of a run: shares of the time of its RL iterations' stages, and how long a resume takes.
+    """What durability took of a run: shares of the time of an RL iteration's stages, and how long a resume takes.
 
     Returns:
         durability_share: the stages waited for it, reading included: storage, and ranks that wrote down their state.
-        durability_behind_share: uploads that went on while the next stages worked.
+            Median of the iterations.
+        durability_behind_share: uploads that went on while the next stages worked; median likewise.
         resume_to_first_gradient_s: from the start of a process that resumed to the end of its first training; median,
             absent if none did.
 
     Raises:
         InputError: the run's stages do not say.
     """
-    done = [one.metrics for one in contents(root, run).newest if one.iteration and "storage_seconds" in one.metrics]
+    done: dict[int, list[dict[str, float]]] = {}
+    for one in contents(root, run).newest:
+        if one.iteration and "storage_seconds" in one.metrics:
+            done.setdefault(one.iteration, []).append(one.metrics)
     if not done:
         raise InputError(
             f"no RL iteration of run {run!r} in {root.url} says how long it used the store: do one with this version"
         )
 
     def share(*names: str) -> float:
-        return sum(metrics.get(name, 0.0) for metrics in done for name in names) / sum(one["seconds"] for one in done)
+        return statistics.median(
+            sum(stage.get(name, 0.0) for stage in stages for name in names) / sum(stage["seconds"] for stage in stages)
+            for stages in done.values()
+        )
 
     figures = {
         "durability_share": share("storage_seconds", "save_seconds"),
         "durability_behind_share": share("upload_seconds"),
     }
-    resumed = [metrics["process_to_gradient_s"] for metrics in done if "process_to_gradient_s" in metrics]
+    resumed = [
+        stage["process_to_gradient_s"] for stages in done.values() for stage in stages if "process_to_gradient_s" in stage
+    ]
     return figures | ({"resume_to_first_gradient_s": statistics.median(resumed)} if resumed else {})
 
 

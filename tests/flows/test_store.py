@@ -198,7 +198,9 @@ def test_the_bench_of_the_store_runs(root: Root):
         },
     }
     for stage, metrics in stages.items():
-        commit(root, manifest(stage, 4, metrics=metrics))
+        for iteration in (4, 5):
+            commit(root, manifest(stage, iteration, metrics=metrics))
+    commit(root, manifest(Stage.ROLLOUT, 6, metrics={"seconds": 400.0, "storage_seconds": 0.0}))  # of a resume
     ended = bench("--run=run", f"--root={root.url}")
     assert ended.returncode == 0, ended.stderr
     figures = json.loads(ended.stdout.splitlines()[-1])
