@@ -238,9 +238,8 @@ def durability(root: Root, run: str) -> dict[str, float]:
         "durability_share": share("storage_seconds", "save_seconds"),
         "durability_behind_share": share("upload_seconds"),
     }
-    resumed = [
-        stage["process_to_gradient_s"] for stages in done.values() for stage in stages if "process_to_gradient_s" in stage
-    ]
+    every = [stage for stages in done.values() for stage in stages]
+    resumed = [stage["process_to_gradient_s"] for stage in every if "process_to_gradient_s" in stage]
     return figures | ({"resume_to_first_gradient_s": statistics.median(resumed)} if resumed else {})
 
 

@@ -42,6 +42,7 @@ def rerun_after_kill(folder: Path, point: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_kill_anywhere_changes_nothing_in_the_end(tmp_path):
     (tmp_path / "whole").mkdir()
     whole = run_worker(tmp_path / "whole", -1)
