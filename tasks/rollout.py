@@ -71,12 +71,13 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
     parts = tuple(piece.part for piece in pieces)
     kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
     repeated = {} if kept is None else work.sample_again(engines[0], parts[kept], chosen(kept))
-    context.outbox.settle()  # samples count only once the state that made them is durable
+    samples = read_parts(writer.root, parts, ROLLOUT)
+    context.outbox.settle()  # they count only once the state that made them is durable
     return StageOutput(
         parts=parts,
         schema_fingerprint=fingerprint(ROLLOUT),
         facts={"cursor": cursor + section.prompts, "weight_version": synced.facts["weight_version"]},
-        metrics={**rollout_metrics(read_parts(writer.root, parts, ROLLOUT), seconds), **repeated},
+        metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated},
     )
 
 
@@ -163,13 +164,13 @@ def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedA
     return chunked.cast(kind)
 
 
-def rollout_metrics(table: pa.Table, seconds: float) -> dict[str, float]:
-    """Figures for people about a rollout table."""
+def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
+    """Figures for people about a rollout table; `seconds` is None if not all of it was sampled in that time."""
     lengths = table["response_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
     truncated = (table["finish_reason"].to_numpy() == "length").mean()
     return {
         "tokens": float(lengths.sum()),
-        "tokens_per_second": float(lengths.sum()) / seconds,
+        **({} if seconds is None else {"tokens_per_second": float(lengths.sum()) / seconds}),
         "response_length": float(lengths.mean()),
         "truncated": float(truncated),
     }

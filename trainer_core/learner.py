@@ -31,7 +31,7 @@ class Learner:
         self._transformer_engine = platform.transformer_engine
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
-        self._model = build_model(model_dir, config, platform, rank.deterministic)
+        self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
         self._passes = Passes(self._model, self._mesh, config.micro_batch_size)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
@@ -127,7 +127,8 @@ class Learner:
         whole = as_sequences(sequences)
         self._check_length(whole)
         padded = whole.padded()
-        scores = self._passes.score(padded, np.arange(len(sequences)), temperature)
+        with rng.undisturbed():
+            scores = self._passes.score(padded, np.arange(len(sequences)), temperature)
         return [row[:width] for row, width in zip(scores.logprobs, padded.widths, strict=True)]
 
     def load_reference(self, directory: str) -> None:

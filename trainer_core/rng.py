@@ -1,6 +1,8 @@
 """The random generators of one rank: seeding, capturing, restoring."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -42,6 +44,19 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])
     _tracker().set_states(state["tensor_parallel"])
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Leave every generator as it was before the block: looking at a state must not change what training comes to.
+
+    Kernels of attention draw from the device's generator even where nothing is dropped.
+    """
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
 
 
 def _tracker() -> CudaRNGStatesTracker:

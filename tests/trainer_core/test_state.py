@@ -103,6 +103,24 @@ def assert_bitwise(left, right):
     assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
 
 
+def look(trainer):
+    """What the generators say before and after the probe, in a model whose forward pass draws as GPU kernels do."""
+    import torch
+
+    trainer.import_model()
+    drawn = []
+    trainer._learner._model.module.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(1))))
+    before = torch.get_rng_state().tolist()
+    trainer.logprobs([np.arange(1, 9, dtype=np.int32)])
+    return drawn, before == torch.get_rng_state().tolist()
+
+
+def test_looking_at_a_state_does_not_move_the_generators(model_dir):
+    ((drawn, unmoved),) = run_trainers(model_dir, configuration(), look)
+    assert drawn
+    assert unmoved
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_bit_by_bit(model_dir, saved, layout):
     folder, uninterrupted = saved(layout)
