@@ -126,9 +126,14 @@ class RankSpec(Frozen):
     device: Device = "cpu"
     """Kind of device to train on."""
     deterministic: bool = False
-    """Compute with kernels alone whose results do not depend on timing; on CPU all are of that kind."""
+    """On CUDA, compute with kernels alone whose results do not depend on timing; on CPU all are of that kind."""
     timeout_seconds: int = Field(default=600, ge=1)
     """Longest wait for the other ranks in a collective."""
+
+    @property
+    def chooses_kernels(self) -> bool:
+        """Whether torch and Megatron must be told to be deterministic. On CPU that would change the order of sums."""
+        return self.deterministic and self.device == "cuda"
 
 
 def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:

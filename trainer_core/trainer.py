@@ -25,7 +25,7 @@ class Trainer:
         from trainer_core.platform import prepare, use_deterministic_kernels
 
         platform = prepare(rank.device, rank.local_rank)
-        if rank.deterministic:
+        if rank.chooses_kernels:
             use_deterministic_kernels()
 
         from trainer_core.learner import Learner  # imports Megatron, which must find the platform prepared
