@@ -1,5 +1,7 @@
 """Small runs that are killed and started again, and what is to be known of them afterwards."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -50,7 +52,9 @@ class Launcher:
 
     def close(self) -> None:
         for server in self._servers.values():
-            server.communicate()
+            assert server.stdin is not None
+            server.stdin.close()
+            server.wait()
 
     def _serve(self) -> subprocess.Popen:
         # pyarrow's allocator has a thread, of which Python warns at each fork; it is made for that
@@ -191,6 +195,8 @@ def _lingering(processes: list[Entry]) -> list[Entry]:
     deadline = time.monotonic() + _GONE_S
     while left := [entry for entry in processes if is_running(entry.number)]:
         if time.monotonic() > deadline:
+            for entry in left:
+                os.kill(entry.number, signal.SIGKILL)
             return left
         time.sleep(0.01)
     return []

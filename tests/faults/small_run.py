@@ -183,7 +183,9 @@ def begin(plan: Plan) -> int:
     code = 70
     try:
         signal.alarm(2 * _PATIENCE)  # nobody waits for ever
-        os.dup2(os.open(plan.messages, os.O_CREAT | os.O_WRONLY, 0o644), sys.stderr.fileno())
+        # a process that outlives the run must not keep our answer from being read to its end
+        for file, own in ((os.devnull, sys.stdin), (os.devnull, sys.stdout), (plan.messages, sys.stderr)):
+            os.dup2(os.open(file, os.O_CREAT | os.O_RDWR, 0o644), own.fileno())
         drive(plan)
         code = 0
     except RatchetError as error:

@@ -192,6 +192,8 @@ def check_nothing_is_done_twice(outcome: Outcome) -> None:
     missing = outcome.end.digests.keys() - outcome.between.digests.keys()
     assert outcome.again.bodies == Counter(missing)
     assert set(outcome.killed.bodies.values()) <= {1}
+    for place, manifest in outcome.end.manifests.items():
+        assert (outcome.killed.bodies[place] if place in missing else 0) <= manifest.attempt <= (place in missing)
     assert sorted(outcome.again.pieces) == sorted(outcome.end.pieces - outcome.between.pieces)
 
 

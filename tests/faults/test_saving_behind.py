@@ -40,6 +40,8 @@ def test_what_is_made_from_a_state_is_published_after_it(run, whole):
     assert published[6:10] == [(1, Stage.TRAIN), (1, Stage.WEIGHT_SYNC), (1, Stage.EVALUATE), (2, Stage.ROLLOUT)]
     begun = [(one.iteration, one.stage, one.point) for one in attempt.reached]
     assert begun.index((2, Stage.ROLLOUT, Point.STARTED)) < begun.index((1, Stage.TRAIN, Point.PARTS_DONE))
+    # one state at a time is under way: nothing is made from samples whose weights are not durable
+    assert begun.index((2, Stage.ROLLOUT, Point.COMMITTED)) < begun.index((2, Stage.REWARD, Point.STARTED))
     assert run.look().digests == whole[1].digests
 
 
