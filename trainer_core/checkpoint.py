@@ -33,6 +33,21 @@ _CONTENT = {
 }
 
 
+@contextlib.contextmanager
+def _nothing_to_collect() -> Iterator[None]:
+    """Hide what is there from the garbage collector; also a decorator.
+
+    megatron-core's sharded_state_dict collects all garbage. In a process with torch and megatron-bridge that looks at
+    so many objects that it takes longer than all the rest of saving a small model.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_nothing_to_collect()
 def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
     """Write the state into an empty directory; returns the names of the files this rank has written. Collective.
 
@@ -45,7 +60,7 @@ def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, f
     state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=False, metadata=content)
     state["schedule"] = optimizer.schedule.state_dict()
     state["rng"] = _sharded_rng(mesh)
-    with quietly(), _results_stay_in_process(), _nothing_to_collect():
+    with quietly(), _results_stay_in_process():
         dist_checkpointing.save(unshared(state), directory, content_metadata=unshared(_CONTENT))
     if mesh.rank == 0:
         rewrite_metadata(directory)
@@ -115,20 +130,6 @@ def _results_stay_in_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async.get_write_results_queue = original
-
-
-@contextlib.contextmanager
-def _nothing_to_collect() -> Iterator[None]:
-    """Hide what is there from the garbage collector.
-
-    megatron-core collects all garbage in the midst of a save. In a process with torch and megatron-bridge that looks at
-    so many objects that it takes twice as long as saving a small model.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextlib.contextmanager
