@@ -14,9 +14,10 @@ class Entry:
     """Something that was done."""
 
     what: str
-    """process (started), body (of a stage, begun) or piece (generated and recorded)."""
+    """process (started), body (of a stage, begun), piece (generated and recorded), settle (somebody waits for what is
+    to be stored) or concluded (all of an iteration is published)."""
     name: str
-    """Of the process, the stage, the piece."""
+    """Of the process, the stage, the piece, or what else."""
     number: int
     """Process id, or iteration."""
 
@@ -36,14 +37,15 @@ class Journal:
             self._entries.append(entry)
             self._changed.notify_all()
 
-    def wait_for(self, what: str, number: int, count: int) -> None:
+    def wait_for(self, what: str, count: int) -> None:
         """Wait until another thread has noted so many of these."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._count(what, number) >= count, _PATIENCE):
-                raise TimeoutError(f"waited in vain for {count} x {what} {number}")
+            if not self._changed.wait_for(lambda: self.count(what) >= count, _PATIENCE):
+                raise TimeoutError(f"waited in vain for {what} number {count}")
 
-    def _count(self, what: str, number: int) -> int:
-        return sum((entry.what, entry.number) == (what, number) for entry in self._entries)
+    def count(self, what: str) -> int:
+        """How many of these were noted."""
+        return sum(entry.what == what for entry in self._entries)
 
 
 def read_journal(path: Path) -> list[Entry]:

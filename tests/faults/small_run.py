@@ -56,7 +56,7 @@ class Plan(BaseModel):
     replaces: bool = False
     """Whether dead workers are noticed between stages, and replaced."""
     hold_state: int | None = None
-    """Iteration whose train state is stored only once the next rollout has generated all its pieces."""
+    """Iteration whose train state is stored only once somebody waits for it."""
     full_disk: int | None = None
     """From the training of this iteration on no large file can be written."""
     other_lesson: int | None = None
@@ -77,21 +77,35 @@ class Plan(BaseModel):
         return Path(self.folder) / "messages"
 
 
+class NotedOutbox(Outbox):
+    """Notes that somebody waits."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def settle(self) -> None:
+        self._journal.note("settle", "outbox", 0)
+        super().settle()
+
+
 class Observer:
     """Does at the points of the run what the plan says."""
 
     def __init__(self, plan: Plan, fleet: Fleet, journal: Journal) -> None:
         self._plan, self._fleet, self._journal = plan, fleet, journal
         self._lock = threading.Lock()
-        self._parts = 0
+        self._parts = self._settled = 0
 
     def __call__(self, point: Point, key: str) -> None:
         place = layout.place_of(key)
         if place == (self._plan.full_disk, Stage.TRAIN) and point is Point.STARTED:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
-        held = self._plan.hold_state
-        if held is not None and place == (held, Stage.TRAIN) and layout.is_part(key):
-            self._journal.wait_for("piece", held + 1, PIECES)
+        if place == (self._plan.hold_state, Stage.TRAIN):
+            if point is Point.STARTED:
+                self._settled = self._journal.count("settle")
+            elif layout.is_part(key):
+                self._journal.wait_for("settle", self._settled + 1)
         with self._lock:  # files of a state are stored by several threads
             if point is not Point.MID_PART or place is None or not self._first_piece(key, place[1]):
                 self._kill(point, key)
@@ -143,7 +157,7 @@ def drive(plan: Plan) -> None:
         points.observed(Observer(plan, fleet, journal)),
         hold(root, RUN, "small run") as lease,
         tempfile.TemporaryDirectory(dir=plan.folder) as scratch,
-        Outbox() as outbox,
+        NotedOutbox(journal) as outbox,
     ):
         advance(SmallContext(root, fleet, Path(scratch), lease, outbox, journal, plan.other_lesson))
 

@@ -1,6 +1,7 @@
 """A train state that is stored behind the stages that follow: what a crash, another result and a full disk do then.
 
-The state of iteration 1 is held back until iteration 2 has generated all its pieces, so the overlap is certain.
+The state of iteration 1 is held back until somebody waits for it, so the overlap is certain: undisturbed, that is the
+rollout of iteration 2, when it has generated all its pieces.
 """
 
 from collections import Counter
@@ -78,6 +79,26 @@ def test_pieces_of_a_state_that_came_out_otherwise_are_not_used(run, launcher, t
     assert found.sound
     assert len(lost) == PIECES
     assert lost <= {finding.key for finding in found.findings} <= between.keys
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(Stage.WEIGHT_SYNC, 1, Point.STARTED, "trainer-1"),
+        Fault(Stage.EVALUATE, 1, Point.STARTED, "engine-0"),
+        Fault(Stage.ROLLOUT, 2, Point.STARTED, "engine-0"),
+    ],
+    ids=str,
+)
+def test_a_worker_that_is_replaced_during_the_upload_is_given_what_is_stored(run, whole, fault):
+    attempt = run.attempt(fault, hold_state=1, replaces=True)
+    assert attempt.code == 0, attempt.messages
+    assert attempt.delivered == [fault]
+    order = [(one.iteration, one.stage, one.point) for one in attempt.reached]
+    here = order.index((fault.iteration, fault.stage, Point.STARTED))
+    stored = order.index((1, Stage.TRAIN, Point.COMMITTED))
+    assert here < stored < order.index((fault.iteration, fault.stage, Point.PARTS_DONE))
+    assert run.look().digests == whole[1].digests
 
 
 def test_a_disk_that_is_full_for_the_state_keeps_back_all_that_is_made_from_it(run, whole):
