@@ -194,7 +194,7 @@ def test_a_file_that_is_still_being_written_is_refused(root, tmp_path):
     thread = threading.Thread(target=keep_writing)
     thread.start()
     try:
-        with pytest.raises(StorageError, match="changed (before|while) it was stored"):
+        with pytest.raises(StorageError, match=r"changed (before|while) it was stored"):
             for _ in range(100):
                 writer(root).write_file("state", source)
     finally:
