@@ -1,6 +1,6 @@
 """Writing and reading the parts of a stage. An array never becomes a Python list here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,14 +179,20 @@ def open_table(
 
 
 @measured()
-def materialize(root: Root, manifest: Manifest, folder: Path, prefix: str = "") -> Path:
+def materialize(
+    root: Root, manifest: Manifest, folder: Path, prefix: str = "", wanted: Callable[[str], bool] | None = None
+) -> Path:
     """Bring the parts whose name starts with `prefix` to `folder` under their names without it, verified.
 
     A part that is already there with the right digest is not fetched again.
+
+    Args:
+        wanted: says of a name without the prefix whether it is needed; all are if it is not given.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [part for part in manifest.parts if part.name.startswith(prefix)]
-    each(lambda part: _fetch(root, part, folder / part.name.removeprefix(prefix)), wanted, _PARALLEL)
+    named = {part.name.removeprefix(prefix): part for part in manifest.parts if part.name.startswith(prefix)}
+    needed = [name for name in named if wanted is None or wanted(name)]
+    each(lambda name: _fetch(root, named[name], folder / name), needed, _PARALLEL)
     return folder
 
 
