@@ -1,12 +1,11 @@
 """`ratchet prove-resume`: a run uninterrupted, and again with processes killed, must come to the same, bit for bit."""
 
 import os
-import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from flows.compare import Comparison, Pair, lend_rollouts
-from flows.history import evaluation_due, stages_of
+from flows.kills import check, chosen
 from flows.output import Output
 from storage.errors import InputError, StageFailed
 from storage.ids import Stage
@@ -22,7 +21,7 @@ from storage.manifest import find
 from storage.points import Point
 from storage.root import Root, open_root
 from tasks.config import RunConfig
-from tasks.faults import FLOW, NODE, Fault, FaultFolder
+from tasks.faults import Fault, FaultFolder
 from tasks.settings import with_faults
 
 RUN = "proof"
@@ -116,8 +115,8 @@ def prove(order: ProofOrder, output: Output) -> int:
         InputError: a given point does not exist in this run.
         StageFailed: a run failed without being killed.
     """
-    faults = order.at or chosen(order)
-    _check(order, faults)
+    faults = order.at or chosen(order.config, order.kills, order.seed, order.regenerate)
+    check(order.config, faults, order.regenerate)
     whole, interrupted = (open_root(f"{order.root.rstrip('/')}/{name}") for name in ("whole", "interrupted"))
     _check_empty(order.root, whole, interrupted)
     with tempfile.TemporaryDirectory(prefix="ratchet-prove-") as scratch:
@@ -139,62 +138,6 @@ def prove(order: ProofOrder, output: Output) -> int:
         report = _report(order, whole, interrupted, folder, starts, comparison)
     output.result(report, report_lines(report))
     return 0 if report.identical else 1
-
-
-def chosen(order: ProofOrder) -> tuple[Fault, ...]:
-    """Random points of the run, at most one a stage and iteration, in the order of work."""
-    cells: dict[tuple[int, Stage], list[Fault]] = {}
-    for fault in possible(order.config, order.regenerate):
-        cells.setdefault((fault.iteration, fault.stage), []).append(fault)
-    if order.kills > len(cells):
-        raise InputError(f"--kills {order.kills}: this run has {len(cells)} stages; raise --iterations or kill less")
-    draw = random.Random(order.seed)
-    places = sorted(draw.sample(range(len(cells)), order.kills))
-    stages = list(cells.values())
-    return tuple(draw.choice(stages[place]) for place in places)
-
-
-def possible(config: RunConfig, regenerate: bool) -> Iterator[Fault]:
-    """Every point at which a process of the run is sure to be there to be killed, in the order of work."""
-    for iteration in range(config.run.iterations + 1):
-        for stage in stages_of(iteration):
-            if stage is Stage.EVALUATE and not evaluation_due(iteration, config.run.iterations, config.evaluate.every):
-                continue
-            for point in _points(stage, stored=not regenerate):
-                for victim in _victims(config, stage, point):
-                    yield Fault(stage, iteration, point, victim)
-
-
-def _points(stage: Stage, stored: bool) -> list[Point]:
-    absent = {
-        Point.MID_PART: stage is Stage.WEIGHT_SYNC or (stage is Stage.ROLLOUT and stored),
-        Point.UPLOAD: stage is not Stage.TRAIN,
-    }
-    return [point for point in Point if not absent.get(point, False)]
-
-
-def _victims(config: RunConfig, stage: Stage, point: Point) -> list[str]:
-    if stage in (Stage.PREPARE, Stage.REWARD) or point is Point.STARTED:
-        return [FLOW, NODE]  # after a restart the workers may not be there yet
-    return [FLOW, NODE, *_workers(config)]
-
-
-def _workers(config: RunConfig) -> list[str]:
-    ranks = [f"trainer-{rank}" for rank in range(config.train.parallel.world_size)]
-    return [*ranks, *(f"engine-{number}" for number in range(config.engine.count))]
-
-
-def _check(order: ProofOrder, faults: Sequence[Fault]) -> None:
-    there = {(fault.stage, fault.iteration, fault.point) for fault in possible(order.config, order.regenerate)}
-    victims = (FLOW, NODE, *_workers(order.config))
-    for fault in faults:
-        if (fault.stage, fault.iteration, fault.point) not in there:
-            raise InputError(
-                f"--at {fault}: this run of {order.config.run.iterations} iterations never comes by that point"
-                + (" (with stored rollouts nothing is sampled: --regenerate)" if fault.stage is Stage.ROLLOUT else "")
-            )
-        if fault.victim not in victims:
-            raise InputError(f"--at {fault}: this run has no process {fault.victim!r}, only {', '.join(victims)}")
 
 
 def _check_empty(url: str, *roots: Root) -> None:

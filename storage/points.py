@@ -16,7 +16,7 @@ class Point(StrEnum):
     MID_PART = "mid-part"
     """Some bytes of a part are written, its name is not there."""
     UPLOAD = "upload"
-    """Some files of a train state are stored, not all."""
+    """Of several files, a train state's or a model's, some are stored, not all."""
     PARTS_DONE = "parts-done"
     """Every part is stored, the manifest is not."""
     COMMITTED = "committed"

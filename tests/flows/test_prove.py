@@ -1,4 +1,4 @@
-"""Where a proof kills, and what it says in the end. The proof itself is in tests/integration/test_faults.py."""
+"""What a proof refuses, and what it says in the end. The proof itself is in tests/integration/test_faults.py."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.prove import ProofOrder, ProofReport, chosen, possible, prove, report_lines
+from flows.prove import ProofOrder, ProofReport, prove, report_lines
 from storage.errors import InputError
 from storage.ids import Stage
 from storage.points import Point
@@ -26,43 +26,6 @@ def order(config: RunConfig, iterations: int = 3, **changes) -> ProofOrder:
     section = config.run.model_copy(update={"iterations": iterations})
     given = {"path": "run.toml", "settings": (), "root": "memory://", "kills": 3, "seed": 0, **changes}
     return ProofOrder(config=config.model_copy(update={"run": section}), **given)
-
-
-def two_ranks(config: RunConfig) -> RunConfig:
-    parallel = config.train.parallel.model_copy(update={"pipeline": 2})
-    return config.model_copy(update={"train": config.train.model_copy(update={"parallel": parallel})})
-
-
-def test_every_process_every_stage_and_every_point_can_be_chosen(config: RunConfig):
-    faults = list(possible(order(two_ranks(config), 1).config, regenerate=True))
-    assert {fault.stage for fault in faults} == set(Stage)
-    assert {fault.point for fault in faults} == set(Point)
-    assert {fault.victim for fault in faults} == {"flow", "node", "trainer-0", "trainer-1", "engine-0"}
-    assert len(set(faults)) == len(faults)
-
-
-def test_with_stored_rollouts_nothing_is_killed_while_sampling(config: RunConfig):
-    sampling = Fault(Stage.ROLLOUT, 1, Point.MID_PART)
-    asked = order(config).config
-    assert sampling in list(possible(asked, regenerate=True))
-    assert sampling not in list(possible(asked, regenerate=False))
-
-
-@pytest.mark.parametrize("kills", [0, 1, 5])
-def test_random_points_are_in_the_order_of_work_and_given_by_the_seed(config: RunConfig, kills: int):
-    everything = list(possible(order(config).config, regenerate=False))
-    for seed in range(20):
-        found = chosen(order(config, kills=kills, seed=seed))
-        places = [everything.index(fault) for fault in found]
-        assert len(places) == kills
-        assert places == sorted(places)
-        assert found == chosen(order(config, kills=kills, seed=seed))
-    assert kills == 0 or len({chosen(order(config, kills=kills, seed=seed)) for seed in range(20)}) > 10
-
-
-def test_more_kills_than_stages_are_refused(config: RunConfig):
-    with pytest.raises(InputError, match="--kills 99: this run has 19 stages"):
-        chosen(order(config, kills=99))
 
 
 @pytest.mark.parametrize(
