@@ -3,6 +3,7 @@
 From here on the run depends on nothing outside its storage root.
 """
 
+import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ import pyarrow as pa
 
 from storage.errors import InputError
 from storage.ids import Stage
-from storage.manifest import Manifest
-from storage.parts import PartWriter, materialize, read_part
-from storage.schema import PROMPTS, check, fingerprint
+from storage.manifest import Manifest, Part
+from storage.parts import PartWriter, materialize, read_parts
+from storage.root import Root
+from storage.schema import PROMPTS, fingerprint
 from tasks.config import DataSection, ModelSection, RunConfig
 from tasks.context import RunContext
 from tasks.data import Record, check_lengths, prompt_table, read_records
@@ -46,10 +48,12 @@ def prompts(context: RunContext, prepared: Manifest, table: str) -> pa.Table:
     name = f"{table}.arrow"
     if name not in prepared.part_names:
         return PROMPTS.empty_table()
-    data = read_part(context.root, prepared.part(name))
-    stored = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-    check(stored.schema, PROMPTS, name)
-    return stored
+    return _stored(context.root, prepared.part(name))  # pyright: ignore[reportArgumentType] - frozen, so hashable
+
+
+@functools.lru_cache(maxsize=len(_TABLES))  # four stages of every iteration ask, and a part never changes
+def _stored(root: Root, part: Part) -> pa.Table:
+    return read_parts(root, [part], PROMPTS)
 
 
 def text_codec(section: ModelSection) -> TextCodec:
