@@ -16,6 +16,7 @@ from tasks.prepare import model_directory
 from tasks.stage import StageResult
 from tasks.trainers import TrainerGroup
 from trainer_core.config import OptimizerConfig
+from trainer_core.facts import needed_for_weights
 
 STATE = "state/"
 
@@ -41,7 +42,7 @@ def ensure_state(context: RunContext, prepared: Manifest, state: Manifest) -> Tr
     if group.identity() != state.digest:
         context.outbox.settle()  # ranks that died may have left a state that is not stored yet
         fresh = state.origin is not None and _optimizer_of(context, state) != context.config.train.optimizer
-        with local_copy(context, state) as folder:
+        with local_copy(context, state, weights_only=fresh) as folder:
             group.call("load", str(folder), fresh)
         group.call("adopt", state.digest)
     return group
@@ -63,7 +64,7 @@ def ensure_reference(context: RunContext, prepared: Manifest, group: TrainerGrou
         return
     reference = need(context.root, prepared.run, 0, Stage.TRAIN)
     if group.reference() != reference.digest:
-        with local_copy(context, reference) as folder:
+        with local_copy(context, reference, weights_only=True) as folder:
             group.call("load_reference", str(folder), reference.digest)
 
 
@@ -100,10 +101,10 @@ def _optimizer_of(context: RunContext, state: Manifest) -> OptimizerConfig:
 
 
 @contextmanager
-def local_copy(context: RunContext, state: Manifest) -> Iterator[Path]:
-    """A local directory with the files of a state, for as long as it is read."""
+def local_copy(context: RunContext, state: Manifest, weights_only: bool = False) -> Iterator[Path]:
+    """A local directory with the files of a state, or what its weights need of them, for as long as it is read."""
     folder = context.scratch / f"load-{state.digest[:16]}"
     try:
-        yield materialize(context.root, state, folder, STATE)
+        yield materialize(context.root, state, folder, STATE, needed_for_weights if weights_only else None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

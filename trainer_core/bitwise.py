@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from trainer_core.comparison import StateComparison
-from trainer_core.facts import FACTS_FILE
+from trainer_core.facts import FACTS_FILE, OPTIMIZER_PREFIX
 from trainer_core.repeatable import unshared
 from trainer_core.saved import Region, SavedState
 
-_OPTIMIZER = "optimizer."
 _RNG = "rng/"
 _SHOWN = 80  # characters of a value in a message
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -52,7 +51,7 @@ class _Flaw:
     @classmethod
     def choose(cls, state: SavedState, seed: int) -> "_Flaw":
         generator = random.Random(seed)
-        weights = sorted(name for name in state.names if state.tensor(name) and not name.startswith(_OPTIMIZER))
+        weights = sorted(name for name in state.names if state.tensor(name) and not name.startswith(OPTIMIZER_PREFIX))
         name = generator.choice(weights)
         return cls(name, tuple(generator.randrange(length) for length in _shape(state, name)))
 
@@ -92,7 +91,7 @@ class _Comparison:
         self.differences.append(f"{name}: only in {state.folder}")
 
     def _compare_tensor(self, name: str, flaw: _Flaw | None) -> None:
-        self.counts["optimizer" if name.startswith(_OPTIMIZER) else "weights"] += 1
+        self.counts["optimizer" if name.startswith(OPTIMIZER_PREFIX) else "weights"] += 1
         kinds = [f"{_dtype(state, name)} {_shape(state, name)}" for state in (self.left, self.right)]
         if kinds[0] != kinds[1]:
             self.differences.append(f"{name}: {kinds[0]} against {kinds[1]}")

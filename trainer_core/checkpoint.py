@@ -1,7 +1,7 @@
 """Train state on disk: weights, optimizer, schedule and random generators, loadable under another layout.
 
-megatron-core's distributed checkpoint (torch_dist) holds the tensors; `trainer.json` beside it says in plain words what
-the state is.
+megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of the optimizer in files of their own;
+`trainer.json` beside it says in plain words what the state is.
 """
 
 import contextlib
@@ -16,10 +16,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from trainer_core import rng
-from trainer_core.facts import StateFacts, write_facts
+from trainer_core.facts import OPTIMIZER_PREFIX, StateFacts, write_facts
 from trainer_core.mesh import Mesh
 from trainer_core.model import Model
 from trainer_core.optimizer import Optimizer
@@ -61,7 +62,9 @@ def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, f
     state["schedule"] = optimizer.schedule.state_dict()
     state["rng"] = _sharded_rng(mesh)
     with quietly(), _results_stay_in_process():
-        dist_checkpointing.save(unshared(state), directory, content_metadata=unshared(_CONTENT))
+        # whoever wants the weights alone need not fetch the optimizer
+        apart = TorchDistSaveShardedStrategy(separation_hint=OPTIMIZER_PREFIX)
+        dist_checkpointing.save(unshared(state), directory, apart, content_metadata=unshared(_CONTENT))
     if mesh.rank == 0:
         rewrite_metadata(directory)
         write_facts(directory, facts)
@@ -88,7 +91,7 @@ def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, r
 
 
 def load_weights(directory: str, model: Model, mesh: Mesh) -> None:
-    """Take the weights alone from a saved state. Collective."""
+    """Take the weights alone from a saved state; files that they do not need may be missing. Collective."""
     loaded = _load(_sharded_model(model, _content(mesh)), directory)
     model.module.load_state_dict(loaded["model"])
 
@@ -111,10 +114,14 @@ def _sharded_rng(mesh: Mesh) -> ShardedObject:
 
 
 def _files_of(rank: int, directory: str) -> list[str]:
-    """A rank's tensors are in `__<rank>_<n>.distcp`; rank 0 has also written what describes the whole."""
+    """A rank's tensors are in `__<rank>_<n>.distcp`, those of the optimizer in `optimizer.__<rank>_<n>.distcp`.
+
+    Rank 0 has also written what describes the whole.
+    """
     names = sorted(path.name for path in Path(directory).iterdir())
-    shared = [name for name in names if not name.startswith("__")] if rank == 0 else []
-    return [name for name in names if name.startswith(f"__{rank}_")] + shared
+    tensors = {name: name.removeprefix(OPTIMIZER_PREFIX) for name in names if name.endswith(".distcp")}
+    shared = [name for name in names if name not in tensors] if rank == 0 else []
+    return [name for name, plain in tensors.items() if plain.startswith(f"__{rank}_")] + shared
 
 
 @contextlib.contextmanager

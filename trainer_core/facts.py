@@ -9,6 +9,8 @@ from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
+OPTIMIZER_PREFIX = "optimizer."
+"""What the optimizer's tensors, and the files that hold them alone, are called with."""
 
 
 class StateFacts(BaseModel):
@@ -41,6 +43,14 @@ def read_facts(directory: str) -> StateFacts:
         return StateFacts.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
+
+
+def needed_for_weights(name: str) -> bool:
+    """Whether the file `name` of a state is needed to take its weights, be it for a reference or a fresh optimizer.
+
+    Of a state from before the optimizer had files of its own, all are.
+    """
+    return not name.startswith(OPTIMIZER_PREFIX)
 
 
 def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:

@@ -54,7 +54,8 @@ class Trainer:
         random generators are seeded anew.
 
         Args:
-            directory: local folder with all files of the state.
+            directory: local folder with all files of the state; with a fresh optimizer those that
+                `facts.needed_for_weights` names are enough.
             fresh_optimizer: take the weights alone and start this trainer's optimizer from zero.
 
         Returns:
@@ -134,6 +135,8 @@ class Trainer:
 
     def load_reference(self, directory: str) -> None:
         """Keep the weights of a saved state as the frozen reference of the KL term.
+
+        `directory` holds at least the files that `facts.needed_for_weights` names.
 
         Raises:
             StorageError: if there is no state.

@@ -187,7 +187,7 @@ def test_what_one_state_lacks_is_named(trained):
         )
 
 
-@pytest.mark.parametrize("lost", [".metadata", "trainer.json", "__0_0.distcp"])
+@pytest.mark.parametrize("lost", [".metadata", "trainer.json", "__0_0.distcp", "optimizer.__0_1.distcp"])
 def test_a_state_that_is_not_whole_is_refused(trained, lost):
     original, copy = trained
     (copy / lost).unlink()
