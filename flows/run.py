@@ -15,7 +15,7 @@ from flows.iteration import begin, iterate, position_after
 from flows.progress import Progress
 from flows.report import store_plot
 from flows.status import read_status
-from storage.collect import Retention, collect
+from storage.collect import Retention, collect, give_up
 from storage.errors import Overtaken
 from storage.lease import Lease, hold
 from storage.outbox import Outbox
@@ -89,6 +89,7 @@ def next_iteration(root: Root, name: str, config: RunConfig) -> int:
 
 def advance(context: RunContext, progress: Progress, first: int) -> None:
     """Do the iterations from `first` to the last; what they leave is durable when it returns."""
+    context.outbox.add(partial(tidy, context))
     position = begin(context, progress) if first == 0 else position_after(context, first - 1)
     if first == 0:
         context.outbox.add(partial(conclude, context, progress, 0))
@@ -99,9 +100,22 @@ def advance(context: RunContext, progress: Progress, first: int) -> None:
 
 
 def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
-    """Report an iteration, all of which is published, and give up the train states that need not be kept."""
-    root, run, kept = context.root, context.run, context.config.storage
+    """Report an iteration, all of which is published, and give up the train state that need not be kept any longer."""
+    root, run = context.root, context.run
     before = read_iteration(root, run, iteration - 1)[-1] if iteration else None
     progress.finished(record_of(read_iteration(root, run, iteration), before))
-    if kept.keep_newest is not None:
-        collect(root, run, Retention(newest=kept.keep_newest, every=kept.keep_every), apply=True)
+    retention = _retention(context)
+    if retention is not None:
+        give_up(root, run, retention, iteration)
+
+
+def tidy(context: RunContext) -> None:
+    """Give up what an earlier process did not come to, or an earlier configuration kept."""
+    retention = _retention(context)
+    if retention is not None:
+        collect(context.root, context.run, retention, apply=True)
+
+
+def _retention(context: RunContext) -> Retention | None:
+    section = context.config.storage
+    return None if section.keep_newest is None else Retention(newest=section.keep_newest, every=section.keep_every)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 from storage import layout, sealed
 from storage.catalog import Contents, Retired, contents, named_parts
 from storage.ids import Stage
-from storage.manifest import Manifest
+from storage.manifest import Manifest, revisions
 from storage.root import Root
 
 ORPHAN_AGE = timedelta(days=1)
@@ -93,6 +93,37 @@ def collect(
         for one in garbage:
             root.remove(one.key)
     return Collection(run=run, applied=apply, garbage=tuple(garbage))
+
+
+def give_up(root: Root, run: str, retention: Retention, served: int) -> Collection:
+    """Remove the one train state that newly served weights have pushed out of retention, if there is one.
+
+    What `collect` does for all states, without reading the whole root: one look-up for each other run, because a fork
+    names the parts of a state in its own manifest of the same iteration. Hold the run's lease.
+
+    Args:
+        served: iteration of the weights that were served last.
+    """
+    iteration = served - (retention.newest or 0)
+    garbage: list[Garbage] = []
+    if iteration > 0 and not retention.keeps(iteration, served):
+        manifests = list(revisions(root, run, iteration, Stage.TRAIN))
+        for manifest in manifests:
+            key = layout.manifest_key(run, iteration, Stage.TRAIN, manifest.revision)
+            _retire(root, key, manifest, retention, datetime.now(UTC))
+        others = [other for other in root.folders() if other != run]
+        named = {
+            part.key for other in others for one in revisions(root, other, iteration, Stage.TRAIN) for part in one.parts
+        }
+        own = {part.key: part for one in manifests for part in one.parts if layout.is_part_of(part.key, run)}
+        garbage = [
+            Garbage(key=key, bytes=part.bytes, reason="of a train state that retention gives up")
+            for key, part in own.items()
+            if key not in named
+        ]
+        for one in garbage:
+            root.remove(one.key)
+    return Collection(run=run, applied=True, garbage=tuple(garbage))
 
 
 def _states(stored: Contents) -> Iterator[tuple[str, Manifest]]:

@@ -83,6 +83,11 @@ def part_folder(run: str) -> str:
     return f"{run}/parts"
 
 
+def is_part_of(key: str, run: str) -> bool:
+    """Whether a part was written by `run` itself, and not by the run that it was forked from."""
+    return key.startswith(f"{part_folder(run)}/")
+
+
 def part_key(run: str, iteration: int, stage: Stage, name: str, digest: str) -> str:
     """A write-once part. Its digest stands before the extension, so equal content has an equal key."""
     stem, dot, extension = name.rpartition(".")

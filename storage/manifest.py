@@ -1,6 +1,8 @@
 """What a finished stage is, and the one commit point."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Protocol
 
@@ -162,13 +164,16 @@ def _conflict(manifest: Manifest, winner: Manifest) -> CommitConflict:
 
 def find(root: Root, run: str, iteration: int, stage: Stage) -> Manifest | None:
     """The newest revision of a stage's manifest, or None if the stage did not happen."""
-    newest, revision = None, 0
-    while True:
+    return next(reversed(list(revisions(root, run, iteration, stage))), None)
+
+
+def revisions(root: Root, run: str, iteration: int, stage: Stage) -> Iterator[Manifest]:
+    """All revisions of a stage's manifest, from the first."""
+    for revision in itertools.count():
         try:
-            newest = load(root, layout.manifest_key(run, iteration, stage, revision))
+            yield load(root, layout.manifest_key(run, iteration, stage, revision))
         except NotCommitted:
-            return newest
-        revision += 1
+            return
 
 
 def need(root: Root, run: str, iteration: int, stage: Stage) -> Manifest:

@@ -7,7 +7,7 @@ import pytest
 from storage import layout, sealed
 from storage.attempts import begin
 from storage.catalog import Retired, contents
-from storage.collect import Retention, collect
+from storage.collect import Retention, collect, give_up
 from storage.errors import DigestMismatch, PartMissing
 from storage.fork import fork
 from storage.ids import Stage
@@ -16,6 +16,7 @@ from storage.manifest import find, need
 from storage.owner import this_process
 from storage.parts import PartWriter, materialize
 from storage.pieces import keep_piece
+from storage.root import open_root
 from storage.verify import verify
 from tests.storage.runs import DOCUMENT, age, make_iteration, make_run, put
 
@@ -189,3 +190,32 @@ def test_contents_know_what_is_kept(root):
     stored = contents(root, "run")
     assert len(stored.manifests) - len(stored.kept) == 2
     assert not stored.named & {state_key(root, 1), state_key(root, 2)}
+
+
+@pytest.mark.parametrize("retention", [Retention(newest=1), Retention(newest=2), Retention(newest=2, every=3)], ids=str)
+def test_one_state_after_the_other_is_given_up_as_collect_would(root, retention):
+    one_by_one, at_once = (open_root(f"{root.path}-{name}") for name in ("one", "all"))
+    make_run(at_once, iterations=7)
+    make_run(one_by_one, iterations=0)
+    for iteration in range(1, 8):
+        make_iteration(one_by_one, "run", iteration)
+        give_up(one_by_one, "run", retention, iteration)
+        assert verify(one_by_one, "run").sound
+    collect(at_once, "run", retention, apply=True)
+    assert [one_by_one.exists(state_key(one_by_one, n)) for n in range(8)] == [
+        at_once.exists(state_key(at_once, n)) for n in range(8)
+    ]
+    assert collect(one_by_one, "run", retention, apply=True).garbage == ()
+
+
+def test_a_state_that_a_fork_shares_is_given_up_and_stays(root):
+    make_run(root)
+    fork(root, "run", 1, "fork", "c1", DOCUMENT)
+    report = give_up(root, "run", Retention(newest=2), 3)
+    assert report.garbage == ()
+    assert root.exists(state_key(root, 1))
+    assert verify(root, "fork").sound
+    # the other way round: a fork gives up nothing of its parent's
+    make_iteration(root, "fork", 2)
+    assert give_up(root, "fork", Retention(newest=1), 2).garbage == ()
+    assert root.exists(state_key(root, 1))
