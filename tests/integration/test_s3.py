@@ -1,0 +1,128 @@
+"""The whole loop on an object store: a run that is killed on S3 comes to the manifests of a run on files."""
+
+import json
+import subprocess
+import time
+
+import pytest
+
+from flows.cli import execute
+from flows.compare import Pair
+from storage import layout
+from storage.ids import Stage
+from storage.manifest import find, need
+from storage.parts import read_table
+from storage.root import Root, open_root
+from storage.schema import ROLLOUT
+from tests.integration.command import TINY, descendants, finish, ratchet, run_tiny, start, still_running
+from tests.storage.s3 import BUCKET, s3_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+RUN = "tiny"
+URL = f"s3://{BUCKET}/runs"
+PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that there is a middle to be killed in
+STAGES = [(iteration, stage) for iteration in range(3) for stage in Stage]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """A root on S3, which processes that are started meanwhile find in their environment."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as environment:
+        client = server.options["client_kwargs"]
+        environment.setenv("AWS_ENDPOINT_URL", client["endpoint_url"])
+        environment.setenv("AWS_DEFAULT_REGION", client["region_name"])
+        environment.setenv("AWS_ACCESS_KEY_ID", server.options["key"])
+        environment.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret"])
+        yield server.root("runs")
+
+
+@pytest.fixture(scope="module")
+def on_files(tmp_path_factory, home):
+    """A run on files, never interrupted."""
+    root = tmp_path_factory.mktemp("files")
+    done = run_tiny(root, home, *PIECES)
+    assert done.code == 0, done.err
+    return root, done
+
+
+@pytest.fixture(scope="module")
+def on_s3(bucket, home):
+    """The same run on S3: killed in the middle of the rollout of iteration 2, and continued."""
+    arguments = ["run", str(TINY), "--root", URL, "--run", RUN, "--json", *PIECES]
+    process = start(*arguments, home=home)
+    wait_for(bucket, layout.piece_key(RUN, 2, Stage.ROLLOUT, 0, "").rpartition("/")[0], process)
+    started = descendants(process)
+    process.kill()
+    finish(process)
+    assert not still_running(started)
+    assert find(bucket, RUN, 2, Stage.ROLLOUT) is None
+    return ratchet(*arguments, home=home)
+
+
+def wait_for(root: Root, folder: str, process: subprocess.Popen[str]) -> None:
+    """Wait until something is there. The deadline only ends a test that would hang."""
+    deadline = time.monotonic() + 240
+    while not root.keys(folder):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"nothing appeared in {folder}"
+        time.sleep(0.02)
+
+
+def test_it_ends_as_on_files(on_files, on_s3):
+    assert on_s3.code == 0, on_s3.err
+    assert "Traceback" not in on_s3.err
+    for name in ("iterations", "first_accuracy", "last_accuracy"):
+        assert on_s3.json[name] == on_files[1].json[name]
+
+
+def test_every_manifest_is_the_one_of_the_run_on_files(bucket, on_files, on_s3):
+    found = [
+        {(iteration, stage): one.digest for iteration, stage in STAGES if (one := find(root, RUN, iteration, stage))}
+        for root in (open_root(str(on_files[0])), bucket)
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == 4 + 5 * 2
+    comparison = Pair(open_root(str(on_files[0])), bucket, RUN).compare(2, 1)
+    assert comparison.differences == ()
+    assert min(comparison.weights, comparison.optimizer, comparison.rng, comparison.rows, comparison.metrics) > 0
+
+
+def test_no_group_is_there_twice(bucket, on_s3):
+    manifest = need(bucket, RUN, 2, Stage.ROLLOUT)
+    table = read_table(bucket, manifest, ROLLOUT, ["prompt_id", "sample_id"])
+    assert len(set(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))) == 16 * 8
+    assert table.num_rows == 16 * 8
+    assert manifest.attempt == 1
+
+
+def test_a_process_of_its_own_reads_it(bucket, on_s3, home):
+    verified = ratchet("verify", RUN, "--root", URL, "--json", home=home)
+    assert verified.code == 0, verified.err + verified.out
+    status = ratchet("status", RUN, "--root", URL, "--json", home=home)
+    assert status.code == 0, status.err
+    assert status.json["last_accuracy"] == on_s3.json["last_accuracy"]
+
+
+COMMANDS = {
+    "ls": ["ls", "--json"],
+    "show": ["show", RUN, "2", "train", "--json"],
+    "lineage": ["lineage", RUN, "--weights", "2", "--json"],
+    "compact": ["compact", RUN, "--json"],
+    "unlock": ["unlock", RUN],
+    "gc": ["gc", RUN, "--keep-newest", "1", "--json"],
+    "fork": ["fork", RUN, "--at", "1", "--run", "fork"],
+    "verify": ["verify", RUN, "--json"],
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_every_command_works_on_it(bucket, on_s3, words, capfd):
+    assert execute([*words, "--root", URL]) == 0
+    out = capfd.readouterr().out
+    assert json.loads(out) if "--json" in words else out
