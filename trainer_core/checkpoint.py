@@ -6,6 +6,7 @@ megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of 
 
 import contextlib
 import gc
+import os
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, f
     state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=False, metadata=content)
     state["schedule"] = optimizer.schedule.state_dict()
     state["rng"] = _sharded_rng(mesh)
-    with quietly(), _results_stay_in_process():
+    with quietly(), _results_stay_in_process(), _flushing_left_to_the_store():
         # whoever wants the weights alone need not fetch the optimizer
         apart = TorchDistSaveShardedStrategy(separation_hint=OPTIMIZER_PREFIX)
         dist_checkpointing.save(unshared(state), directory, apart, content_metadata=unshared(_CONTENT))
@@ -137,6 +138,17 @@ def _results_stay_in_process() -> Iterator[None]:
         yield
     finally:
         filesystem_async.get_write_results_queue = original
+
+
+@contextlib.contextmanager
+def _flushing_left_to_the_store() -> Iterator[None]:
+    """Let nothing wait for the disk: what is saved is scratch until it is stored, and whoever stores it flushes it."""
+    original = os.fsync
+    os.fsync = lambda fd: None
+    try:
+        yield
+    finally:
+        os.fsync = original
 
 
 @contextlib.contextmanager
