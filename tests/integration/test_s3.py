@@ -31,15 +31,20 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bucket():
-    """A root on S3, which processes that are started meanwhile find in their environment."""
+def server():
+    """A server that processes which are started meanwhile find in their environment."""
     with s3_server() as server, pytest.MonkeyPatch.context() as environment:
         client = server.options["client_kwargs"]
         environment.setenv("AWS_ENDPOINT_URL", client["endpoint_url"])
         environment.setenv("AWS_DEFAULT_REGION", client["region_name"])
         environment.setenv("AWS_ACCESS_KEY_ID", server.options["key"])
         environment.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret"])
-        yield server.root("runs")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bucket(server):
+    return server.root("runs")
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +57,32 @@ def on_files(tmp_path_factory, home):
 
 
 @pytest.fixture(scope="module")
-def on_s3(bucket, home):
-    """The same run on S3: killed in the middle of the rollout of iteration 2, and continued."""
+def continued(server, bucket, home):
+    """The same run on S3: killed in the middle of the rollout of iteration 2, and continued; and what it has read."""
     arguments = ["run", str(TINY), "--root", URL, "--run", RUN, "--json", *PIECES]
     process = start(*arguments, home=home)
+    wait_for(bucket, layout.manifest_key(RUN, 1, Stage.TRAIN, 0), process)
     wait_for(bucket, layout.piece_key(RUN, 2, Stage.ROLLOUT, 0, "").rpartition("/")[0], process)
     started = descendants(process)
     process.kill()
     finish(process)
     assert not still_running(started)
     assert find(bucket, RUN, 2, Stage.ROLLOUT) is None
-    return ratchet(*arguments, home=home)
+    done = ratchet(*arguments, home=home)
+    return done, [request for request in server.faults.requests if request.startswith("GET ")]
 
 
-def wait_for(root: Root, folder: str, process: subprocess.Popen[str]) -> None:
+@pytest.fixture(scope="module")
+def on_s3(continued):
+    return continued[0]
+
+
+def wait_for(root: Root, prefix: str, process: subprocess.Popen[str]) -> None:
     """Wait until something is there. The deadline only ends a test that would hang."""
     deadline = time.monotonic() + 240
-    while not root.keys(folder):
+    while not root.keys(prefix):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"nothing appeared in {folder}"
+        assert time.monotonic() < deadline, f"nothing appeared at {prefix}"
         time.sleep(0.02)
 
 
@@ -99,6 +111,14 @@ def test_no_group_is_there_twice(bucket, on_s3):
     assert len(set(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))) == 16 * 8
     assert table.num_rows == 16 * 8
     assert manifest.attempt == 1
+
+
+def test_of_the_reference_the_weights_alone_were_fetched(bucket, continued):
+    _, fetched = continued
+    states = [need(bucket, RUN, iteration, Stage.TRAIN) for iteration in (0, 1)]
+    found = [[part.name for part in state.parts if any(part.key in one for one in fetched)] for state in states]
+    assert found[0] == [part.name for part in states[0].parts if "optimizer" not in part.name]
+    assert found[1] == [part.name for part in states[1].parts], "the state that the killed run went on from"
 
 
 def test_a_process_of_its_own_reads_it(bucket, on_s3, home):
