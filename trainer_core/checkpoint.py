@@ -49,28 +49,49 @@ def _nothing_to_collect() -> Iterator[None]:
         gc.unfreeze()
 
 
-@_nothing_to_collect()
-def save_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
-    """Write the state into an empty directory; returns the names of the files this rank has written. Collective.
+class Saver:
+    """Saves the states of one model in one process.
 
-    The same state saved again, in another folder or by another process, gives the same bytes.
+    From one save to the next it keeps what depends on the layout alone: which rank writes which piece.
     """
-    Path(directory).mkdir(parents=True, exist_ok=True)
+
+    def __init__(self) -> None:
+        # whoever wants the weights alone need not fetch the optimizer
+        self._strategy = TorchDistSaveShardedStrategy(separation_hint=OPTIMIZER_PREFIX, cached_metadata=True)
+        self._validated = False
+
+    @_nothing_to_collect()
+    def save(self, directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
+        """Write the state into an empty directory; returns the names of the files this rank has written. Collective.
+
+        The same state saved again, in another folder or by another process, gives the same bytes.
+        """
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        state = _sharded_state(model, optimizer, mesh)
+        with quietly(), _results_stay_in_process(), _flushing_left_to_the_store():
+            dist_checkpointing.save(
+                unshared(state),
+                directory,
+                self._strategy,
+                validate_access_integrity=not self._validated,  # that the ranks' pieces make up the whole
+                content_metadata=unshared(_CONTENT),
+            )
+        self._validated = True
+        if mesh.rank == 0:
+            rewrite_metadata(directory)
+            write_facts(directory, facts)
+        dist.barrier()
+        return _files_of(mesh.rank, directory)
+
+
+def _sharded_state(model: Model, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     optimizer.allocate()
     content = _content(mesh)
     state = _sharded_model(model, content)
     state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=False, metadata=content)
     state["schedule"] = optimizer.schedule.state_dict()
     state["rng"] = _sharded_rng(mesh)
-    with quietly(), _results_stay_in_process(), _flushing_left_to_the_store():
-        # whoever wants the weights alone need not fetch the optimizer
-        apart = TorchDistSaveShardedStrategy(separation_hint=OPTIMIZER_PREFIX)
-        dist_checkpointing.save(unshared(state), directory, apart, content_metadata=unshared(_CONTENT))
-    if mesh.rank == 0:
-        rewrite_metadata(directory)
-        write_facts(directory, facts)
-    dist.barrier()
-    return _files_of(mesh.rank, directory)
+    return state
 
 
 def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, restore_rng: bool) -> None:

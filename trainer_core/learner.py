@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from storage.errors import InputError, RatchetError
 from trainer_core import rng
 from trainer_core.batch import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
-from trainer_core.checkpoint import load_state, load_weights, save_state
+from trainer_core.checkpoint import Saver, load_state, load_weights
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.export import export_weights
 from trainer_core.facts import StateFacts, check_modules, read_facts
@@ -33,6 +33,7 @@ class Learner:
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
         self._passes = Passes(self._model, self._mesh, config.micro_batch_size)
+        self._saver = Saver()
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
         self._step = 0
@@ -90,7 +91,7 @@ class Learner:
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )
-        return save_state(directory, self._model, optimizer, self._mesh, facts)
+        return self._saver.save(directory, self._model, optimizer, self._mesh, facts)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool) -> dict[str, float]:
         """One iteration of GRPO."""

@@ -169,6 +169,9 @@ def save_twice(trainer, folder):
     trainer.save(f"{folder}/twice")
     trainer.train_policy(random_samples(2), 1.0)
     trainer.save(f"{folder}/next")
+    trainer.train_policy(random_samples(3), 1.0)
+    draws()
+    trainer.save(f"{folder}/last")  # by now the process knows from earlier saves who writes what
 
 
 def load_save_train_save(trainer, folder):
@@ -178,15 +181,23 @@ def load_save_train_save(trainer, folder):
     trainer.save(f"{folder}/next by another process")
 
 
+def load_train_save(trainer, folder):
+    trainer.load(f"{folder}/next")
+    trainer.train_policy(random_samples(3), 1.0)
+    draws()
+    trainer.save(f"{folder}/last by another process")
+
+
 def files_of(folder):
     return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_state_is_the_same_bytes(model_dir, tmp_path, layout):
-    for body in (save_twice, load_save_train_save):
+    for body in (save_twice, load_save_train_save, load_train_save):
         run_trainers(model_dir, configuration(LAYOUTS[layout]), body, str(tmp_path))
-    for left, right in [("once", "twice"), ("once", "by another process"), ("next", "next by another process")]:
+    others = [(name, f"{name} by another process") for name in ("next", "last")]
+    for left, right in [("once", "twice"), ("once", "by another process"), *others]:
         files, again = files_of(tmp_path / left), files_of(tmp_path / right)
         assert files.keys() == again.keys()
         assert [name for name in files if files[name] != again[name]] == [], (left, right)

@@ -33,6 +33,7 @@ def save_apart_and_together(trainer, folder):
     names = trainer.save(f"{folder}/apart")
     strategy = checkpoint.TorchDistSaveShardedStrategy
     checkpoint.TorchDistSaveShardedStrategy = lambda **_: strategy()
+    trainer._learner._saver = checkpoint.Saver()
     trainer.save(f"{folder}/together")
     trainer.export(f"{folder}/exported")
     return names
