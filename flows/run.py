@@ -1,11 +1,9 @@
 """A run as a Prefect flow. It goes on where the manifests end, so running it again continues it."""
 
 import functools
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 
 from prefect import flow
 
@@ -25,6 +23,7 @@ from tasks.config import RunConfig
 from tasks.context import RunContext, open_run
 from tasks.faults import injected
 from tasks.fleet import Fleet
+from tasks.scratch import scratch, sweep
 from tasks.settings import Settings
 
 
@@ -36,15 +35,16 @@ def process_cluster() -> Cluster:
 
 @contextmanager
 def open_context(name: str, root: Root, config: RunConfig, lease: Lease) -> Iterator[RunContext]:
-    """The room a run works in; its processes and scratch files are gone at the end."""
+    """The room a run works in; its processes and scratch files are gone at the end, those of a killed one now."""
+    sweep()
     with (
-        tempfile.TemporaryDirectory(prefix="ratchet-") as scratch,
+        scratch() as folder,
         process_cluster() as cluster,
         Fleet(name, config, cluster) as fleet,
         injected(cluster.settings.faults, fleet.processes),
         Outbox() as outbox,
     ):
-        yield RunContext(name, root, config, fleet, Path(scratch), lease, outbox)
+        yield RunContext(name, root, config, fleet, folder, lease, outbox)
 
 
 Room = Callable[[str, Root, RunConfig, Lease], AbstractContextManager[RunContext]]

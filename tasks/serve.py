@@ -1,10 +1,7 @@
 """Moving the learner's weights into the engines, and proving that they arrived."""
 
-import shutil
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from storage.errors import SyncMismatch
 from storage.ids import Stage
@@ -14,6 +11,7 @@ from tasks.engine import weights_digest
 from tasks.fleet import EngineHandle
 from tasks.learner import ensure_state, learner
 from tasks.prepare import model_directory
+from tasks.scratch import scratch
 from tasks.trainers import TrainerGroup
 from trainer_core.records import TensorRecord
 
@@ -64,16 +62,11 @@ def deliver(engines: list[EngineHandle], group: TrainerGroup, version: int) -> D
     Raises:
         SyncMismatch: an engine did not receive exactly the tensors that were sent.
     """
-    # shared memory, where there is one: the engine is another process of this host
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="ratchet-weights-", dir=shared if shared.is_dir() else None))
-    try:
+    with scratch(memory=True) as folder:  # the engine is another process of this host
         records: list[TensorRecord] = group.call("export", str(folder))[0]
         digest = weights_digest({record.name: record.digest for record in records})
         with ThreadPoolExecutor(len(engines)) as pool:
             receipts = list(pool.map(lambda engine: engine.receive(str(folder), version, records), engines))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     for receipt in receipts:
         if receipt.weights_digest != digest:
             raise SyncMismatch(f"an engine reports weights {receipt.weights_digest} after {digest} were sent")

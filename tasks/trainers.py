@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from tasks.remote import WorkerGroup, fresh_names, spawn
+from tasks.scratch import new_folder
 from tasks.settings import Settings, trainer_environment
 from trainer_core.batch import Samples, SupervisedExamples
 from trainer_core.config import Device, OptimizerConfig, RankSpec, TrainerConfig
@@ -132,7 +133,8 @@ def start_trainers(
         )
     environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
     actors = spawn(fresh_names(prefix, world_size), [environment] * world_size, detached=not settings.local)
-    meeting_place = Path(tempfile.mkdtemp(prefix="ratchet-rendezvous-"))
+    # detached ranks outlive this process, and so must the folder
+    meeting_place = new_folder() if settings.local else Path(tempfile.mkdtemp(prefix="ratchet-rendezvous-"))
     group = TrainerGroup(rank_labels(world_size), actors, meeting_place)
     ranks = rank_specs(world_size, meeting_place / "store", device, deterministic)
     group.start(TrainerRank, [(model_dir, config, rank) for rank in ranks])
