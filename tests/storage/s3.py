@@ -50,7 +50,9 @@ class S3Server:
             "client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}", "region_name": "us-east-2"},
         }
         location = {"LocationConstraint": "us-east-2"}
-        s3fs.S3FileSystem(**self.options).call_s3("create_bucket", Bucket=BUCKET, CreateBucketConfiguration=location)
+        fs = s3fs.S3FileSystem(**self.options)
+        if not fs.exists(BUCKET):  # moto's buckets are those of the process, whichever server made them
+            fs.call_s3("create_bucket", Bucket=BUCKET, CreateBucketConfiguration=location)
 
     def root(self, prefix: str, bucket: str = BUCKET) -> Root:
         return open_root(f"s3://{bucket}/{prefix}", options=self.options)
