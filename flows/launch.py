@@ -86,7 +86,10 @@ def launch(order: Order, output: Output) -> int:
                 check_free(root, order.run)
                 output.say(f"run {order.run} begins at iteration {first}; Ray and Prefect are coming up")
                 _run_flow(order, signals)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ValueError) as end:
+        # an interrupt at the very start of a task run comes out of Prefect as a ValueError
+        if not (signals.received or isinstance(end, KeyboardInterrupt)):
+            raise
         output.error(f"interrupted. Nothing that was committed is lost; go on with: {order.again}")
         return signals.exit_code
     except InputError:

@@ -15,12 +15,17 @@ class Signals:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         handlers = {number: signal.getsignal(number) for number in numbers}
         self._before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
-        self._received = signal.SIGINT
+        self._received: signal.Signals | None = None
+
+    @property
+    def received(self) -> bool:
+        """Whether one of the signals came."""
+        return self._received is not None
 
     @property
     def exit_code(self) -> int:
         """What a shell expects of a process that the received signal has ended."""
-        return 128 + self._received
+        return 128 + (self._received or signal.SIGINT)
 
     def take(self) -> None:
         """Become the handler, also when somebody else has become it meanwhile."""

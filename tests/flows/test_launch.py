@@ -10,7 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows import launch
 from flows.cli import DEMO_CONFIG
+from flows.output import Output
+from tasks.config import RunConfig
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 180.0
@@ -50,3 +53,24 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_
     assert last.startswith("ratchet: interrupted. Nothing that was committed is lost; go on with: python -m flows run ")
     assert last.endswith(f"--run=a --set=warmup.steps=5000 --root={root} --json")
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_error_that_an_interrupt_became_is_an_interrupt(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+):
+    def flow(_order: launch.Order, _signals: object) -> None:
+        # as Prefect does when the interrupt meets it at the start of a task run
+        try:
+            if interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            raise ValueError("Task run is not set")
+
+    monkeypatch.setattr(launch, "_run_flow", flow)
+    order = launch.Order(config, "a", str(tmp_path / "runs"), "the same command")
+    if interrupted:
+        assert launch.launch(order, Output()) == 130
+    else:
+        with pytest.raises(ValueError, match="Task run is not set"):
+            launch.launch(order, Output())
