@@ -1,8 +1,9 @@
 """Two runs bit for bit, in the order of work: what stages committed, their tables, metrics and train states."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,12 +14,12 @@ from storage import layout
 from storage.ids import Stage
 from storage.manifest import Manifest, find
 from storage.parts import materialize, read_table
+from storage.pieces import read_piece
 from storage.root import Root
 from storage.schema import EVALUATION, REWARD, ROLLOUT
 from trainer_core.comparison import compare_states
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
-_STATE = "state/"
 _OF_ONE_PROCESS = ("seconds", "per_second", "_s")
 """Ends of the names of metrics that measure the work and not its result."""
 
@@ -65,17 +66,6 @@ class Comparison(BaseModel):
         return self.weights + self.optimizer
 
 
-@dataclass
-class _Tally:
-    """The figures of a comparison while it goes on."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def add(self, **more: int) -> None:
-        for name, number in more.items():
-            self.counts[name] = self.counts.get(name, 0) + number
-
-
 @dataclass(frozen=True)
 class Pair:
     """The same run in two roots."""
@@ -94,7 +84,7 @@ class Pair:
         Raises:
             DigestMismatch: a stored file is damaged.
         """
-        tally, differences = _Tally(), list[Difference]()
+        tally, differences = Counter[str](), list[Difference]()
         for iteration in range(iterations + 1):
             due = evaluation_due(iteration, iterations, evaluated_every)
             for stage in stages_of(iteration):
@@ -102,14 +92,14 @@ class Pair:
                     planted = plant if iteration == iterations else None
                     found = self._stage(iteration, stage, tally, planted)
                     differences += [Difference(iteration=iteration, stage=stage, what=what) for what in found]
-        return Comparison(**tally.counts, differences=tuple(differences))
+        return Comparison(**tally, differences=tuple(differences))
 
-    def _stage(self, iteration: int, stage: Stage, tally: _Tally, plant: int | None) -> Iterator[str]:
+    def _stage(self, iteration: int, stage: Stage, tally: Counter[str], plant: int | None) -> Iterator[str]:
         left, right = (find(root, self.run, iteration, stage) for root in (self.left, self.right))
         if left is None or right is None:
             yield "it is not committed " + ("in either run" if left is right else "in one of the runs")
             return
-        tally.add(manifests=1)
+        tally.update(manifests=1)
         if stage in _TABLES:
             yield from self._tables(left, right, tally)
         if stage is Stage.TRAIN and not self._given_up(left, right):
@@ -124,45 +114,38 @@ class Pair:
         pairs = ((self.left, left), (self.right, right))
         return any(not root.exists(part.key) for root, manifest in pairs for part in manifest.parts)
 
-    def _tables(self, left: Manifest, right: Manifest, tally: _Tally) -> Iterator[str]:
+    def _tables(self, left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:
         schema = _TABLES[left.stage]
         ours, theirs = read_table(self.left, left, schema), read_table(self.right, right, schema)
-        tally.add(rows=ours.num_rows)
+        tally.update(rows=ours.num_rows)
         if ours.num_rows != theirs.num_rows:
             yield f"{ours.num_rows} rows against {theirs.num_rows}"
             return
         for name in schema.names:
             yield from _column(name, ours[name].combine_chunks(), theirs[name].combine_chunks())
 
-    def _states(self, left: Manifest, right: Manifest, tally: _Tally, plant: int | None) -> Iterator[str]:
+    def _states(self, left: Manifest, right: Manifest, tally: Counter[str], plant: int | None) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="ratchet-compare-") as scratch:
             folders = [
-                materialize(root, manifest, Path(scratch, side), _STATE)
+                materialize(root, manifest, Path(scratch, side), layout.STATE)
                 for side, root, manifest in (("left", self.left, left), ("right", self.right, right))
             ]
             found = compare_states(*folders, plant=plant)
-        tally.add(states=1, weights=found.weights, optimizer=found.optimizer, rng=found.rng)
+        tally.update(states=1, weights=found.weights, optimizer=found.optimizer, rng=found.rng)
         yield from found.differences
 
 
-def lend_rollouts(source: Root, target: Root, run: str) -> int:
+def lend_rollouts(source: Root, target: Root, run: str) -> None:
     """Give a run the rollout pieces of its namesake, as if an earlier process of its own had made them.
 
     They are used as long as they were made by the very weights that the run comes to.
-
-    Returns:
-        Rows lent.
     """
-    rows = 0
-    for key in source.keys(layout.manifest_folder(run)):
+    for key in filter(layout.is_piece, source.keys(layout.manifest_folder(run))):
         place = layout.place_of(key)
-        manifest = find(source, run, *place) if place is not None else None
-        if layout.is_piece(key) and manifest is not None and manifest.stage is Stage.ROLLOUT:
+        if place is not None and place[1] is Stage.ROLLOUT:
+            part = read_piece(source, key)
+            target.put_if_absent(part.key, source.read_buffer(part.key))
             target.put_if_absent(key, source.read_bytes(key))
-            for part in manifest.parts:
-                target.put_if_absent(part.key, source.read_buffer(part.key))
-                rows += part.rows or 0
-    return rows
 
 
 def _column(name: str, left: pa.Array, right: pa.Array) -> Iterator[str]:
@@ -176,9 +159,9 @@ def _column(name: str, left: pa.Array, right: pa.Array) -> Iterator[str]:
     )
 
 
-def _metrics(left: Manifest, right: Manifest, tally: _Tally) -> Iterator[str]:
+def _metrics(left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:
     ours, theirs = ({name: value for name, value in one.metrics.items() if _of_result(name)} for one in (left, right))
-    tally.add(metrics=len(ours))
+    tally.update(metrics=len(ours))
     for name in sorted({*ours, *theirs}):
         if repr(ours.get(name)) != repr(theirs.get(name)):  # repr: a NaN equals a NaN
             yield f"metric {name}: {ours.get(name)!r} against {theirs.get(name)!r}"

@@ -16,6 +16,8 @@ from storage.ids import Stage
 from storage.manifest import Manifest, revisions
 from storage.root import Root
 
+_GIVEN_UP = "of a train state that retention gives up"
+
 ORPHAN_AGE = timedelta(days=1)
 """A younger object that nothing names may belong to a stage in work."""
 
@@ -117,9 +119,7 @@ def give_up(root: Root, run: str, retention: Retention, served: int) -> Collecti
         }
         own = {part.key: part for one in manifests for part in one.parts if layout.is_part_of(part.key, run)}
         garbage = [
-            Garbage(key=key, bytes=part.bytes, reason="of a train state that retention gives up")
-            for key, part in own.items()
-            if key not in named
+            Garbage(key=key, bytes=part.bytes, reason=_GIVEN_UP) for key, part in own.items() if key not in named
         ]
         for one in garbage:
             root.remove(one.key)
@@ -154,7 +154,7 @@ def _parts(root: Root, stored: Contents, given_up: dict[str, Manifest], moment: 
         if one.key in named or layout.is_temporary(one.key):
             continue
         if one.key in retired:
-            yield Garbage(key=one.key, bytes=one.bytes, reason="of a train state that retention gives up")
+            yield Garbage(key=one.key, bytes=one.bytes, reason=_GIVEN_UP)
         elif one.modified < moment - ORPHAN_AGE:
             yield Garbage(key=one.key, bytes=one.bytes, reason="no manifest names it")
 

@@ -7,6 +7,9 @@ from storage.ids import Stage
 DIGEST_CHARACTERS = 16
 """How much of a part's digest its name carries; the manifest holds the whole of it."""
 
+STATE = "state/"
+"""What the names of a train state's parts begin with."""
+
 _STAGES = "|".join(re.escape(stage.value) for stage in Stage)
 _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.json")
 _ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.attempts/\d+\.json")

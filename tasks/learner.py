@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.ids import Stage
+from storage.layout import STATE
 from storage.manifest import Manifest, Part, need
 from storage.parts import PartWriter, materialize, read_part
 from tasks.context import RunContext
@@ -17,8 +18,6 @@ from tasks.stage import StageResult
 from tasks.trainers import TrainerGroup
 from trainer_core.config import OptimizerConfig
 from trainer_core.facts import needed_for_weights
-
-STATE = "state/"
 
 
 def learner(context: RunContext, prepared: Manifest) -> TrainerGroup:

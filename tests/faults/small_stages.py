@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from storage.digest import value_digest
 from storage.ids import Stage
+from storage.layout import STATE
 from storage.manifest import Fence, Manifest, Part, need
 from storage.outbox import Outbox
 from storage.parts import PartWriter, materialize, read_part, read_table
@@ -24,7 +25,7 @@ from trainer_core.reading import read_samples
 RUN, CONFIG = "run", "config"
 PROMPT_COUNT, HELD_OUT = 16, 2
 PIECES, GROUPS_PER_PIECE, SAMPLES = 3, 2, 2
-STATE, MODEL = "state/", ("config.json", "model.bin", "tokenizer.json")
+MODEL = ("config.json", "model.bin", "tokenizer.json")
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,7 @@ def test_killed_during_the_upload_the_next_rollouts_pieces_are_used(run, whole):
     assert killed.bodies.keys() == COMMITTED | PENDING  # all this was done
     assert between.digests.keys() == COMMITTED
     assert [iteration for iteration, _ in sorted(between.pieces)] == [1] * PIECES + [2] * PIECES
-    again = run.attempt()
-    assert again.code == 0, again.messages
-    assert again.bodies == Counter(whole[1].digests.keys() - COMMITTED)
-    assert again.pieces == []
-    assert run.look().digests == whole[1].digests
-    assert run.look().parts == whole[1].parts
+    assert_completed_with_the_pieces_there(run, whole)
 
 
 def test_pieces_of_a_state_that_came_out_otherwise_are_not_used(run, launcher, tmp_path):
@@ -110,6 +105,11 @@ def test_a_disk_that_is_full_for_the_state_keeps_back_all_that_is_made_from_it(r
     assert failed.lingering == []
     assert between.digests.keys() == COMMITTED
     assert verify(between.root, RUN).sound
+    assert_completed_with_the_pieces_there(run, whole)
+
+
+def assert_completed_with_the_pieces_there(run, whole):
+    """Another start does what is not committed and nothing else, and ends as the run that nothing interrupted."""
     again = run.attempt()
     assert again.code == 0, again.messages
     assert again.bodies == Counter(whole[1].digests.keys() - COMMITTED)

@@ -23,11 +23,6 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("prefect")
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, home):
     """A run of two iterations at one rank, never interrupted."""
     root = tmp_path_factory.mktemp("whole")

@@ -26,11 +26,6 @@ STAGES = [(iteration, stage) for iteration in range(3) for stage in Stage]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("prefect")
-
-
-@pytest.fixture(scope="module")
 def server():
     """A server that processes which are started meanwhile find in their environment."""
     with s3_server() as server, pytest.MonkeyPatch.context() as environment:
