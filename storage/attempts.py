@@ -10,7 +10,10 @@ from storage.root import Root
 
 
 class Attempt(BaseModel):
-    """Record that a process began to work on a stage. For people; nothing is decided by it."""
+    """Record that a process began to work on a stage.
+
+    For people; nothing is decided by it, so nobody waits until it has reached the disk.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,6 +31,6 @@ def begin(root: Root, run: str, iteration: int, stage: Stage, writer: str) -> in
     while True:
         key = layout.attempt_key(run, iteration, stage, 0, number)
         # compared as bytes: the answer to our own write may have been lost, and one that is damaged stops nobody
-        if sealed.publish(root, key, attempt) or root.read_bytes(key) == sealed.seal(attempt):
+        if sealed.publish(root, key, attempt, durable=False) or root.read_bytes(key) == sealed.seal(attempt):
             return number
         number += 1

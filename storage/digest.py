@@ -16,12 +16,8 @@ def bytes_digest(data: bytes | memoryview | pa.Buffer) -> str:
 
 def file_digest(path: str | Path) -> tuple[str, int]:
     """xxh3-128 of a local file, and its size in bytes."""
-    hasher, size = xxhash.xxh3_128(), 0
-    with Path(path).open("rb") as file:
-        while chunk := file.read(1 << 20):
-            hasher.update(chunk)
-            size += len(chunk)
-    return hasher.hexdigest(), size
+    with Path(path).open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest(), file.tell()
 
 
 def value_digest(value: Any) -> str:

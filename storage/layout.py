@@ -12,8 +12,11 @@ STATE = "state/"
 
 _STAGES = "|".join(re.escape(stage.value) for stage in Stage)
 _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.json")
-_ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.attempts/\d+\.json")
+# a folder of attempts is what earlier versions made
+_ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.(attempt-|attempts/)\d+\.json")
 _PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.pieces/[^/]+\.json")
+
+_OF_STAGE = re.compile(r"(/manifests/\d{6,}/[^/.]+\.r\d+)\..*$")
 
 _PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGES})[./]")
 _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
@@ -63,7 +66,7 @@ def is_piece(key: str) -> bool:
 
 def attempt_key(run: str, iteration: int, stage: Stage, revision: int, number: int) -> str:
     """Record that work on a stage began, from 0 without gaps."""
-    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.attempts/{number}.json"
+    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.attempt-{number}.json"
 
 
 def is_attempt(key: str) -> bool:
@@ -73,7 +76,7 @@ def is_attempt(key: str) -> bool:
 
 def stage_of(key: str) -> str:
     """The manifest key of the stage that a piece or an attempt belongs to."""
-    return f"{key.rpartition('/')[0].rpartition('.')[0]}.json"
+    return _OF_STAGE.sub(r"\1.json", key)
 
 
 def retired_key(manifest: str) -> str:

@@ -18,6 +18,7 @@ from storage.schema import accept, check
 from storage.threads import each
 
 _PARALLEL = 4
+_MUCH = 1 << 26  # bytes
 _BATCH_ROWS = 1024  # rows of a record batch: 64 groups of 16 samples, 10 MB at 1,000 tokens each
 
 
@@ -99,7 +100,9 @@ class PartWriter:
         Args:
             prefix: stands before the names of the parts, and neither in the folder nor in their keys.
         """
-        parts = each(lambda name: self.describe_file(name, folder / name), names, _PARALLEL)
+        # threads cost more than they save until there is much to read
+        threads = _PARALLEL if sum((folder / name).stat().st_size for name in names) > _MUCH else 1
+        parts = each(lambda name: self.describe_file(name, folder / name), names, threads)
         return tuple(part.model_copy(update={"name": prefix + part.name}) for part in parts)
 
     @measured()

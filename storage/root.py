@@ -69,8 +69,11 @@ class Root:
         with _absence_explained(self, key):
             return self._read(key, lambda: pa.memory_map(self.full(key)).read_buffer())
 
-    def put_if_absent(self, key: str, data: bytes | pa.Buffer) -> bool:
-        """Write `data` under `key` unless the key is taken; whole or not at all, durable on return.
+    def put_if_absent(self, key: str, data: bytes | pa.Buffer, durable: bool = True) -> bool:
+        """Write `data` under `key` unless the key is taken; whole or not at all.
+
+        Args:
+            durable: on return it outlives a power cut too. Where that costs nothing more it does in any case.
 
         Returns:
             True if this call wrote it, False if the key was taken (by whatever content: read it back and compare).
@@ -79,7 +82,7 @@ class Root:
             raise StorageError(f"{key}: refusing to write an empty object; conditional puts of empty bodies overwrite")
         with _explained(self, key):
             if self.protocol == "file":
-                return local.put_if_absent(Path(self.full(key)), memoryview(data))
+                return local.put_if_absent(Path(self.full(key)), memoryview(data), durable)
             if self.protocol == "memory":
                 return _store_if_absent(self.fs, self.full(key), bytes(data))
             points.reached(Point.MID_PART, key)

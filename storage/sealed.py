@@ -10,9 +10,9 @@ _SEAL = b',\n "checksum": "'
 _END = b'"\n}\n'
 
 
-def publish(root: Root, key: str, record: BaseModel) -> bool:
-    """Write a record unless its key is taken; returns as `Root.put_if_absent`."""
-    return root.put_if_absent(key, seal(record))
+def publish(root: Root, key: str, record: BaseModel, durable: bool = True) -> bool:
+    """Write a record unless its key is taken; `durable` and what is returned are those of `Root.put_if_absent`."""
+    return root.put_if_absent(key, seal(record), durable)
 
 
 def read[M: BaseModel](root: Root, key: str, kind: type[M]) -> M:

@@ -71,7 +71,7 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
     parts = tuple(piece.part for piece in pieces)
     kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
     repeated = {} if kept is None else work.sample_again(engines[0], parts[kept], chosen(kept))
-    samples = read_parts(writer.root, parts, ROLLOUT)
+    samples = pa.concat_tables([piece.table for piece in pieces])
     context.outbox.settle()  # they count only once the state that made them is durable
     return StageOutput(
         parts=parts,
@@ -94,9 +94,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a rollout, and whether an earlier process made it."""
+    """A part of a rollout, its samples, and whether an earlier process made it."""
 
     part: Part
+    table: pa.Table
     kept: bool
 
 
@@ -114,10 +115,14 @@ class _Work:
         name = f"{index:05d}-{self.synced.digest[:12]}"
         kept = find_piece(self.writer, name)
         if kept is not None:
-            return Piece(kept, kept=True)
+            return Piece(kept, self._stored(kept), kept=True)
         table = self._generate(engine, chosen)
         part = self.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
-        return Piece(keep_piece(self.writer, name, part), kept=False)
+        first = keep_piece(self.writer, name, part)
+        return Piece(first, table if first == part else self._stored(first), kept=False)
+
+    def _stored(self, part: Part) -> pa.Table:
+        return read_parts(self.writer.root, [part], ROLLOUT)
 
     def sample_again(self, engine: EngineHandle, kept: Part, chosen: Chosen) -> dict[str, float]:
         """Generate a piece of an earlier process once more, and count the samples that come out bit for bit the same.

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from trainer_core import rng
 from trainer_core.facts import OPTIMIZER_PREFIX, StateFacts, write_facts
@@ -68,7 +69,7 @@ class Saver:
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         state = _sharded_state(model, optimizer, mesh)
-        with quietly(), _results_stay_in_process(), _flushing_left_to_the_store():
+        with quietly(), _results_stay_in_process(), _safety_left_to_the_store():
             dist_checkpointing.save(
                 unshared(state),
                 directory,
@@ -162,14 +163,16 @@ def _results_stay_in_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _flushing_left_to_the_store() -> Iterator[None]:
-    """Let nothing wait for the disk: what is saved is scratch until it is stored, and whoever stores it flushes it."""
-    original = os.fsync
+def _safety_left_to_the_store() -> Iterator[None]:
+    """Flush nothing and compute no CRC: what is saved is scratch until it is stored, flushed and with a digest."""
+    original, checksums = os.fsync, get_crc32_options()
     os.fsync = lambda fd: None
+    set_crc32_options(False)
     try:
         yield
     finally:
         os.fsync = original
+        set_crc32_options(checksums)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def rewrite_metadata(directory: str) -> None:
         storage_data=dict(sorted(found.storage_data.items(), key=lambda entry: _place(entry[0]))),
         storage_meta=None,
     )
-    path.write_bytes(pickle.dumps(pickle.loads(_without_references(kept)), protocol=4))
+    path.write_bytes(_without_references(kept))
 
 
 def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ which 43 % are close to zero, prompts that repeat within their group. MB are 10^
 """
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -89,13 +90,13 @@ def written(root: Root, table: pa.Table, iteration: int, compression: str | None
     return manifest(iteration, (part,))
 
 
-def manifest(iteration: int, parts: tuple[Any, ...] = ()) -> Manifest:
+def manifest(iteration: int, parts: tuple[Any, ...] = (), stage: Stage = Stage.ROLLOUT) -> Manifest:
     """A manifest like those that stages commit."""
     now = datetime.now(UTC)
     return Manifest(
         run="bench",
         iteration=iteration,
-        stage=Stage.ROLLOUT,
+        stage=stage,
         parts=parts,
         inputs={"prepare": "0" * 32, "weights": "1" * 32},
         config_digest="2" * 32,
@@ -129,12 +130,13 @@ def read_jsonl(path: Path) -> list[list[torch.Tensor]]:
 
 
 def commit_milliseconds(root: Root, count: int) -> float:
-    """Median wall time of committing a manifest with 16 parts."""
+    """Median wall time of committing a manifest with 16 parts; as in a run, those of an iteration share a folder."""
     writer = PartWriter(root, "bench", 0, Stage.ROLLOUT)
     parts = tuple(writer.write_bytes(f"groups-{number:05d}.arrow", bytes([number + 1])) for number in range(16))
     taken = []
-    for iteration in range(count):
-        one = manifest(10_000 + iteration, parts)
+    stages = list(Stage)
+    for number in range(count):
+        one = manifest(10_000 + number // len(stages), parts, stages[number % len(stages)])
         before = time.perf_counter()
         commit(root, one)
         taken.append(time.perf_counter() - before)
@@ -253,6 +255,7 @@ def main() -> int:
     parser.add_argument("--run", help="report the price of durability in this run too")
     parser.add_argument("--root", default="file://./runs", help="storage root of that run")
     options = parser.parse_args()
+    gc.freeze()  # when the collector looks at all that torch has imported is chance, and not what is measured
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     torch.set_num_threads(1)

@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from storage import layout
 from storage.attempts import begin
 from storage.ids import Stage
@@ -16,7 +18,7 @@ def attempt(root: Root, writer: str = "host:1", stage: Stage = Stage.TRAIN) -> i
 def test_each_attempt_knows_how_many_came_before(any_root):
     assert [attempt(any_root, f"host:{number}") for number in range(3)] == [0, 1, 2]
     assert attempt(any_root, stage=Stage.REWARD) == 0
-    assert any_root.keys("run")[-1] == "run/manifests/000003/train.r0.attempts/2.json"
+    assert any_root.keys("run")[-1] == "run/manifests/000003/train.r0.attempt-2.json"
 
 
 def test_attempts_are_told_from_manifests_and_pieces(root):
@@ -27,6 +29,13 @@ def test_attempts_are_told_from_manifests_and_pieces(root):
     piece = layout.piece_key("run", 3, Stage.TRAIN, 0, "00000-abc.def")
     assert (layout.is_attempt(piece), layout.is_piece(piece)) == (False, True)
     assert layout.stage_of(piece) == layout.manifest_key("run", 3, Stage.TRAIN, 0)
+
+
+@pytest.mark.parametrize("name", ["train.r0.attempt-1.json", "train.r0.attempts/1.json"])
+def test_attempts_of_earlier_versions_are_known(name):
+    key = f"a.r0.attempt-b/manifests/000003/{name}"
+    assert layout.is_attempt(key)
+    assert layout.stage_of(key) == layout.manifest_key("a.r0.attempt-b", 3, Stage.TRAIN, 0)
 
 
 def test_attempts_at_one_moment_have_numbers_of_their_own(root):
