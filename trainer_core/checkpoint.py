@@ -6,8 +6,6 @@ megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of 
 
 import contextlib
 import gc
-import os
-import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from trainer_core import rng
 from trainer_core.facts import OPTIMIZER_PREFIX, StateFacts, write_facts
@@ -27,7 +23,8 @@ from trainer_core.mesh import Mesh
 from trainer_core.model import Model
 from trainer_core.optimizer import Optimizer
 from trainer_core.platform import quietly
-from trainer_core.repeatable import rewrite_metadata, unshared
+from trainer_core.repeatable import unshared
+from trainer_core.state_writer import scratch_writer
 
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",  # the one that can change TP and PP
@@ -69,7 +66,7 @@ class Saver:
         """
         Path(directory).mkdir(parents=True, exist_ok=True)
         state = _sharded_state(model, optimizer, mesh)
-        with quietly(), _results_stay_in_process(), _safety_left_to_the_store():
+        with quietly(), scratch_writer():
             dist_checkpointing.save(
                 unshared(state),
                 directory,
@@ -79,7 +76,6 @@ class Saver:
             )
         self._validated = True
         if mesh.rank == 0:
-            rewrite_metadata(directory)
             write_facts(directory, facts)
         dist.barrier()
         return _files_of(mesh.rank, directory)
@@ -145,34 +141,6 @@ def _files_of(rank: int, directory: str) -> list[str]:
     tensors = {name: name.removeprefix(OPTIMIZER_PREFIX) for name in names if name.endswith(".distcp")}
     shared = [name for name in names if name not in tensors] if rank == 0 else []
     return [name for name, plain in tensors.items() if plain.startswith(f"__{rank}_")] + shared
-
-
-@contextlib.contextmanager
-def _results_stay_in_process() -> Iterator[None]:
-    """Collect the writers' results in a plain queue.
-
-    megatron-core's get_write_results_queue starts a Manager process per rank for them, which re-imports the main module
-    (10 s) and outlives a rank that ends by a signal. A synchronous save writes in threads of this process.
-    """
-    original = filesystem_async.get_write_results_queue
-    filesystem_async.get_write_results_queue = lambda mp_mode="spawn": queue.Queue()  # pyright: ignore
-    try:
-        yield
-    finally:
-        filesystem_async.get_write_results_queue = original
-
-
-@contextlib.contextmanager
-def _safety_left_to_the_store() -> Iterator[None]:
-    """Flush nothing and compute no CRC: what is saved is scratch until it is stored, flushed and with a digest."""
-    original, checksums = os.fsync, get_crc32_options()
-    os.fsync = lambda fd: None
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        os.fsync = original
-        set_crc32_options(checksums)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,9 @@ import io
 import pickle
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 METADATA_FILE = ".metadata"
@@ -30,17 +31,22 @@ def unshared(value: Any) -> Any:
     return sys.intern(value) if type(value) is str else value
 
 
-def rewrite_metadata(directory: str) -> None:
-    """Take out of a checkpoint's `.metadata` what is not of the state: its folder, a random id, an order of arrival."""
-    path = Path(directory, METADATA_FILE)
-    found = cast(Metadata, pickle.loads(path.read_bytes()))
+def write_metadata(directory: str, metadata: Metadata, places: dict[MetadataIndex, Any]) -> None:
+    """Write a checkpoint's `.metadata`, but for what is not of the state: its folder, a random id, an order of arrival.
+
+    As torch's FileSystemWriter.finish; the file is written once all others are.
+
+    Args:
+        places: where each item has been written.
+    """
     kept = dataclasses.replace(
-        found,
-        state_dict_metadata=dict(sorted(found.state_dict_metadata.items())),
-        storage_data=dict(sorted(found.storage_data.items(), key=lambda entry: _place(entry[0]))),
+        metadata,
+        state_dict_metadata=dict(sorted(metadata.state_dict_metadata.items())),
+        storage_data=dict(sorted(places.items(), key=lambda entry: _place(entry[0]))),
         storage_meta=None,
+        version=CURRENT_DCP_VERSION,
     )
-    path.write_bytes(_without_references(kept))
+    Path(directory, METADATA_FILE).write_bytes(_without_references(kept))
 
 
 def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@ import pickle
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
-from trainer_core.repeatable import METADATA_FILE, rewrite_metadata, unshared
+from trainer_core.repeatable import METADATA_FILE, unshared, write_metadata
 
 
 def of_its_own(text):
@@ -23,7 +23,7 @@ def test_equal_values_are_equal_bytes():
 def metadata(folder, names, entry_names):
     entries = {name: BytesStorageMetadata() for name in names}
     places = {MetadataIndex(name, offset): f"in {name}" for name, offset in entry_names}
-    return Metadata(entries, None, places, StorageMeta(folder, save_id=folder), version="1.0.0")
+    return Metadata(entries, None, None, StorageMeta(folder, save_id=folder)), places
 
 
 def test_metadata_does_not_tell_where_it_was_written_or_who_was_first(tmp_path):
@@ -32,14 +32,13 @@ def test_metadata_does_not_tell_where_it_was_written_or_who_was_first(tmp_path):
         metadata("here", [name, "rng"], [(name, (0, 0)), (name, (1, 0)), ("rng", None)]),
         metadata("there", ["rng", again], [("rng", None), (name, (1, 0)), (again, (0, 0))]),
     ]
-    path = tmp_path / METADATA_FILE
     written = []
-    for version in versions:
-        path.write_bytes(pickle.dumps(version))
-        rewrite_metadata(str(tmp_path))
-        written.append(path.read_bytes())
+    for version, places in versions:
+        write_metadata(str(tmp_path), version, places)
+        written.append((tmp_path / METADATA_FILE).read_bytes())
     assert written[0] == written[1]
     kept = pickle.loads(written[0])
-    assert kept.state_dict_metadata == versions[0].state_dict_metadata
-    assert kept.storage_data == versions[0].storage_data
+    first, places = versions[0]
+    assert kept.state_dict_metadata == first.state_dict_metadata
+    assert kept.storage_data == places
     assert kept.storage_meta is None
