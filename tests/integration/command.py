@@ -17,6 +17,7 @@ from storage.root import open_root
 PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"
 DEADLINE_S = 280
+PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that there is a middle to be killed in
 
 
 @dataclass(frozen=True)

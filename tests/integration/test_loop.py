@@ -14,21 +14,22 @@ from storage.root import open_root
 from storage.schema import REWARD, ROLLOUT
 from tasks.config import GeneratedModel
 from tasks.demo import generate_model
-from tests.integration.command import TINY, committed, descendants, finish, ratchet, run_tiny, start, still_running
+from tests.integration.command import (
+    PIECES,
+    TINY,
+    committed,
+    descendants,
+    finish,
+    ratchet,
+    run_tiny,
+    start,
+    still_running,
+)
 
-LAYOUTS = {"single": [], "pp2": ["--set", "train.parallel.pipeline=2"], "tp2": ["--set", "train.parallel.tensor=2"]}
+LAYOUTS = {"pp2": ["--set", "train.parallel.pipeline=2"], "tp2": ["--set", "train.parallel.tensor=2"]}
 KEYS = {
     "first_accuracy", "last_accuracy", "iterations", "seconds_total", "seconds_per_iteration", "peak_rss_gib", "run",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, home):
-    """A run of two iterations at one rank, never interrupted."""
-    root = tmp_path_factory.mktemp("whole")
-    done = run_tiny(root, home)
-    assert done.code == 0, done.err
-    return root, done
 
 
 def test_standard_output_is_the_result_alone(whole):
@@ -97,23 +98,9 @@ def test_a_changed_meaning_is_refused_with_both_values(whole, home):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "tp2"])
-def test_the_loop_on_two_ranks(whole, tmp_path, home, layout):
-    root, _ = whole
-    done = run_tiny(tmp_path, home, *LAYOUTS[layout])
-    assert done.code == 0, done.err
-    assert done.json["iterations"] == 2
-    # the same seeds and data: one rank and two differ by rounding alone
-    for name in ("loss", "grad_norm", "entropy"):
-        one, two = (committed(place, 1, Stage.TRAIN).metrics[name] for place in (root, tmp_path))
-        assert two == pytest.approx(one, rel=0.05, abs=1e-3)
-    assert committed(tmp_path, 2, Stage.WEIGHT_SYNC).metrics["probe_diff_max"] < 1e-3
-
-
-@pytest.mark.slow
 def test_interrupted_with_ctrl_c_and_continued_gives_the_weights_of_the_whole_run(whole, tmp_path, home):
     root, _ = whole
-    process = start("run", str(TINY), "--root", str(tmp_path), "--run", "tiny", "--json", home=home)
+    process = start("run", str(TINY), "--root", str(tmp_path), "--run", "tiny", "--json", *PIECES, home=home)
     wait_for(tmp_path, "000001/rollout.r0.json")
     started = descendants(process)
     process.send_signal(signal.SIGINT)
@@ -122,29 +109,30 @@ def test_interrupted_with_ctrl_c_and_continued_gives_the_weights_of_the_whole_ru
     assert "go on with: " in interrupted.err
     assert "Traceback" not in interrupted.err
     assert not still_running(started)
-    assert_continues_to_the_same_weights(root, tmp_path, home)
+    continued = run_tiny(tmp_path, home, *PIECES)
+    assert continued.code == 0, continued.err
+    assert continued.json["iterations"] == 2
+    for stage in (Stage.ROLLOUT, Stage.REWARD):
+        ours, theirs = (committed(place, 2, stage) for place in (root, tmp_path))
+        assert [part.digest for part in ours.parts] == [part.digest for part in theirs.parts]
+    ours, theirs = (committed(place, 2, Stage.WEIGHT_SYNC) for place in (root, tmp_path))
+    assert ours.facts["weights_digest"] == theirs.facts["weights_digest"]
 
 
 @pytest.mark.slow
-def test_killed_and_continued_gives_the_weights_of_the_whole_run(whole, tmp_path, home):
-    root, _ = whole
-    process = start("run", str(TINY), "--root", str(tmp_path), "--run", "tiny", "--json", home=home)
-    wait_for(tmp_path, "000001/reward.r0.json")
-    started = descendants(process)
-    process.kill()
-    finish(process)
-    assert not still_running(started)
-    assert_continues_to_the_same_weights(root, tmp_path, home)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_under_another_layout(whole, tmp_path, home):
+def test_two_ranks_do_what_one_does_and_a_run_goes_on_under_another_layout(whole, tmp_path, home):
     root, _ = whole
     first = run_tiny(tmp_path, home, "--iterations", "1", *LAYOUTS["pp2"])
     assert first.code == 0, first.err
     second = run_tiny(tmp_path, home, "--iterations", "2", *LAYOUTS["tp2"])
     assert second.code == 0, second.err
     assert second.json["iterations"] == 2
+    # the same seeds and data: one rank and two differ by rounding alone
+    for iteration in (1, 2):
+        one, two = (committed(place, iteration, Stage.TRAIN).metrics for place in (root, tmp_path))
+        for name in ("loss", "grad_norm", "entropy"):
+            assert two[name] == pytest.approx(one[name], rel=0.05, abs=1e-3), (iteration, name)
+        assert committed(tmp_path, iteration, Stage.WEIGHT_SYNC).metrics["probe_diff_max"] < 1e-3
     assert committed(tmp_path, 2, Stage.TRAIN).facts["rng"] == "reseeded"
     assert committed(root, 2, Stage.TRAIN).facts["rng"] == "continued"
 
@@ -206,17 +194,6 @@ def test_a_fork_with_another_learning_rate_goes_its_own_way(whole, home):
     assert tables[0].equals(tables[1])
     ours, theirs = (need(open_root(str(root)), run, 2, Stage.WEIGHT_SYNC) for run in ("tiny", "fork"))
     assert ours.facts["weights_digest"] != theirs.facts["weights_digest"]
-
-
-def assert_continues_to_the_same_weights(root, other, home):
-    continued = run_tiny(other, home)
-    assert continued.code == 0, continued.err
-    assert continued.json["iterations"] == 2
-    for stage in (Stage.ROLLOUT, Stage.REWARD):
-        ours, theirs = (committed(place, 2, stage) for place in (root, other))
-        assert [part.digest for part in ours.parts] == [part.digest for part in theirs.parts]
-    ours, theirs = (committed(place, 2, Stage.WEIGHT_SYNC) for place in (root, other))
-    assert ours.facts["weights_digest"] == theirs.facts["weights_digest"]
 
 
 def wait_for(root, manifest: str) -> None:

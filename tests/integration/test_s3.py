@@ -14,14 +14,13 @@ from storage.manifest import find, need
 from storage.parts import read_table
 from storage.root import Root, open_root
 from storage.schema import ROLLOUT
-from tests.integration.command import TINY, descendants, finish, ratchet, run_tiny, start, still_running
+from tests.integration.command import PIECES, TINY, descendants, finish, ratchet, start, still_running
 from tests.storage.s3 import BUCKET, s3_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RUN = "tiny"
 URL = f"s3://{BUCKET}/runs"
-PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that there is a middle to be killed in
 STAGES = [(iteration, stage) for iteration in range(3) for stage in Stage]
 
 
@@ -40,15 +39,6 @@ def server():
 @pytest.fixture(scope="module")
 def bucket(server):
     return server.root("runs")
-
-
-@pytest.fixture(scope="module")
-def on_files(tmp_path_factory, home):
-    """A run on files, never interrupted."""
-    root = tmp_path_factory.mktemp("files")
-    done = run_tiny(root, home, *PIECES)
-    assert done.code == 0, done.err
-    return root, done
 
 
 @pytest.fixture(scope="module")
@@ -81,21 +71,21 @@ def wait_for(root: Root, prefix: str, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def test_it_ends_as_on_files(on_files, on_s3):
+def test_it_ends_as_on_files(whole, on_s3):
     assert on_s3.code == 0, on_s3.err
     assert "Traceback" not in on_s3.err
     for name in ("iterations", "first_accuracy", "last_accuracy"):
-        assert on_s3.json[name] == on_files[1].json[name]
+        assert on_s3.json[name] == whole[1].json[name]
 
 
-def test_every_manifest_is_the_one_of_the_run_on_files(bucket, on_files, on_s3):
+def test_every_manifest_is_the_one_of_the_run_on_files(bucket, whole, on_s3):
     found = [
         {(iteration, stage): one.digest for iteration, stage in STAGES if (one := find(root, RUN, iteration, stage))}
-        for root in (open_root(str(on_files[0])), bucket)
+        for root in (open_root(str(whole[0])), bucket)
     ]
     assert found[0] == found[1]
     assert len(found[0]) == 4 + 5 * 2
-    comparison = Pair(open_root(str(on_files[0])), bucket, RUN).compare(2, 1)
+    comparison = Pair(open_root(str(whole[0])), bucket, RUN).compare(2, 1)
     assert comparison.differences == ()
     assert min(comparison.weights, comparison.optimizer, comparison.rng, comparison.rows, comparison.metrics) > 0
 
