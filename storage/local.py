@@ -22,7 +22,7 @@ from storage.points import Point
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 # Linux asks for page-cache memory in blocks as large as the write, and from 2 MB on they are hard to find: 86 MB in one
 # write took 13 times the CPU time of the same in pieces (ext4, kernel 6.18)
-_PIECE = 1 << 20
+PIECE = 1 << 20
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
 
 
@@ -50,7 +50,7 @@ def put_file_if_absent(target: Path, source: Path) -> bool:
 
     def copy(file: BinaryIO) -> None:
         with source.open("rb") as reader:
-            shutil.copyfileobj(reader, file, _PIECE)
+            shutil.copyfileobj(reader, file, PIECE)
         points.reached(Point.MID_PART, str(target))
 
     return _publish(target, copy, source)
@@ -65,8 +65,8 @@ def replace(target: Path, data: memoryview) -> None:
 
 
 def _write(file: BinaryIO, data: memoryview) -> None:
-    for start in range(0, len(data), _PIECE):
-        file.write(data[start : start + _PIECE])
+    for start in range(0, len(data), PIECE):
+        file.write(data[start : start + PIECE])
 
 
 def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True) -> bool:

@@ -30,8 +30,8 @@ def find_piece(writer: PartWriter, name: str) -> Part | None:
 
 def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
     """Record `part` as piece `name`; returns the part of the writer that was first."""
-    sealed.publish(writer.root, _key(writer, name), Piece(part=part))
-    return read_piece(writer.root, _key(writer, name))
+    key = _key(writer, name)
+    return part if sealed.publish(writer.root, key, Piece(part=part)) else read_piece(writer.root, key)
 
 
 def read_piece(root: Root, key: str) -> Part:

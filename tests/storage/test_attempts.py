@@ -1,5 +1,6 @@
 """Attempts are counted by those who begin, whatever becomes of them."""
 
+import os
 import threading
 
 import pytest
@@ -51,6 +52,16 @@ def test_attempts_at_one_moment_have_numbers_of_their_own(root):
     for thread in threads:
         thread.join()
     assert sorted(numbers) == [0, 1, 2, 3]
+
+
+def test_nobody_waits_for_the_disk_on_its_account(root, monkeypatch):
+    attempt(root)  # makes the folder
+    flushed = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    attempt(root)
+    assert flushed == []
+    root.put_if_absent(layout.manifest_key("run", 3, Stage.TRAIN, 0), b"content")
+    assert len(flushed) == 2, "what is decided by: the file and its name"
 
 
 def test_a_lost_answer_is_no_other_attempt():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError, NotCommitted, StorageError, StorageUnavailable
+from storage.local import PIECE
 from storage.root import open_root
 from tests.storage.flaky import flaky_root
 from tests.storage.s3 import BUCKET
@@ -50,6 +51,15 @@ def test_a_taken_key_is_refused_and_keeps_its_content(any_root):
     assert any_root.read_bytes(KEY) == b"first"
     assert any_root.exists(KEY)
     assert bytes(any_root.read_buffer(KEY)) == b"first"
+
+
+@pytest.mark.parametrize("size", [1, 2 * PIECE - 1, 2 * PIECE, 5 * PIECE + 3])
+def test_what_is_written_in_pieces_is_whole(root, size):
+    content = os.urandom(size)
+    assert root.put_if_absent(KEY, content)
+    assert root.read_bytes(KEY) == content
+    root.replace(KEY, content[::-1])
+    assert root.read_bytes(KEY) == content[::-1]
 
 
 def test_a_file_is_stored_whole_and_once(any_root, tmp_path):
