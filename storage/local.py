@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 # Linux asks for page-cache memory in blocks as large as the write, and from 2 MB on they are hard to find: 86 MB in one
 # write took 13 times the CPU time of the same in pieces (ext4, kernel 6.18)
 PIECE = 1 << 20
+_unflushed: set[Path] = set()  # folders that this process has made, and whose names may not be on the disk yet
+_flushing = threading.Lock()
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
 
 
@@ -60,6 +63,7 @@ def replace(target: Path, data: memoryview) -> None:
     """Write `data` at `target` in one step, whatever stood there."""
     _make_folders(target.parent)
     with _temporary(target.parent, lambda file: _write(file, data)) as temporary:
+        _flush_names(target.parent)
         temporary.replace(target)
     _sync(target.parent)
 
@@ -74,6 +78,8 @@ def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | Non
         return False
     _make_folders(target.parent)
     with _temporary(target.parent, fill, given, durable) as temporary:
+        if durable:
+            _flush_names(target.parent)
         if not _link(temporary, target):
             return False
     if durable:
@@ -131,14 +137,25 @@ def _link(temporary: Path, target: Path) -> bool:
 
 
 def _make_folders(folder: Path) -> None:
-    """Like `mkdir -p`, with every new name flushed: a file in a folder that a power cut forgets is lost too."""
     missing = []
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
     for made in reversed(missing):
+        _unflushed.add(made)  # before any thread can find it
         made.mkdir(exist_ok=True)
-        _sync(made.parent)
+
+
+def _flush_names(folder: Path) -> None:
+    """Flush the names of new folders: a file in a folder that a power cut forgets is lost too.
+
+    Once a file has been flushed this costs little, because a journal has written the folders with it.
+    """
+    with _flushing:
+        for one in (folder, *folder.parents):
+            if one in _unflushed:
+                _sync(one.parent)
+                _unflushed.remove(one)
 
 
 def _sync(path: Path) -> None:

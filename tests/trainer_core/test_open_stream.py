@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from storage.local import PIECE
-from trainer_core.state_writer import OpenStream
+from trainer_core.open_stream import OpenStream
 
 
 @pytest.mark.parametrize("numbers", [1, PIECE // 4, PIECE // 4 + 1, PIECE])
