@@ -14,7 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from storage import layout, points
 from storage.errors import StorageUnavailable
@@ -38,9 +38,9 @@ def put_if_absent(target: Path, data: memoryview, durable: bool = True) -> bool:
 
     def write(file: BinaryIO) -> None:
         half = len(data) // 2
-        _write(file, data[:half])
+        write_in_pieces(file, data[:half])
         points.reached(Point.MID_PART, str(target))
-        _write(file, data[half:])
+        write_in_pieces(file, data[half:])
 
     return _publish(target, write, durable=durable)
 
@@ -62,13 +62,14 @@ def put_file_if_absent(target: Path, source: Path) -> bool:
 def replace(target: Path, data: memoryview) -> None:
     """Write `data` at `target` in one step, whatever stood there."""
     _make_folders(target.parent)
-    with _temporary(target.parent, lambda file: _write(file, data)) as temporary:
+    with _temporary(target.parent, lambda file: write_in_pieces(file, data)) as temporary:
         _flush_names(target.parent)
         temporary.replace(target)
     _sync(target.parent)
 
 
-def _write(file: BinaryIO, data: memoryview) -> None:
+def write_in_pieces(file: IO[bytes], data: memoryview) -> None:
+    """Write all of `data`, never more than PIECE bytes in one call; why, stands there."""
     for start in range(0, len(data), PIECE):
         file.write(data[start : start + PIECE])
 

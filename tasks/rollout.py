@@ -70,7 +70,7 @@ def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced:
     seconds = time.perf_counter() - clock
     parts = tuple(piece.part for piece in pieces)
     kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
-    repeated = {} if kept is None else work.sample_again(engines[0], parts[kept], chosen(kept))
+    repeated = {} if kept is None else work.sample_again(engines[0], pieces[kept], chosen(kept))
     samples = pa.concat_tables([piece.table for piece in pieces])
     context.outbox.settle()  # they count only once the state that made them is durable
     return StageOutput(
@@ -124,14 +124,14 @@ class _Work:
     def _stored(self, part: Part) -> pa.Table:
         return read_parts(self.writer.root, [part], ROLLOUT)
 
-    def sample_again(self, engine: EngineHandle, kept: Part, chosen: Chosen) -> dict[str, float]:
+    def sample_again(self, engine: EngineHandle, kept: Piece, chosen: Chosen) -> dict[str, float]:
         """Generate a piece of an earlier process once more, and count the samples that come out bit for bit the same.
 
         What a crash lost cannot be compared; what the same process left can, so it is known whether the engine gives
         the same samples for the same seeds.
         """
         columns = ["response_tokens", "logprobs", "finish_reason"]
-        before = read_parts(self.writer.root, [kept], ROLLOUT, columns).combine_chunks()
+        before = kept.table.select(columns).combine_chunks()
         again = self._generate(engine, chosen).select(columns).combine_chunks()
         equal = sum(before.slice(row, 1).equals(again.slice(row, 1)) for row in range(before.num_rows))
         return {"sampled_again": float(before.num_rows), "sampled_again_equal": float(equal)}

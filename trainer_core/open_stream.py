@@ -2,20 +2,19 @@
 
 from typing import IO
 
-from storage.local import PIECE
+from storage.local import write_in_pieces
 
 
 class OpenStream:
     """A stream that stays open: others append to it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._write = stream.write
+        self._stream = stream
 
     def write(self, data: memoryview) -> int:
         """Write all of `data`; a large tensor in pieces."""
-        if len(data) <= PIECE:
-            return self._write(data)
-        return sum(self._write(data[start : start + PIECE]) for start in range(0, len(data), PIECE))
+        write_in_pieces(self._stream, data)
+        return len(data)
 
     def flush(self) -> None:
         """Left to the stream's own end."""

@@ -22,19 +22,6 @@ def flushes(monkeypatch) -> list[str]:
     return found
 
 
-def test_the_folders_that_it_made_are_flushed_with_the_next_manifest(root, monkeypatch):
-    flushed = flushes(monkeypatch)
-    attempt(root)
-    root.put_if_absent(layout.manifest_key("run", 3, Stage.TRAIN, 0), b"content")
-    folders = [one for one in flushed if layout.TEMPORARY_PREFIX not in one]
-    made = [f"{root.path}/run/manifests", f"{root.path}/run", root.path, str(Path(root.path).parent)]
-    assert folders == [*made, f"{root.path}/run/manifests/000003"], "the names of the new folders, then the manifest's"
-    assert layout.TEMPORARY_PREFIX in flushed[0], "what is decided by is flushed before it has its name"
-    flushed.clear()
-    root.put_if_absent(layout.manifest_key("run", 3, Stage.REWARD, 0), b"content")
-    assert len(flushed) == 2
-
-
 def attempt(root: Root, writer: str = "host:1", stage: Stage = Stage.TRAIN) -> int:
     return begin(root, "run", 3, stage, writer)
 
@@ -82,6 +69,19 @@ def test_nobody_waits_for_the_disk_on_its_account(root, monkeypatch):
     attempt(root)
     attempt(root)
     assert flushed == []
+
+
+def test_the_folders_that_it_made_are_flushed_with_the_next_manifest(root, monkeypatch):
+    flushed = flushes(monkeypatch)
+    attempt(root)
+    root.put_if_absent(layout.manifest_key("run", 3, Stage.TRAIN, 0), b"content")
+    folders = [one for one in flushed if layout.TEMPORARY_PREFIX not in one]
+    made = [f"{root.path}/run/manifests", f"{root.path}/run", root.path, str(Path(root.path).parent)]
+    assert folders == [*made, f"{root.path}/run/manifests/000003"], "the names of the new folders, then the manifest's"
+    assert layout.TEMPORARY_PREFIX in flushed[0], "what is decided by is flushed before it has its name"
+    flushed.clear()
+    root.put_if_absent(layout.manifest_key("run", 3, Stage.REWARD, 0), b"content")
+    assert len(flushed) == 2
 
 
 def test_a_lost_answer_is_no_other_attempt():
