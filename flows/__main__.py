@@ -3,8 +3,8 @@
 import os
 import sys
 
-from flows.cli import execute
-from tasks.settings import prepare_process
+from flows.cli.app import execute
+from tasks.config.environment import prepare_process
 
 
 def main() -> None:

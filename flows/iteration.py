@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from functools import partial
 
-from flows.history import evaluation_due
-from flows.progress import Progress
+from flows.views.history import evaluation_due
+from flows.views.progress import Progress
 from storage.ids import Stage
 from storage.manifest import Manifest, need
-from tasks import stages
-from tasks.context import RunContext
-from tasks.stages import StageTask
+from tasks.stages import prefect_tasks as stages
+from tasks.stages.context import RunContext
+from tasks.stages.prefect_tasks import StageTask
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,24 @@ from functools import partial
 
 from prefect import flow
 
-from flows.artifacts import publish
-from flows.history import first_incomplete, read_iteration, record_of
 from flows.iteration import begin, iterate, position_after
-from flows.progress import Progress
-from flows.report import store_plot
-from flows.status import read_status
-from storage.collect import Retention, collect, give_up
+from flows.proof.faults import injected
+from flows.views.artifacts import publish
+from flows.views.curves import store_plot
+from flows.views.history import first_incomplete, read_iteration, record_of
+from flows.views.progress import Progress
+from flows.views.status import read_status
+from storage.backends.root import Root
 from storage.errors import Overtaken
-from storage.lease import Lease, hold
-from storage.outbox import Outbox
-from storage.root import Root
-from tasks.cluster import Cluster
-from tasks.config import RunConfig
-from tasks.context import RunContext, open_run
-from tasks.faults import injected
-from tasks.fleet import Fleet
-from tasks.scratch import scratch, sweep
-from tasks.settings import Settings
+from storage.ownership.lease import Lease, hold
+from storage.upkeep.retention import Retention, collect, give_up
+from storage.write_behind import Outbox
+from tasks.config.environment import Settings
+from tasks.config.run import RunConfig
+from tasks.stages.context import RunContext, open_run
+from tasks.workers.cluster import Cluster
+from tasks.workers.fleet import Fleet
+from tasks.workers.scratch import scratch, sweep
 
 
 @functools.cache

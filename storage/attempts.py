@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict
 
-from storage import layout, sealed
+from storage import layout, records
+from storage.backends.root import Root
 from storage.ids import Stage
-from storage.root import Root
 
 
 class Attempt(BaseModel):
@@ -31,6 +31,6 @@ def begin(root: Root, run: str, iteration: int, stage: Stage, writer: str) -> in
     while True:
         key = layout.attempt_key(run, iteration, stage, 0, number)
         # compared as bytes: the answer to our own write may have been lost, and one that is damaged stops nobody
-        if sealed.publish(root, key, attempt, durable=False) or root.read_bytes(key) == sealed.seal(attempt):
+        if records.publish(root, key, attempt, durable=False) or root.read_bytes(key) == records.seal(attempt):
             return number
         number += 1

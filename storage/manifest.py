@@ -8,11 +8,11 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from storage import layout, sealed
+from storage import layout, records
+from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StorageError
 from storage.ids import Stage
-from storage.root import Root
 
 FORMAT_VERSION = 1
 
@@ -144,7 +144,7 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         fence.check()
         manifest = manifest.model_copy(update={"epoch": fence.epoch})
     key = layout.manifest_key(manifest.run, manifest.iteration, manifest.stage, manifest.revision)
-    if sealed.publish(root, key, manifest):
+    if records.publish(root, key, manifest):
         return manifest
     winner = load(root, key)
     if winner.digest != manifest.digest:
@@ -197,11 +197,11 @@ def load(root: Root, key: str) -> Manifest:
         SchemaMismatch: it is of a format that this version does not read.
     """
     where = f"{root.url}/{key}"
-    text = sealed.unseal(root.read_bytes(key), where)
+    text = records.unseal(root.read_bytes(key), where)
     version = json.loads(text).get("format_version")  # before the rest: a newer format may have other fields
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise SchemaMismatch(
             f"{where} has manifest format {version}; this version of Ratchet reads up to {FORMAT_VERSION}. "
             "Use a newer Ratchet"
         )
-    return sealed.parse(text, Manifest, where)
+    return records.parse(text, Manifest, where)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from storage import layout, points
+from storage import kill_points, layout
+from storage.backends.root import Root
 from storage.digest import bytes_digest, file_digest
 from storage.errors import DigestMismatch, NotCommitted, PartMissing, StorageError
 from storage.ids import Stage
+from storage.kill_points import Point
 from storage.manifest import Manifest, Part
 from storage.meter import measured
-from storage.points import Point
-from storage.root import Root
+from storage.parallel import each
 from storage.schema import accept, check
-from storage.threads import each
 
 _PARALLEL = 4
 _MUCH = 1 << 26  # bytes
@@ -84,7 +84,7 @@ class PartWriter:
         after = path.stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise StorageError(f"{path} changed while it was stored as {part.key}: finish writing it first")
-        points.reached(Point.UPLOAD, part.key)
+        kill_points.reached(Point.UPLOAD, part.key)
 
     @measured()
     def write_files(self, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:

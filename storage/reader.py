@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from storage.backends.root import Root
 from storage.errors import StorageError
 from storage.manifest import Manifest
 from storage.parts import open_table, read_part_buffer
-from storage.root import Root
 from storage.schema import stored_schema
 
 

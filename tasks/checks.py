@@ -8,12 +8,12 @@ from typing import Any
 
 import fsspec
 
+from storage.backends.root import Root
 from storage.errors import InputError
-from storage.root import Root
-from tasks.config import GeneratedModel, RunConfig
-from tasks.prepare import prompt_tables, text_codec
+from tasks.config.environment import Settings
+from tasks.config.run import GeneratedModel, RunConfig
 from tasks.rewards.resolve import resolve_reward
-from tasks.settings import Settings
+from tasks.stages.prepare import prompt_tables, text_codec
 from trainer_core.config import check_layout
 
 

@@ -50,7 +50,7 @@ def test_a_file_keeps_the_rules(path: Path):
     calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     names = {call.id for call in calls if isinstance(call, ast.Name)}
     assert not names & {"print", "hasattr", "breakpoint"}
-    if path != PROJECT / "tasks" / "settings.py":
+    if path != PROJECT / "tasks" / "config" / "environment.py":
         assert "os.environ" not in text
         assert "getenv" not in text
 
@@ -67,10 +67,10 @@ def test_our_packages_are_the_ones_imported(package: str):
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("tasks.config", {"torch", "ray", "vllm", "prefect", "transformers"}),
+        ("tasks.config.run", {"torch", "ray", "vllm", "prefect", "transformers"}),
         ("trainer_core.config", {"torch", "numpy", "megatron"}),
         ("storage.parts", {"torch", "ray", "vllm", "prefect"}),
-        ("flows.status", {"torch", "ray", "vllm", "prefect"}),
+        ("flows.views.status", {"torch", "ray", "vllm", "prefect"}),
     ],
 )
 def test_a_module_is_light(module: str, forbidden: set[str]):

@@ -6,21 +6,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError
-from trainer_core import rng
-from trainer_core.batch import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
-from trainer_core.checkpoint import Saver, load_state, load_weights
+from trainer_core.algorithms.grpo import PolicyPhase
+from trainer_core.algorithms.reference import Reference
+from trainer_core.algorithms.supervised import SupervisedPhase
+from trainer_core.batches.sequences import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
-from trainer_core.export import export_weights
-from trainer_core.facts import StateFacts, check_modules, read_facts
-from trainer_core.mesh import join, leave
-from trainer_core.model import build_model
-from trainer_core.optimizer import Optimizer
-from trainer_core.passes import Passes
-from trainer_core.platform import Platform, quietly
-from trainer_core.policy import PolicyPhase
-from trainer_core.records import TensorRecord
-from trainer_core.reference import Reference
-from trainer_core.supervised import SupervisedPhase
+from trainer_core.model import rng
+from trainer_core.model.mesh import join, leave
+from trainer_core.model.model import build_model
+from trainer_core.model.optimizer import Optimizer
+from trainer_core.model.passes import Passes
+from trainer_core.platform.platform import Platform, quietly
+from trainer_core.state.checkpoint import Saver, load_state, load_weights
+from trainer_core.state.facts import StateFacts, check_modules, read_facts
+from trainer_core.weights.export import export_weights
+from trainer_core.weights.records import TensorRecord
 
 
 class Learner:

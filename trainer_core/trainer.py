@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_core.batch import Samples, SupervisedExamples
+from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
-from trainer_core.records import TensorRecord
+from trainer_core.weights.records import TensorRecord
 
 
 class Trainer:
@@ -22,7 +22,7 @@ class Trainer:
         Raises:
             InputError: if the model is missing or cannot take the layout, or the device is not there.
         """
-        from trainer_core.platform import prepare, use_deterministic_kernels
+        from trainer_core.platform.platform import prepare, use_deterministic_kernels
 
         platform = prepare(rank.device, rank.local_rank)
         if rank.chooses_kernels:

@@ -23,15 +23,15 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from storage.catalog import contents
-from storage.compact import SAMPLES, write_archive
+from storage.backends.root import Root, open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import Stage
 from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
 from storage.reader import flat, read_table
-from storage.root import Root, open_root
 from storage.schema import ROLLOUT
+from storage.upkeep.archive import SAMPLES, write_archive
+from storage.upkeep.catalog import contents
 
 GROUP = 16
 PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 64, 1024, 32_000

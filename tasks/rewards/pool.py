@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage.errors import StageFailed
-from tasks.code_version import PROJECT_ROOT
-from tasks.settings import child_python_path
+from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.environment import child_python_path
 
 START_DEADLINE_S = 60.0
 

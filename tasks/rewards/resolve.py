@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any, cast
 
 from storage.errors import InputError
-from tasks.code_version import PROJECT_ROOT
+from tasks.config.code_version import PROJECT_ROOT
 
 GROUP = "ratchet.rewards"
 

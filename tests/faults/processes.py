@@ -153,8 +153,8 @@ class Fleet:
     """The node and its workers. Make it before any thread is started: it forks.
 
     Args:
-        replaces: see before each stage who died meanwhile, and start new ones, as `tasks.fleet.Fleet` does once Ray has
-            told it; otherwise a death is met in the next call.
+        replaces: see before each stage who died meanwhile, and start new ones, as `tasks.workers.fleet.Fleet` does once
+            Ray has told it; otherwise a death is met in the next call.
         started: is told name and process id of each process.
     """
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flows.proof.faults import Fault, Reached
 from storage import layout
-from storage.catalog import Contents, contents
+from storage.backends.root import Root, open_root
 from storage.errors import StorageError
 from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.parts import is_intact
-from storage.root import Root, open_root
-from tasks.faults import Fault, Reached
+from storage.upkeep.catalog import Contents, contents
 from tests.faults.journal import Entry, read_journal
 from tests.faults.small_run import Plan, is_running
 from tests.faults.small_stages import RUN

@@ -17,17 +17,17 @@ import psutil
 import pyarrow.compute  # noqa: F401 - otherwise each forked process imports it when it first reads a table
 from pydantic import BaseModel, ConfigDict
 
-from flows.history import evaluation_due, first_incomplete
-from storage import layout, points, sealed
+from flows.proof.faults import FLOW, FaultFolder
+from flows.views.history import evaluation_due, first_incomplete
+from storage import kill_points, layout, records
+from storage.backends.root import open_root
 from storage.errors import RatchetError
 from storage.ids import Stage
-from storage.lease import hold
+from storage.kill_points import Point
 from storage.manifest import Manifest, need
-from storage.outbox import Outbox
-from storage.points import Point
-from storage.root import open_root
-from tasks.code_version import code_version
-from tasks.faults import FLOW, FaultFolder
+from storage.ownership.lease import hold
+from storage.write_behind import Outbox
+from tasks.config.code_version import code_version
 from tests.faults import small_stages as stages
 from tests.faults.journal import Journal
 from tests.faults.processes import NODE, Fleet
@@ -152,9 +152,9 @@ def drive(plan: Plan) -> None:
 
     started(FLOW, os.getpid())
     root, fleet = open_root(plan.root), Fleet(plan.replaces, started)
-    sealed.publish(root, layout.run_config_key(RUN), Document())
+    records.publish(root, layout.run_config_key(RUN), Document())
     with (
-        points.observed(Observer(plan, fleet, journal)),
+        kill_points.observed(Observer(plan, fleet, journal)),
         hold(root, RUN, "small run") as lease,
         tempfile.TemporaryDirectory(dir=plan.folder) as scratch,
         NotedOutbox(journal) as outbox,

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.ids import Stage
 from storage.layout import STATE
 from storage.manifest import Fence, Manifest, Part, need
-from storage.outbox import Outbox
 from storage.parts import PartWriter, materialize, read_part, read_table
-from storage.pieces import find_piece, keep_piece
-from storage.root import Root
 from storage.schema import EVALUATION, PROMPTS, REWARD, ROLLOUT, fingerprint
-from tasks.stage import StageOutput, StageResult, run_stage
+from storage.unfinished import find_piece, keep_piece
+from storage.write_behind import Outbox
+from tasks.stages.stage import StageOutput, StageResult, run_stage
 from tests.faults.journal import Journal
 from tests.faults.processes import Fleet, Group
-from trainer_core.reading import read_samples
+from trainer_core.batches.reading import read_samples
 
 RUN, CONFIG = "run", "config"
 PROMPT_COUNT, HELD_OUT = 16, 2
@@ -30,7 +30,7 @@ MODEL = ("config.json", "model.bin", "tokenizer.json")
 
 @dataclass(frozen=True)
 class SmallContext:
-    """As `tasks.context.RunContext`."""
+    """As `tasks.stages.context.RunContext`."""
 
     root: Root
     fleet: Fleet
@@ -144,7 +144,7 @@ def evaluate(context: SmallContext, iteration: int, prepared: Manifest, synced: 
 
 
 def _ensure_state(context: SmallContext, state: Manifest) -> Group:
-    """As `tasks.learner.ensure_state`."""
+    """As `tasks.stages.held_state.ensure_state`."""
     group = context.fleet.trainers()
     if set(group.call("identity")) != {state.digest}:
         context.outbox.settle()  # ranks that died may have left a state that is not stored yet
@@ -162,7 +162,7 @@ def _adopted(context: SmallContext, result: StageResult) -> Manifest:
 
 
 def _saved(context: SmallContext, group: Group, writer: PartWriter, cursor: int) -> StageOutput:
-    """As `tasks.learner.save_state`: the files are described now and stored behind the stages that follow."""
+    """As `tasks.stages.held_state.save_state`: the files are described now and stored behind the stages that follow."""
     folder = Path(tempfile.mkdtemp(dir=context.scratch))
     names = sorted(name for owned in group.call("save", str(folder)) for name in owned)
     parts = writer.describe_files(folder, names, STATE)
@@ -179,7 +179,7 @@ def _deliver(context: SmallContext, group: Group, version: int) -> str:
 
 
 def _ensure_served(context: SmallContext, synced: Manifest) -> Group:
-    """As `tasks.serve.ensure_served`."""
+    """As `tasks.stages.served_weights.ensure_served`."""
     engine, wanted = context.fleet.engine(), (synced.iteration, synced.facts["weights_digest"])
     if engine.call("identity")[0] != wanted:
         context.outbox.settle()
@@ -197,7 +197,7 @@ def _piece(
     cursor: int,
     index: int,
 ) -> Part:
-    """As a piece of `tasks.rollout`."""
+    """As a piece of `tasks.stages.rollout`."""
     name = f"{index:05d}-{synced.digest[:12]}"
     kept = find_piece(writer, name)
     if kept is not None:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from flows.proof.faults import FLOW, Fault
 from storage import layout
 from storage.ids import Stage
+from storage.kill_points import Point
 from storage.manifest import Manifest
 from storage.parts import read_table
-from storage.points import Point
 from storage.schema import ROLLOUT
-from storage.verify import Fault as Flaw
-from storage.verify import verify
-from tasks.faults import FLOW, Fault
+from storage.upkeep.verify import Fault as Flaw
+from storage.upkeep.verify import verify
 from tests.faults.processes import NODE, WORKERS
 from tests.faults.running import Attempt, Look, SmallRun
 from tests.faults.small_run import ITERATIONS

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
+from flows.proof.faults import Fault
 from storage.ids import Stage
-from storage.points import Point
-from storage.verify import verify
-from tasks.faults import Fault
+from storage.kill_points import Point
+from storage.upkeep.verify import verify
 from tests.faults.running import SmallRun, watched
 from tests.faults.small_stages import PIECES, RUN
 

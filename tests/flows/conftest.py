@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.history import stages_of
-from flows.server import TemporaryServer, drain
+from flows.server.temporary import TemporaryServer, drain
+from flows.views.history import stages_of
+from storage.backends.root import Root, open_root
 from storage.ids import Stage
 from storage.manifest import commit
-from storage.root import Root, open_root
-from tasks.config import RunConfig, parse_config
-from tasks.stored_config import record_config
+from tasks.config.run import RunConfig, parse_config
+from tasks.config.stored import record_config
 from tests.flows.runs import MINIMAL, MakeRun, make_manifest
 
 

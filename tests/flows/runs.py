@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from flows.history import stages_of
+from flows.views.history import stages_of
 from storage.ids import Stage
 from storage.manifest import Manifest
 

@@ -12,19 +12,19 @@ import pytest
 from prefect import flow
 from rich.console import Console
 
-from flows.progress import Progress
 from flows.run import advance, complete, next_iteration
+from flows.views.progress import Progress
+from storage.backends.root import Root
 from storage.errors import LeaseHeld, StorageUnavailable, WorkerLost
 from storage.ids import Stage
-from storage.lease import check_free, hold
 from storage.manifest import Manifest, commit, find, need
-from storage.outbox import Outbox
-from storage.root import Root
-from tasks import stages
-from tasks.config import RunConfig
-from tasks.context import RunContext
-from tasks.stage import StageOutput, StageResult
-from tasks.stages import StageTask
+from storage.ownership.lease import check_free, hold
+from storage.write_behind import Outbox
+from tasks.config.run import RunConfig
+from tasks.stages import prefect_tasks as stages
+from tasks.stages.context import RunContext
+from tasks.stages.prefect_tasks import StageTask
+from tasks.stages.stage import StageOutput, StageResult
 
 Done = list[tuple[int, Stage, bool]]
 SENTENCE = {

@@ -7,13 +7,13 @@ import time
 import numpy as np
 import pytest
 
+from storage.backends.root import open_root
 from storage.ids import Stage
 from storage.manifest import need
 from storage.parts import read_table
-from storage.root import open_root
 from storage.schema import REWARD, ROLLOUT
-from tasks.config import GeneratedModel
-from tasks.demo import generate_model
+from tasks.config.run import GeneratedModel
+from tasks.data.generated import generate_model
 from tests.integration.command import (
     PIECES,
     TINY,

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from flows.cli import execute
-from flows.compare import Pair
+from flows.cli.app import execute
+from flows.proof.compare import Pair
 from storage import layout
+from storage.backends.root import Root, open_root
 from storage.ids import Stage
 from storage.manifest import find, need
 from storage.parts import read_table
-from storage.root import Root, open_root
 from storage.schema import ROLLOUT
 from tests.integration.command import PIECES, TINY, descendants, finish, ratchet, start, still_running
 from tests.storage.s3 import BUCKET, s3_server

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from storage.owner import Clock, Owner
+from storage.ownership.process import Clock, Owner
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

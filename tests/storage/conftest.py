@@ -2,7 +2,7 @@ import uuid
 
 import pytest
 
-from storage.root import open_root
+from storage.backends.root import open_root
 from tests.storage.s3 import s3_server
 
 

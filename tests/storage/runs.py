@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel
 
-from storage import layout, sealed
+from storage import layout, records
+from storage.backends.root import Root
 from storage.ids import Stage
 from storage.manifest import Manifest, commit, find
 from storage.parts import PartWriter
-from storage.root import Root
 from storage.schema import PROMPTS, REWARD, ROLLOUT
 from tests.storage.tables import list_column, manifest, rollout_table
 
@@ -29,7 +29,7 @@ DOCUMENT = Document()
 
 def make_run(root: Root, run: str = "run", iterations: int = 3) -> dict[tuple[int, Stage], Manifest]:
     """A complete run; returns its manifests by iteration and stage."""
-    sealed.publish(root, layout.run_config_key(run), DOCUMENT)
+    records.publish(root, layout.run_config_key(run), DOCUMENT)
     for iteration in range(iterations + 1):
         make_iteration(root, run, iteration)
     return {

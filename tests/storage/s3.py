@@ -9,7 +9,7 @@ import s3fs
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-from storage.root import Root, open_root
+from storage.backends.root import Root, open_root
 
 BUCKET = "ratchet"
 logging.getLogger("werkzeug").setLevel(logging.WARNING)

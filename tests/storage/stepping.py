@@ -6,7 +6,7 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from storage.root import Root
+from storage.backends.root import Root
 
 
 class Killed(BaseException):

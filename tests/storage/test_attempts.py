@@ -8,8 +8,8 @@ import pytest
 
 from storage import layout
 from storage.attempts import begin
+from storage.backends.root import Root
 from storage.ids import Stage
-from storage.root import Root
 from tests.storage.flaky import flaky_root
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from storage import layout
-from storage.catalog import contents
-from storage.collect import collect
-from storage.root import open_root
-from storage.verify import verify
+from storage.backends.root import open_root
+from storage.upkeep.catalog import contents
+from storage.upkeep.retention import collect
+from storage.upkeep.verify import verify
 from tests.storage.worker import ITERATIONS, PIECES, STAGES
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from storage.errors import (
 )
 from storage.ids import Stage
 from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
-from storage.sealed import seal, unseal
+from storage.records import seal, unseal
 from tests.storage.flaky import flaky_root
 from tests.storage.tables import TIME, manifest
 

@@ -6,9 +6,9 @@ import time
 from storage import meter
 from storage.ids import Stage
 from storage.manifest import commit
-from storage.outbox import Outbox
+from storage.parallel import each
 from storage.parts import PartWriter, materialize
-from storage.threads import each
+from storage.write_behind import Outbox
 from tests.storage.tables import manifest
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.compact import compact
+from storage.backends.root import Root, open_root
 from storage.ids import Stage
 from storage.manifest import need
 from storage.reader import read_table, row_views
-from storage.root import Root, open_root
+from storage.upkeep.archive import compact
 from tests.storage.runs import GROUPS, SAMPLES, make_run
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "storage.md"

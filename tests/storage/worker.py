@@ -10,13 +10,13 @@ import signal
 import sys
 from pathlib import Path
 
-from storage import layout, sealed
+from storage import layout, records
+from storage.backends.root import open_root
 from storage.ids import Stage
-from storage.lease import hold
 from storage.manifest import Manifest, commit, find
+from storage.ownership.lease import hold
 from storage.parts import PartWriter
-from storage.pieces import find_piece, keep_piece
-from storage.root import open_root
+from storage.unfinished import find_piece, keep_piece
 from tests.storage.runs import DOCUMENT
 from tests.storage.tables import manifest
 
@@ -26,7 +26,7 @@ STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
 
 def work(url: str) -> None:
     root, before = open_root(url), None
-    sealed.publish(root, layout.run_config_key("run"), DOCUMENT)
+    records.publish(root, layout.run_config_key("run"), DOCUMENT)
     with hold(root, "run", "worker", 60.0) as lease:
         for iteration in range(1, ITERATIONS + 1):
             for stage in STAGES:

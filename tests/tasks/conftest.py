@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.cluster import Cluster
-from tasks.engine import EngineSpec
-from tasks.settings import Settings
+from tasks.config.environment import Settings
+from tasks.engine.engine import EngineSpec
+from tasks.workers.cluster import Cluster
 from tests.tasks.engine_process import CONTEXT, engine_process
 
 

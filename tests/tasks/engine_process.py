@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tasks.engine import Engine
-from tasks.settings import engine_environment
+from tasks.config.environment import engine_environment
+from tasks.engine.engine import Engine
 
 VOCABULARY = 32
 EOS = 1

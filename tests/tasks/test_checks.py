@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable
-from storage.root import open_root
 from tasks.checks import check_run, check_scratch
-from tasks.config import GeneratedModel, load_config
-from tasks.context import open_run
-from tasks.demo import generate_model
-from tasks.stored_config import stored_config
+from tasks.config.run import GeneratedModel, load_config
+from tasks.config.stored import stored_config
+from tasks.data.generated import generate_model
+from tasks.stages.context import open_run
 
 BASE = """
 [model.generate]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from trainer_core.batch import Samples, SupervisedExamples
+from trainer_core.batches.sequences import Samples, SupervisedExamples
 
 VOCABULARY = 100  # is padded to 128 columns, so that padding is exercised
 

@@ -3,7 +3,7 @@
 import importlib
 import os
 
-from trainer_core.platform import prepare
+from trainer_core.platform.platform import prepare
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ["HF_HUB_OFFLINE"] = "1"

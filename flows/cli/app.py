@@ -1,0 +1,207 @@
+"""The command line. Everything heavy is imported when a command needs it: `ratchet status` answers at once."""
+
+import secrets
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.validators import Number
+
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.store import register
+from flows.views.output import Output
+from flows.views.progress import status_lines
+from flows.views.status import read_status
+from storage.backends.root import open_root
+from storage.errors import InputError, RatchetError
+from storage.ids import check_run_name
+from tasks.config.code_version import PROJECT_ROOT, VERSION
+from tasks.config.run import load_config
+
+DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+app = App(
+    name="ratchet",
+    help="RL post-training of language models as a durable workflow.",
+    version=VERSION,
+    suppress_keyboard_interrupt=False,
+    print_error=False,
+    exit_on_error=False,
+    result_action="return_value",
+)
+
+register(app)
+
+Iterations = Annotated[int | None, Parameter(help="RL iterations in all; replaces run.iterations.")]
+Settings = Annotated[
+    tuple[str, ...],
+    Parameter(
+        name="--set", help="A setting, as section.key=value; may be given again.", negative=(), show_default=False
+    ),
+]
+RunName = Annotated[str | None, Parameter(help="Id of the run; an existing one is continued.")]
+
+
+def execute(arguments: Sequence[str] | None = None) -> int:
+    """Carry out one command line and return its exit code; errors become one message on standard error."""
+    output = Output()
+    try:
+        return app(arguments) or 0
+    except RatchetError as error:
+        output.error(str(error))
+        return error.exit_code
+    except CycloptsError as error:
+        output.error(f"{error}\nTry ratchet --help")
+        return InputError.exit_code
+    except KeyboardInterrupt:
+        output.error("interrupted")
+        return _INTERRUPTED
+
+
+@app.command(name="run")
+def run_command(
+    config: str,
+    /,
+    *,
+    iterations: Iterations = None,
+    settings: Settings = (),
+    run: RunName = None,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Start the run that a configuration describes, or continue it.
+
+    Parameters
+    ----------
+    config
+        Path or URL of a TOML file.
+    """
+    return _carry_out(["run", config], config, run, settings, {"run.iterations": iterations}, root, json)
+
+
+@app.command
+def demo(
+    *,
+    seed: Annotated[int | None, Parameter(help="Seed of everything; replaces run.seed.")] = None,
+    iterations: Iterations = None,
+    settings: Settings = (),
+    run: RunName = None,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Teach a tiny model to add, on this machine, from nothing: a new run each time unless --run names one."""
+    if not DEMO_CONFIG.is_file():
+        raise InputError(f"{DEMO_CONFIG} is not there: run the demo from a checkout of Ratchet")
+    name = run or new_name("demo")
+    replaced = {"run.seed": seed, "run.iterations": iterations}
+    return _carry_out(["demo"], str(DEMO_CONFIG), name, settings, replaced, root, json)
+
+
+@app.command
+def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+    """Show where a run stands, from its storage alone.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    """
+    found = read_status(open_root(root), run)
+    with Output(json=json) as output:
+        output.result(found, status_lines(found))
+    return 0
+
+
+@app.command
+def prove_resume(
+    config: str,
+    /,
+    *,
+    root: Annotated[
+        str | None, Parameter(help="Storage root of both runs; a new folder below ./runs if not given.")
+    ] = None,
+    iterations: Annotated[int, Parameter(help="RL iterations of each run.", validator=Number(gte=1))] = 3,
+    kills: Annotated[int, Parameter(help="Kills at random points.", validator=Number(gte=0))] = 3,
+    seed: Annotated[int, Parameter(help="Chooses the points.")] = 0,
+    at: Annotated[
+        tuple[str, ...],
+        Parameter(help="A given point, STAGE@ITERATION:POINT[:VICTIM]; may be given again.", negative=()),
+    ] = (),
+    settings: Settings = (),
+    regenerate: Annotated[
+        bool, Parameter(help="Let the interrupted run sample for itself, not use stored rollouts.", negative=())
+    ] = False,
+    plant: Annotated[bool, Parameter(help="Turn over one bit: the proof must fail.", negative=())] = False,
+    json: Json = False,
+) -> int:
+    """Show that a run which is killed and continued comes to the same as one that is not, bit for bit.
+
+    The run is done twice: without interruption, and with processes killed and started again. Exit code 0 only if
+    weights, optimizer, random generators, tables and metrics do not differ in a single bit.
+
+    Parameters
+    ----------
+    config
+        Path or URL of a TOML file.
+    """
+    from flows.proof.faults import Fault
+    from flows.proof.prove import ProofOrder, prove  # imports torch in the end
+
+    order = ProofOrder(
+        config=load_config(config, [*settings, f"run.iterations={iterations}"]),
+        path=config,
+        settings=settings,
+        root=root or f"{DEFAULT_ROOT}/{new_name('proof')}",
+        kills=kills,
+        seed=seed,
+        at=tuple(map(Fault.parse, at)),
+        regenerate=regenerate,
+        plant=plant,
+    )
+    with Output(json=json) as output:
+        return prove(order, output)
+
+
+def new_name(kind: str) -> str:
+    """A name that sorts by time, such as demo-20261120-190512-ab12."""
+    return f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def continuing_command(
+    words: Sequence[str], run: str, settings: Sequence[str], replaced: dict[str, int | None], root: str, json: bool
+) -> str:
+    """The command line that goes on with a run."""
+    program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "flows"]
+    options = [f"--{key.rpartition('.')[2]}={value}" for key, value in replaced.items() if value is not None]
+    more = [f"--set={setting}" for setting in settings]
+    tail = [f"--root={root}", *(["--json"] if json else [])]
+    return shlex.join([*program, *words, f"--run={run}", *options, *more, *tail])
+
+
+def _carry_out(
+    words: Sequence[str],
+    path: str,
+    run: str | None,
+    settings: Sequence[str],
+    replaced: dict[str, int | None],
+    root: str,
+    json: bool,
+) -> int:
+    overrides = [f"{key}={value}" for key, value in replaced.items() if value is not None]
+    config = load_config(path, [*settings, *overrides])
+    name = run or config.run.name
+    if name is None:
+        raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
+    check_run_name(name)
+    from flows.cli.launch import Order, launch  # Prefect, Ray and what they bring along
+
+    again = continuing_command(words, name, settings, replaced, root, json)
+    with Output(json=json) as output:
+        return launch(Order(config, name, root, again), output)

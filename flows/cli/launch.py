@@ -1,0 +1,129 @@
+"""One run from the command line: checks first, then the processes, then the flow, and the result at the end."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from flows.cli.memory import MemoryMeter
+from flows.cli.signals import Signals
+from flows.run import next_iteration, process_cluster, run
+from flows.server.temporary import connected, prefect_server
+from flows.views.curves import store_plot
+from flows.views.history import read_history
+from flows.views.output import Output
+from flows.views.progress import closing_lines
+from flows.views.status import RunStatus, read_status
+from storage.backends.root import open_root
+from storage.errors import InputError, RatchetError
+from storage.ownership.lease import check_free
+from tasks.checks import check_run, check_scratch
+from tasks.config.run import RunConfig
+from tasks.stages.context import open_run
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the command line asks for."""
+
+    config: RunConfig
+    run: str
+    root: str
+    again: str
+    """The command that continues the run."""
+
+
+class RunSummary(BaseModel):
+    """The result of `ratchet run` and `ratchet demo`, as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    """Id of the run."""
+    root: str
+    """Storage root."""
+    iterations: int
+    """RL iterations that are complete."""
+    first_accuracy: float | None
+    """Held-out pass rate before the first RL iteration."""
+    last_accuracy: float | None
+    """Held-out pass rate after the last."""
+    first_reward: float | None
+    last_reward: float | None
+    seconds_total: float
+    """From the start of this process to the result."""
+    seconds_per_iteration: float | None
+    """Median duration of the RL iterations after the second."""
+    peak_rss_gib: float
+    """Largest proportional set size of this process and everything it started, GiB."""
+    report: str | None
+    """URL of the plot."""
+
+
+def launch(order: Order, output: Output) -> int:
+    """Do or continue a run and report the result.
+
+    Returns:
+        The exit code: 0, 128 + the signal's number if interrupted (130 for Ctrl-C).
+
+    Raises:
+        RatchetError: whatever stops the run.
+    """
+    root = open_root(order.root)
+    check_scratch()
+    check_run(order.config, root)
+    open_run(order.config, order.root, order.run)
+    _quieten_prefect()
+    signals = Signals()
+    try:
+        with signals, MemoryMeter() as meter:
+            first = next_iteration(root, order.run, order.config)
+            if first > order.config.run.iterations:
+                store_plot(root, order.run, read_history(root, order.run))
+            else:
+                check_free(root, order.run)
+                output.say(f"run {order.run} begins at iteration {first}; Ray and Prefect are coming up")
+                _run_flow(order, signals)
+    except (KeyboardInterrupt, ValueError) as end:
+        # an interrupt at the very start of a task run comes out of Prefect as a ValueError
+        if not (signals.received or isinstance(end, KeyboardInterrupt)):
+            raise
+        output.error(f"interrupted. Nothing that was committed is lost; go on with: {order.again}")
+        return signals.exit_code
+    except InputError:
+        raise
+    except RatchetError as error:
+        raise type(error)(f"{error}\nWhen that is mended, go on with: {order.again}") from error
+    status = read_status(root, order.run)
+    output.result(summarise(status, meter), closing_lines(status))
+    return 0
+
+
+def summarise(status: RunStatus, meter: MemoryMeter) -> RunSummary:
+    """The result of this process."""
+    shared = set(RunSummary.model_fields) & set(RunStatus.model_fields)
+    return RunSummary(
+        **status.model_dump(include=shared),
+        seconds_total=round(time.time() - psutil.Process().create_time(), 2),
+        peak_rss_gib=round(meter.peak_gib, 3),
+    )
+
+
+def _run_flow(order: Order, signals: Signals) -> None:
+    with prefect_server() as server, process_cluster() as cluster:
+        cluster.start()  # while the server comes up
+        signals.take()  # Ray has a handler of its own for SIGTERM
+        with connected(server):
+            run(order.run, order.root, order.config)
+
+
+def _quieten_prefect() -> None:
+    """Keep Prefect's log off the terminal, where errors stand once and in our words; its server has all of it.
+
+    Somebody who sets PREFECT_LOGGING_LEVEL to INFO or DEBUG wants to see it.
+    """
+    if logging.getLogger("prefect").getEffectiveLevel() > logging.INFO:
+        for handler in (*logging.getLogger().handlers, *logging.getLogger("prefect._internal").handlers):
+            handler.addFilter(lambda record: not record.name.startswith(("prefect", "EventsWorker", "APILogWorker")))

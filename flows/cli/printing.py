@@ -1,0 +1,232 @@
+"""What the commands of the store print, for people and as JSON."""
+
+from collections.abc import Collection as Container
+from collections.abc import Iterator, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from storage.manifest import Manifest
+from storage.upkeep.archive import Archive
+from storage.upkeep.catalog import RunSummary
+from storage.upkeep.fork import Forked
+from storage.upkeep.lineage import SampleLineage, Step, WeightsLineage
+from storage.upkeep.retention import Collection
+from storage.upkeep.verify import Verification
+
+
+class Listing(BaseModel):
+    """The runs of a root."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: str
+    runs: tuple[RunSummary, ...]
+
+
+class ShownStage(BaseModel):
+    """A committed stage and the identity of its manifest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str
+    """Identity of the manifest."""
+    retired: bool
+    """Whether retention has given up its parts."""
+    manifest: Manifest
+
+
+class Shown(BaseModel):
+    """Committed stages of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: str
+    run: str
+    stages: tuple[ShownStage, ...]
+
+    @classmethod
+    def of(cls, root: str, run: str, manifests: Sequence[Manifest], retired: Container[str]) -> "Shown":
+        """From manifests and the digests of those whose parts may be gone."""
+        stages = (ShownStage(digest=one.digest, retired=one.digest in retired, manifest=one) for one in manifests)
+        return cls(root=root, run=run, stages=tuple(stages))
+
+
+class Unlocked(BaseModel):
+    """Whether a run is free, and who held it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    free: bool
+    explanation: str
+
+
+def of_listing(listing: Listing) -> list[str]:
+    """One line a run."""
+    rows = [("RUN", "ITERATION", "LAST STAGE", "FINISHED (UTC)", "FORK OF", "DRIVEN BY")]
+    for one in listing.runs:
+        finished = f"{one.finished:%Y-%m-%d %H:%M:%S}" if one.finished else "-"
+        place = "-" if one.iteration is None else str(one.iteration)
+        rows.append((one.run, place, str(one.stage or "-"), finished, one.parent or "-", one.driven_by or "-"))
+    return table(rows) if listing.runs else [f"no runs in {listing.root}"]
+
+
+def of_shown(shown: Shown, in_detail: bool) -> list[str]:
+    """One line a stage, or all about each."""
+    if in_detail:
+        return [line for stage in shown.stages for line in _detail(stage)]
+    rows = [("ITERATION", "STAGE", "MANIFEST", "PARTS", "SIZE", "SECONDS", "FINISHED (UTC)", "")]
+    for stage in shown.stages:
+        one = stage.manifest
+        rows.append(
+            (
+                str(one.iteration),
+                one.stage.value,
+                stage.digest[:12],
+                str(len(one.parts)),
+                size(sum(part.bytes for part in one.parts)),
+                f"{one.metrics.get('seconds', 0):.2f}",
+                f"{one.finished:%Y-%m-%d %H:%M:%S}",
+                _remarks(stage),
+            )
+        )
+    return table(rows) if shown.stages else [f"run {shown.run} has committed nothing yet"]
+
+
+def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
+    """The chain of origin, newest first, and the prompts."""
+    opening = [
+        f"weights of version {lineage.version} of run {lineage.run}",
+        f"tensors             {lineage.weights_digest or 'not served yet'}",
+    ]
+    if lineage.sampled_by is not None:
+        names = ", ".join(lineage.prompts[:8]) + (", ..." if len(lineage.prompts) > 8 else "")
+        mean = "not known" if lineage.reward_mean is None else f"{lineage.reward_mean:.4f}"
+        opening += [
+            f"learned from        samples of version {lineage.sampled_by}, mean reward {mean}",
+            f"prompts             {len(lineage.prompts)}: {names}",
+        ]
+    return [*opening, "", *_steps(lineage.steps)]
+
+
+def of_sample_lineage(found: SampleLineage) -> list[str]:
+    """What made a sample, what it is, what learned from it."""
+    score = found.reward_status or "not scored yet"
+    if found.reward is not None:
+        score = f"{found.reward:g}"
+    return [
+        f"sample {found.sample_id} of prompt {found.prompt_id!r} of iteration {found.iteration} of run {found.run}",
+        f"prompt              {found.prompt!r}",
+        f"sampled by          weight version {found.weight_version}, weight-sync {found.weights or 'unknown'}",
+        f"seed                {found.seed}",
+        f"response            {found.response_tokens} tokens, ended by {found.finish_reason}",
+        f"reward              {score}",
+        f"stored in           rollout {found.rollout}",
+        "",
+        *(_steps(found.used_by) if found.used_by else ["no step has learned from it yet"]),
+    ]
+
+
+def of_verification(report: Verification) -> list[str]:
+    """One line a finding, and the sum."""
+    found = [f"{finding.fault:<14}{finding.key}\n              {finding.detail}" for finding in report.findings]
+    verdict = "sound" if report.sound else "NOT SOUND"
+    retired = f"; {report.retired} states given up by retention" if report.retired else ""
+    read = f"{report.manifests} manifests and {report.parts} parts ({size(report.bytes)}) read{retired}"
+    return [*found, f"run {report.run} is {verdict}: {read}, {len(report.findings)} findings"]
+
+
+def of_collection(found: Collection) -> list[str]:
+    """One line an object, and the sum."""
+    rows = [(one.key, size(one.bytes), one.reason) for one in found.garbage]
+    verb = "removed" if found.applied else "could be removed; --apply does it"
+    return [*table(rows), f"{len(found.garbage)} objects ({size(found.bytes)}) of run {found.run} {verb}"]
+
+
+def of_fork(made: Forked) -> list[str]:
+    """What a fork shares, and how it goes on."""
+    return [
+        f"run {made.run} shares iterations 0 to {made.iteration} with {made.parent}: {made.manifests} stages, "
+        f"{size(made.shared_bytes)} of parts, nothing copied",
+        f"go on with it by    ratchet run CONFIG --run {made.run} (and the same --set)",
+    ]
+
+
+def of_unlocked(result: Unlocked) -> list[str]:
+    """Who held the run."""
+    return [result.explanation, f"run {result.run} is {'free' if result.free else 'not free'}"]
+
+
+def of_archive(archive: Archive) -> list[str]:
+    """Where the file is, and what it saves."""
+    first, last = archive.iterations
+    return [
+        archive.key,
+        f"{archive.rows} samples of iterations {first} to {last} in {size(archive.bytes)}; "
+        f"the parts they come from have {size(archive.parts_bytes)}",
+    ]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with their columns aligned."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [row.rstrip() for row in aligned]
+
+
+def size(count: int) -> str:
+    """Bytes in units of 1024."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _steps(steps: Sequence[Step]) -> list[str]:
+    rows = [("RUN", "ITERATION", "STAGE", "MANIFEST", "ROWS", "SIZE", "CODE", "CONFIG", "FINISHED (UTC)")]
+    rows += [_step(step) for step in reversed(steps)]
+    return table(rows)
+
+
+def _step(step: Step) -> tuple[str, ...]:
+    return (
+        step.origin.run if step.origin else step.run,
+        str(step.iteration),
+        step.stage.value,
+        step.digest[:12],
+        str(step.rows or "-"),
+        size(step.bytes),
+        step.code_version,
+        step.config_digest[:12],
+        f"{step.finished:%Y-%m-%d %H:%M:%S}",
+    )
+
+
+def _detail(stage: ShownStage) -> Iterator[str]:
+    one = stage.manifest
+    yield f"{one.stage} of iteration {one.iteration} of run {one.run} {_remarks(stage)}".rstrip()
+    yield f"manifest            {stage.digest}, revision {one.revision}"
+    yield f"configuration       {one.config_digest}"
+    yield f"code                {one.code_version}"
+    yield f"done by             {one.writer}, attempt {one.attempt}, lease epoch {one.epoch or '-'}"
+    yield f"from ... to         {one.started:%Y-%m-%d %H:%M:%S} ... {one.finished:%Y-%m-%d %H:%M:%S} UTC"
+    if one.schema_fingerprint:
+        yield f"schema              {one.schema_fingerprint}"
+    for title, values in (("inputs", one.inputs), ("facts", one.facts), ("metrics", one.metrics)):
+        if values:
+            yield f"{title}:"
+            yield from (f"  {line}" for line in table([(name, str(value)) for name, value in values.items()]))
+    if one.parts:
+        yield "parts:"
+        rows = [(part.name, size(part.bytes), str(part.rows or "-"), part.digest, part.key) for part in one.parts]
+        yield from (f"  {line}" for line in table(rows))
+
+
+def _remarks(stage: ShownStage) -> str:
+    origin = stage.manifest.origin
+    remarks = [f"shared with {origin.run}"] if origin else []
+    return ", ".join([*remarks, *(["parts given up"] if stage.retired else [])])

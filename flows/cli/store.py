@@ -1,0 +1,260 @@
+"""Commands that read, check and tidy what is stored: no Prefect, Ray, vLLM or torch is imported."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from flows.cli import printing as lines
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.views.output import Output
+from storage.backends.root import Root, open_root
+from storage.errors import InputError, StageFailed
+from storage.ids import Stage, check_run_name
+from storage.ownership.lease import hold, unlock
+from storage.ownership.process import this_process
+from storage.upkeep.archive import compact
+from storage.upkeep.catalog import check_run, contents, summaries
+from storage.upkeep.fork import fork
+from storage.upkeep.lineage import of_sample, of_weights, parse_sample
+from storage.upkeep.retention import Retention, collect
+from storage.upkeep.verify import verify
+from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.run import RunConfig, apply_override, changed_meaning, parse_config
+from tasks.config.stored import stored_config
+
+_DECIDED = ("model", "data", "warmup")
+_BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
+
+
+def register(app: App) -> None:
+    """Add the commands to the command line."""
+    app.command(ls_command, name="ls")
+    app.command(show_command, name="show")
+    app.command(lineage_command, name="lineage")
+    app.command(verify_command, name="verify")
+    app.command(gc_command, name="gc")
+    app.command(fork_command, name="fork")
+    app.command(unlock_command, name="unlock")
+    app.command(compact_command, name="compact")
+    bench = App(name="bench", help="Measure parts of Ratchet on this machine.")
+    bench.command(bench_storage_command, name="storage")
+    app.command(bench)
+
+
+def ls_command(*, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+    """List the runs of a root."""
+    store = open_root(root)
+    listing = lines.Listing(root=store.url, runs=tuple(summaries(store)))
+    with Output(json=json) as output:
+        output.result(listing, lines.of_listing(listing))
+    return 0
+
+
+def show_command(
+    run: str,
+    iteration: int | None = None,
+    stage: Stage | None = None,
+    *,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Show what a run has committed: all of it, one iteration, or one stage with its parts.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    iteration
+        Show this iteration alone.
+    stage
+        Show this stage of it alone: prepare, rollout, reward, train, weight-sync or evaluate.
+    """
+    store = open_root(root)
+    check_run(store, run)
+    stored = contents(store, run)
+    chosen = [one for one in stored.newest if iteration in (None, one.iteration) and stage in (None, one.stage)]
+    if not chosen and iteration is not None:
+        raise InputError(f"run {run!r} has no {stage or 'committed stage'} of iteration {iteration}")
+    shown = lines.Shown.of(store.url, run, chosen, [record.manifest for record in stored.retired.values()])
+    with Output(json=json) as output:
+        output.result(shown, lines.of_shown(shown, in_detail=stage is not None))
+    return 0
+
+
+def lineage_command(
+    run: str,
+    *,
+    weights: Annotated[int | None, Parameter(help="Weight version: the iteration whose training made it.")] = None,
+    sample: Annotated[str | None, Parameter(help="A sample, as PROMPT_ID/SAMPLE_ID@ITERATION.")] = None,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Show what weights were made from, or what made a sample and learned from it.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    """
+    if (weights is None) == (sample is None):
+        raise InputError("give exactly one of --weights VERSION and --sample PROMPT_ID/SAMPLE_ID@ITERATION")
+    store = open_root(root)
+    with Output(json=json) as output:
+        if sample is None:
+            assert weights is not None
+            of = of_weights(store, run, weights)
+            output.result(of, lines.of_weights_lineage(of))
+        else:
+            found = of_sample(store, run, *parse_sample(sample))
+            output.result(found, lines.of_sample_lineage(found))
+    return 0
+
+
+def verify_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+    """Read everything a run has stored, and name what is damaged, missing or orphaned. Exit code 1 if it is not sound.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    """
+    store = _open(root, run)
+    report = verify(store, run)
+    with Output(json=json) as output:
+        output.result(report, lines.of_verification(report))
+    return 0 if report.sound else StageFailed.exit_code
+
+
+def gc_command(
+    run: str,
+    *,
+    keep_newest: Annotated[int | None, Parameter(help="Keep only so many of the newest train states.")] = None,
+    keep_every: Annotated[int | None, Parameter(help="And those of iterations that this number divides.")] = None,
+    apply: Annotated[bool, Parameter(help="Remove; without it nothing is touched.", negative=())] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Show what nobody needs any more of a run: orphans older than a day, and states that retention gives up.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    """
+    if keep_every is not None and keep_newest is None:
+        raise InputError("--keep-every adds to --keep-newest: give that too")
+    for option, value in (("--keep-newest", keep_newest), ("--keep-every", keep_every)):
+        if value is not None and value < 1:
+            raise InputError(f"{option} {value} cannot be used: give a number from 1 on")
+    store = _open(root, run)
+    with hold(store, run, "ratchet gc") if apply else nullcontext():
+        found = collect(store, run, Retention(newest=keep_newest, every=keep_every), apply=apply)
+    with Output(json=json) as output:
+        output.result(found, lines.of_collection(found))
+    return 0
+
+
+def fork_command(
+    parent: str,
+    *,
+    at: Annotated[int, Parameter(help="The last iteration that both runs share.")],
+    run: Annotated[str, Parameter(name="--run", help="Id of the new run.")],
+    settings: Annotated[
+        tuple[str, ...], Parameter(name="--set", help="A setting of the new run, as section.key=value.", negative=())
+    ] = (),
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Make a new run that shares the past of another; nothing is copied.
+
+    Parameters
+    ----------
+    parent
+        Id of the run that is forked.
+    """
+    store = _open(root, parent)
+    config = _forked_config(store, parent, check_run_name(run), settings)
+    made = fork(store, parent, at, run, config.digest, config)
+    with Output(json=json) as output:
+        output.result(made, lines.of_fork(made))
+    return 0
+
+
+def unlock_command(
+    run: str,
+    *,
+    force: Annotated[bool, Parameter(help="Also if its holder may be alive.", negative=())] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Say which process drives a run, and free the run if that process is gone. Exit code 1 if it is not free.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    """
+    free, explanation = unlock(_open(root, run), run, this_process("ratchet unlock"), force=force)
+    result = lines.Unlocked(run=run, free=free, explanation=explanation)
+    with Output(json=json) as output:
+        output.result(result, lines.of_unlocked(result))
+    return 0 if free else StageFailed.exit_code
+
+
+def compact_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+    """Write all scored samples of a run to one Parquet file, for other tools.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    """
+    archive = compact(open_root(root), run)
+    with Output(json=json) as output:
+        output.result(archive, lines.of_archive(archive))
+    return 0
+
+
+def bench_storage_command(
+    *,
+    repeats: Annotated[int, Parameter(help="Measurements of each figure; the median counts.")] = 5,
+    run: Annotated[str | None, Parameter(help="Report the price of durability in this run too.")] = None,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Measure writing, reading and committing on this machine."""
+    if not _BENCH.is_file():
+        raise InputError(f"{_BENCH} is not there: run the bench from a checkout of Ratchet")
+    # a process of its own: it is pinned to one thread before anything heavy is imported
+    command = [sys.executable, "-m", "infra.bench.storage", f"--repeats={repeats}", *(["--json"] if json else [])]
+    if run is not None:
+        command += [f"--run={run}", f"--root={_open(root, run).url}"]
+    return subprocess.run(command, check=False, cwd=PROJECT_ROOT).returncode
+
+
+def _open(root: str, run: str) -> Root:
+    store = open_root(root)
+    check_run(store, run)
+    return store
+
+
+def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -> RunConfig:
+    before = stored_config(root, parent)
+    document = before.model_dump(mode="json")
+    for setting in settings:
+        apply_override(document, setting)
+    document["run"]["name"] = run
+    config = parse_config(document, f"of run {parent} with the given settings")
+    changed = changed_meaning(before.meaning(), config.meaning())
+    decided = [line for line in changed if line.startswith(_DECIDED)]
+    if decided:
+        raise InputError(
+            f"what iteration 0 of run {parent!r} has decided cannot be changed in a fork of it:\n  "
+            + "\n  ".join(decided)
+            + "\nStart a new run instead"
+        )
+    return config

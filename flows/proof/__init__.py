@@ -1,0 +1,1 @@
+"""Killing processes on purpose, and comparing what comes of it."""

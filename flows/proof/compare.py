@@ -1,0 +1,177 @@
+"""Two runs bit for bit, in the order of work: what stages committed, their tables, metrics and train states."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
+
+from flows.views.history import evaluation_due, stages_of
+from storage import layout
+from storage.backends.root import Root
+from storage.ids import Stage
+from storage.manifest import Manifest, find
+from storage.parts import materialize, read_table
+from storage.schema import EVALUATION, REWARD, ROLLOUT
+from storage.unfinished import read_piece
+from trainer_core.state.comparison import compare_states
+
+_TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
+_OF_ONE_PROCESS = ("seconds", "per_second", "_s")
+"""Ends of the names of metrics that measure the work and not its result."""
+
+
+class Difference(BaseModel):
+    """Something that is not the same in both runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    iteration: int
+    stage: Stage
+    what: str
+    """Name of the tensor, metric, column or fact, and both values."""
+
+    def __str__(self) -> str:
+        return f"{self.stage} of iteration {self.iteration}: {self.what}"
+
+
+class Comparison(BaseModel):
+    """What was compared, and what differs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    manifests: int = 0
+    """Committed stages, by the identity of their content."""
+    states: int = 0
+    """Train states, tensor by tensor."""
+    weights: int = 0
+    """Weight tensors in them."""
+    optimizer: int = 0
+    """Optimizer tensors in them."""
+    rng: int = 0
+    """States of random generators in them."""
+    rows: int = 0
+    """Rows of the tables of rollouts, rewards and evaluations."""
+    metrics: int = 0
+    """Figures of the stages, without those that measure time."""
+    differences: tuple[Difference, ...] = ()
+    """In the order of work."""
+
+    @property
+    def tensors(self) -> int:
+        """Tensors of all states."""
+        return self.weights + self.optimizer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same run in two roots."""
+
+    left: Root
+    right: Root
+    run: str
+
+    def compare(self, iterations: int, evaluated_every: int, plant: int | None = None) -> Comparison:
+        """Compare the iterations from 0 to `iterations`.
+
+        Args:
+            plant: seed of one bit that is turned over in the right run's last state as it is read, so that the
+                comparison has something to find.
+
+        Raises:
+            DigestMismatch: a stored file is damaged.
+        """
+        tally, differences = Counter[str](), list[Difference]()
+        for iteration in range(iterations + 1):
+            due = evaluation_due(iteration, iterations, evaluated_every)
+            for stage in stages_of(iteration):
+                if stage is not Stage.EVALUATE or due:
+                    planted = plant if iteration == iterations else None
+                    found = self._stage(iteration, stage, tally, planted)
+                    differences += [Difference(iteration=iteration, stage=stage, what=what) for what in found]
+        return Comparison(**tally, differences=tuple(differences))
+
+    def _stage(self, iteration: int, stage: Stage, tally: Counter[str], plant: int | None) -> Iterator[str]:
+        left, right = (find(root, self.run, iteration, stage) for root in (self.left, self.right))
+        if left is None or right is None:
+            yield "it is not committed " + ("in either run" if left is right else "in one of the runs")
+            return
+        tally.update(manifests=1)
+        if stage in _TABLES:
+            yield from self._tables(left, right, tally)
+        if stage is Stage.TRAIN and not self._given_up(left, right):
+            yield from self._states(left, right, tally, plant)
+        yield from _metrics(left, right, tally)
+        yield from _facts(left, right)
+        if left.digest != right.digest:
+            yield f"the manifest's identity is {left.digest} against {right.digest}"
+
+    def _given_up(self, left: Manifest, right: Manifest) -> bool:
+        """Whether retention has removed one of the states."""
+        pairs = ((self.left, left), (self.right, right))
+        return any(not root.exists(part.key) for root, manifest in pairs for part in manifest.parts)
+
+    def _tables(self, left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:
+        schema = _TABLES[left.stage]
+        ours, theirs = read_table(self.left, left, schema), read_table(self.right, right, schema)
+        tally.update(rows=ours.num_rows)
+        if ours.num_rows != theirs.num_rows:
+            yield f"{ours.num_rows} rows against {theirs.num_rows}"
+            return
+        for name in schema.names:
+            yield from _column(name, ours[name].combine_chunks(), theirs[name].combine_chunks())
+
+    def _states(self, left: Manifest, right: Manifest, tally: Counter[str], plant: int | None) -> Iterator[str]:
+        with tempfile.TemporaryDirectory(prefix="ratchet-compare-") as scratch:
+            folders = [
+                materialize(root, manifest, Path(scratch, side), layout.STATE)
+                for side, root, manifest in (("left", self.left, left), ("right", self.right, right))
+            ]
+            found = compare_states(*folders, plant=plant)
+        tally.update(states=1, weights=found.weights, optimizer=found.optimizer, rng=found.rng)
+        yield from found.differences
+
+
+def lend_rollouts(source: Root, target: Root, run: str) -> None:
+    """Give a run the rollout pieces of its namesake, as if an earlier process of its own had made them.
+
+    They are used as long as they were made by the very weights that the run comes to.
+    """
+    for key in filter(layout.is_piece, source.keys(layout.manifest_folder(run))):
+        place = layout.place_of(key)
+        if place is not None and place[1] is Stage.ROLLOUT:
+            part = read_piece(source, key)
+            target.put_if_absent(part.key, source.read_buffer(part.key))
+            target.put_if_absent(key, source.read_bytes(key))
+
+
+def _column(name: str, left: pa.Array, right: pa.Array) -> Iterator[str]:
+    if left.equals(right):
+        return
+    unequal = [row for row in range(len(left)) if not left.slice(row, 1).equals(right.slice(row, 1))]
+    first = unequal[0]
+    yield (
+        f"column {name}: {len(unequal)} of {len(left)} rows differ, first row {first}: "
+        f"{left[first].as_py()!r} against {right[first].as_py()!r}"
+    )
+
+
+def _metrics(left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:
+    ours, theirs = ({name: value for name, value in one.metrics.items() if _of_result(name)} for one in (left, right))
+    tally.update(metrics=len(ours))
+    for name in sorted({*ours, *theirs}):
+        if repr(ours.get(name)) != repr(theirs.get(name)):  # repr: a NaN equals a NaN
+            yield f"metric {name}: {ours.get(name)!r} against {theirs.get(name)!r}"
+
+
+def _of_result(name: str) -> bool:
+    return not name.endswith(_OF_ONE_PROCESS) and not name.startswith("sampled_again")
+
+
+def _facts(left: Manifest, right: Manifest) -> Iterator[str]:
+    for name in sorted({*left.facts, *right.facts}):
+        if left.facts.get(name) != right.facts.get(name):
+            yield f"{name}: {left.facts.get(name)!r} against {right.facts.get(name)!r}"

@@ -1,0 +1,144 @@
+"""Killing a process of a run at a named point: for `ratchet prove-resume` and the fault matrix, and never otherwise.
+
+A folder says what is to happen and takes down what happened. Its files are only appended to, with one write a line, so
+that a process which is killed at once has still said that it was.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from storage import kill_points, layout
+from storage.errors import InputError
+from storage.ids import Stage
+from storage.kill_points import Point
+
+FLOW, NODE = "flow", "node"
+"""Victims that are always there: the process that drives the run, and the Ray node under its workers."""
+
+_SPELLING = re.compile(r"(?P<stage>[a-z-]+)@(?P<iteration>\d+):(?P<point>[a-z-]+)(:(?P<victim>flow|node|\w+-\d+))?")
+_PLANNED, _DELIVERED, _REACHED = "planned", "delivered", "reached.jsonl"
+
+Processes = Callable[[], Mapping[str, int]]
+"""Process ids of the run's workers by victim name: `trainer-0`, `engine-0`, `node`."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kill."""
+
+    stage: Stage
+    iteration: int
+    point: Point
+    victim: str = FLOW
+    """`flow`, `node`, `trainer-RANK` or `engine-NUMBER`."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}@{self.iteration}:{self.point}:{self.victim}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        """Read `STAGE@ITERATION:POINT[:VICTIM]`, such as `train@2:parts-done:trainer-1`.
+
+        Raises:
+            InputError: it says something else.
+        """
+        found = _SPELLING.fullmatch(text)
+        stages, names = [stage.value for stage in Stage], [point.value for point in Point]
+        if found is None or found["stage"] not in stages or found["point"] not in names:
+            raise InputError(
+                f"{text!r} names no point of a run: write STAGE@ITERATION:POINT[:VICTIM] with a stage of "
+                f"{', '.join(stages)}, a point of {', '.join(names)} and a victim such as flow, node, trainer-0"
+            )
+        victim = found["victim"] or FLOW
+        return cls(Stage(found["stage"]), int(found["iteration"]), Point(found["point"]), victim)
+
+
+class Reached(BaseModel):
+    """A point that a process of the run came by."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: Stage
+    iteration: int
+    point: Point
+    process: int
+    """Process id of the flow."""
+
+
+class FaultFolder:
+    """What is to happen to a run, and what happened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def plan(self, faults: list[Fault]) -> None:
+        """Lay down what is to happen; the folder must be empty."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / _PLANNED).write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8")
+
+    def planned(self) -> list[Fault]:
+        """What was to happen."""
+        return [Fault.parse(line) for line in self._lines(_PLANNED)]
+
+    def delivered(self) -> list[Fault]:
+        """What happened."""
+        return [Fault.parse(line) for line in self._lines(_DELIVERED)]
+
+    def reached(self) -> list[Reached]:
+        """All points that were come by, in order."""
+        return [Reached.model_validate_json(line) for line in self._lines(_REACHED)]
+
+    def observe(self, point: Point, key: str, processes: Processes) -> None:
+        """Take down a point, and do what is to happen there."""
+        place = layout.place_of(key)
+        if place is None or (point is Point.MID_PART and not layout.is_part(key)):
+            return
+        iteration, stage = place
+        here = Reached(stage=stage, iteration=iteration, point=point, process=os.getpid())
+        self._append(_REACHED, here.model_dump_json())
+        delivered = self.delivered()
+        for fault in self.planned():
+            at = (fault.stage, fault.iteration, fault.point) == (stage, iteration, point)
+            if at and fault not in delivered:
+                self._deliver(fault, processes)
+
+    def _deliver(self, fault: Fault, processes: Processes) -> None:
+        process = os.getpid() if fault.victim == FLOW else processes().get(fault.victim)
+        if process is None or not self._claim(fault):
+            return
+        self._append(_DELIVERED, str(fault))
+        os.kill(process, signal.SIGKILL)
+
+    def _claim(self, fault: Fault) -> bool:
+        """Whether nobody else delivers it: several threads may come by a point at once."""
+        try:
+            (self.path / f"claimed {fault}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _append(self, name: str, line: str) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def _lines(self, name: str) -> list[str]:
+        path = self.path / name
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+@contextmanager
+def injected(folder: Path | None, processes: Processes) -> Iterator[None]:
+    """Let happen inside the block what the folder says; nothing without a folder."""
+    if folder is None:
+        yield
+        return
+    faults = FaultFolder(folder)
+    with kill_points.observed(lambda point, key: faults.observe(point, key, processes)):
+        yield

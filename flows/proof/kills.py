@@ -1,0 +1,79 @@
+"""Where processes of a run can be killed, for `ratchet prove-resume`."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from flows.proof.faults import FLOW, NODE, Fault
+from flows.views.history import evaluation_due, stages_of
+from storage.errors import InputError
+from storage.ids import Stage
+from storage.kill_points import Point
+from tasks.config.run import RunConfig
+
+
+def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[Fault, ...]:
+    """Random points of a run, at most one a stage and iteration, in the order of work.
+
+    Args:
+        regenerate: whether the run samples for itself, and so comes by the middle of a rollout's part.
+
+    Raises:
+        InputError: there are fewer stages than kills.
+    """
+    cells: dict[tuple[int, Stage], list[Fault]] = {}
+    for fault in possible(config, regenerate):
+        cells.setdefault((fault.iteration, fault.stage), []).append(fault)
+    if kills > len(cells):
+        raise InputError(f"--kills {kills}: this run has {len(cells)} stages; raise --iterations or kill less")
+    draw = random.Random(seed)
+    places = sorted(draw.sample(range(len(cells)), kills))
+    stages = list(cells.values())
+    return tuple(draw.choice(stages[place]) for place in places)
+
+
+def possible(config: RunConfig, regenerate: bool) -> Iterator[Fault]:
+    """Every point at which a process of the run is sure to be there to be killed, in the order of work."""
+    for iteration in range(config.run.iterations + 1):
+        for stage in stages_of(iteration):
+            if stage is Stage.EVALUATE and not evaluation_due(iteration, config.run.iterations, config.evaluate.every):
+                continue
+            for point in _points(stage, stored=not regenerate):
+                for victim in _victims(config, stage, point):
+                    yield Fault(stage, iteration, point, victim)
+
+
+def _points(stage: Stage, stored: bool) -> list[Point]:
+    absent = {
+        Point.MID_PART: stage is Stage.WEIGHT_SYNC or (stage is Stage.ROLLOUT and stored),
+        Point.UPLOAD: stage not in (Stage.TRAIN, Stage.PREPARE),
+    }
+    return [point for point in Point if not absent.get(point, False)]
+
+
+def _victims(config: RunConfig, stage: Stage, point: Point) -> list[str]:
+    if stage in (Stage.PREPARE, Stage.REWARD) or point is Point.STARTED:
+        return [FLOW, NODE]  # after a restart the workers may not be there yet
+    return [FLOW, NODE, *_workers(config)]
+
+
+def _workers(config: RunConfig) -> list[str]:
+    ranks = [f"trainer-{rank}" for rank in range(config.train.parallel.world_size)]
+    return [*ranks, *(f"engine-{number}" for number in range(config.engine.count))]
+
+
+def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:
+    """Refuse points and victims that the run does not have.
+
+    Raises:
+        InputError: naming the first.
+    """
+    there = {(fault.stage, fault.iteration, fault.point) for fault in possible(config, regenerate)}
+    victims = (FLOW, NODE, *_workers(config))
+    for fault in faults:
+        if (fault.stage, fault.iteration, fault.point) not in there:
+            raise InputError(
+                f"--at {fault}: this run of {config.run.iterations} iterations never comes by that point"
+                + (" (with stored rollouts nothing is sampled: --regenerate)" if fault.stage is Stage.ROLLOUT else "")
+            )
+        if fault.victim not in victims:
+            raise InputError(f"--at {fault}: this run has no process {fault.victim!r}, only {', '.join(victims)}")

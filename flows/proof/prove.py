@@ -1,0 +1,266 @@
+"""`ratchet prove-resume`: a run uninterrupted, and again with processes killed, must come to the same, bit for bit."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from flows.proof.compare import Comparison, Pair, lend_rollouts
+from flows.proof.faults import Fault, FaultFolder
+from flows.proof.kills import check, chosen
+from flows.views.output import Output
+from storage.backends.root import Root, open_root
+from storage.errors import InputError, StageFailed
+from storage.ids import Stage
+from storage.kill_points import Point
+from storage.manifest import find
+from tasks.config.environment import with_faults
+from tasks.config.run import RunConfig
+
+RUN = "proof"
+"""Id of the run, in both of its roots."""
+
+_LINGER_S = 120.0  # Ray's agents notice late that their node was killed
+
+
+@dataclass(frozen=True)
+class ProofOrder:
+    """What the command line asks for."""
+
+    config: RunConfig
+    path: str
+    settings: tuple[str, ...]
+    """As given with --set; for the processes that are started."""
+    root: str
+    """Root below which both runs are stored, each in a folder of its own."""
+    kills: int
+    """How many kills at random points; none if points are given."""
+    seed: int
+    """Chooses the points, and the bit of `plant`."""
+    at: tuple[Fault, ...] = ()
+    """Given points."""
+    regenerate: bool = False
+    """Let the interrupted run sample for itself instead of giving it the stored rollouts."""
+    plant: bool = False
+    """Turn one bit over, to see the proof fail."""
+
+
+class ProofReport(BaseModel):
+    """The result of `ratchet prove-resume`, as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    whole: str
+    """Root of the run that was not interrupted."""
+    interrupted: str
+    """Root of the run that was."""
+    iterations: int
+    """RL iterations compared, after iteration 0."""
+    rollouts: str
+    """`stored`: both runs learned from the same stored samples. `regenerated`: each sampled for itself."""
+    kills_planned: int
+    kills_delivered: int
+    points: tuple[str, ...]
+    """Points at which a process was killed, as STAGE@ITERATION:POINT:VICTIM."""
+    points_missed: tuple[str, ...]
+    """Points that were planned and never came."""
+    starts: int
+    """How often the interrupted run was started."""
+    done_twice: tuple[str, ...]
+    """Stages that were begun again although they were committed."""
+    orphans: tuple[str, ...]
+    """Processes of the interrupted run that outlived it."""
+    manifests: int
+    states: int
+    tensors: int
+    weights: int
+    optimizer: int
+    rng: int
+    rows: int
+    metrics: int
+    planted: bool
+    """Whether a bit was turned over on purpose."""
+    differences: tuple[str, ...]
+    """In the order of work."""
+    determinism: str
+    """Where it ends."""
+
+    @computed_field
+    @property
+    def identical(self) -> bool:
+        """Whether nothing differs, nothing was missed, done twice or left running."""
+        return not (self.differences or self.points_missed or self.done_twice or self.orphans)
+
+    @computed_field
+    @property
+    def first_difference(self) -> str | None:
+        """The first one, by name."""
+        return self.differences[0] if self.differences else None
+
+
+def prove(order: ProofOrder, output: Output) -> int:
+    """Run, run again with kills, compare, and report.
+
+    Returns:
+        0 if nothing differs, 1 otherwise.
+
+    Raises:
+        InputError: a given point does not exist in this run.
+        StageFailed: a run failed without being killed.
+    """
+    faults = order.at or chosen(order.config, order.kills, order.seed, order.regenerate)
+    check(order.config, faults, order.regenerate)
+    whole, interrupted = (open_root(f"{order.root.rstrip('/')}/{name}") for name in ("whole", "interrupted"))
+    _check_empty(order.root, whole, interrupted)
+    with tempfile.TemporaryDirectory(prefix="ratchet-prove-") as scratch:
+        output.say(f"prove-resume: {order.config.run.iterations} iterations without interruption")
+        undisturbed = FaultFolder(Path(scratch, "none"))
+        undisturbed.plan([])
+        _must_succeed(_start(order, whole, undisturbed))
+        if not order.regenerate:
+            lend_rollouts(whole, interrupted, RUN)
+        folder = FaultFolder(Path(scratch, "faults"))
+        folder.plan(list(faults))
+        output.say(f"prove-resume: again, with {len(faults)} kills: {', '.join(map(str, faults))}")
+        starts = _run_killed(order, interrupted, folder, output)
+        output.say("prove-resume: comparing")
+        section = order.config.evaluate
+        comparison = Pair(whole, interrupted, RUN).compare(
+            order.config.run.iterations, section.every, order.seed if order.plant else None
+        )
+        report = _report(order, whole, interrupted, folder, starts, comparison)
+    output.result(report, report_lines(report))
+    return 0 if report.identical else 1
+
+
+def _check_empty(url: str, *roots: Root) -> None:
+    for root in roots:
+        if RUN in root.folders():
+            raise InputError(f"{url} holds a proof already: give another --root, or remove that one")
+
+
+def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
+    asked = [f"--iterations={order.config.run.iterations}", *(f"--set={setting}" for setting in order.settings)]
+    command = ["run", order.path, f"--root={root.url}", f"--run={RUN}", "--json", *asked]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows", *command], env=with_faults(folder.path), stdout=subprocess.DEVNULL
+    )
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # a terminal interrupts both
+        raise
+
+
+def _run_killed(order: ProofOrder, root: Root, folder: FaultFolder, output: Output) -> int:
+    starts, delivered = 0, 0
+    while True:
+        starts += 1
+        code = _start(order, root, folder)
+        before, delivered = delivered, len(folder.delivered())
+        if code == 0:
+            return starts
+        if delivered == before:
+            _must_succeed(code)
+        output.say(f"prove-resume: killed at {folder.delivered()[-1]}; starting again")
+
+
+def _must_succeed(code: int) -> None:
+    if code != 0:
+        raise StageFailed(f"the run ended with exit code {code} and was not killed: its own message stands above")
+
+
+def _report(
+    order: ProofOrder, whole: Root, interrupted: Root, folder: FaultFolder, starts: int, found: Comparison
+) -> ProofReport:
+    planned, delivered = folder.planned(), folder.delivered()
+    return ProofReport(
+        whole=whole.url,
+        interrupted=interrupted.url,
+        iterations=order.config.run.iterations,
+        rollouts="regenerated" if order.regenerate else "stored",
+        kills_planned=len(planned),
+        kills_delivered=len(delivered),
+        points=tuple(map(str, delivered)),
+        points_missed=tuple(str(fault) for fault in planned if fault not in delivered),
+        starts=starts,
+        done_twice=tuple(_done_twice(folder)),
+        orphans=tuple(_orphans(folder.path)),
+        tensors=found.tensors,
+        **found.model_dump(include={"manifests", "states", "weights", "optimizer", "rng", "rows", "metrics"}),
+        planted=order.plant,
+        differences=tuple(map(str, found.differences)),
+        determinism=where_determinism_ends(order, interrupted, found),
+    )
+
+
+def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparison) -> str:
+    """In a sentence, what the comparison says of the run's determinism and what it cannot say."""
+    if found.differences:
+        first = found.differences[0]
+        return f"it ends at {first.stage} of iteration {first.iteration}; what follows from there is another run"
+    if order.regenerate:
+        return "nowhere in this run: the engine sampled the same again, and everything after it is the same"
+    again, equal = _sampled_again(interrupted, order.config.run.iterations)
+    return (
+        "from stored rollouts to weights nowhere; the engine was outside the proof: of "
+        f"{again} stored samples that it was asked for again it gave {equal} bit for bit"
+    )
+
+
+def _sampled_again(root: Root, iterations: int) -> tuple[int, int]:
+    rollouts = [find(root, RUN, iteration, Stage.ROLLOUT) for iteration in range(1, iterations + 1)]
+    metrics = [manifest.metrics for manifest in rollouts if manifest is not None]
+    again, equal = (sum(one.get(name, 0) for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
+    return int(again), int(equal)
+
+
+def _done_twice(folder: FaultFolder) -> Iterator[str]:
+    committed: set[tuple[int, Stage]] = set()
+    for reached in folder.reached():
+        place = (reached.iteration, reached.stage)
+        if reached.point is Point.COMMITTED:
+            committed.add(place)
+        elif reached.point is Point.STARTED and place in committed:
+            yield f"{reached.stage} of iteration {reached.iteration}"
+
+
+def _orphans(folder: Path) -> list[str]:
+    """Processes that were started with this folder of faults and still run; they are given time to notice."""
+    deadline = time.monotonic() + _LINGER_S
+    while (left := [one for one in psutil.process_iter() if _belongs(one, folder)]) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return [f"{process.pid} {process.name()}" for process in left]
+
+
+def _belongs(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.pid != os.getpid() and str(folder) in process.environ().values()
+    except psutil.Error:
+        return False
+
+
+def report_lines(report: ProofReport) -> list[str]:
+    """The report for people."""
+    counted = [
+        f"{report.kills_delivered} of {report.kills_planned} kills delivered, {report.starts} starts",
+        f"compared {report.manifests} manifests, {report.states} train states ({report.weights} weight and "
+        f"{report.optimizer} optimizer tensors, {report.rng} values of random generators), {report.rows} rows, "
+        f"{report.metrics} metrics",
+    ]
+    troubles = [
+        *(f"never reached: {point}" for point in report.points_missed),
+        *(f"done twice: {stage}" for stage in report.done_twice),
+        *(f"still running: {process}" for process in report.orphans),
+        *([f"first difference: {report.first_difference}"] if report.differences else []),
+        *([f"{len(report.differences) - 1} more differences"] if len(report.differences) > 1 else []),
+    ]
+    verdict = "the interrupted run came to the same, bit for bit" if report.identical else "NOT the same"
+    return [*counted, *troubles, f"determinism ends: {report.determinism}", verdict]

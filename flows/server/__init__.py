@@ -1,0 +1,1 @@
+"""The Prefect server of one command."""

@@ -1,0 +1,31 @@
+"""The process of a temporary Prefect server: `python -m flows.server.process SOCKET`.
+
+It serves on a socket that its parent has bound and handed over, so that the port cannot be taken by somebody else in
+between, and it ends when its standard input does: with its parent, however that one ends.
+"""
+
+import os
+import socket
+import sys
+import threading
+
+import uvicorn
+from prefect.server.api.server import create_app
+
+
+def main() -> None:
+    """Serve until the parent closes the pipe or is gone."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    server = uvicorn.Server(uvicorn.Config(create_app(ephemeral=True, final=True), log_level="error", lifespan="on"))
+    threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
+    server.run(sockets=[listener])
+
+
+def _end_with_parent(server: uvicorn.Server) -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    server.should_exit = True
+
+
+if __name__ == "__main__":
+    main()

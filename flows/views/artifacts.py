@@ -1,0 +1,66 @@
+"""What the Prefect flow run shows of a run: a table of its iterations, a summary and the curves."""
+
+import re
+from collections.abc import Sequence
+
+from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
+
+from flows.views.curves import data_uri
+from flows.views.history import IterationRecord
+from flows.views.status import RunStatus
+
+_FIGURES = ("reward", "accuracy", "kl", "entropy", "grad_norm", "tokens_per_second", "seconds")
+
+
+def publish(status: RunStatus, png: bytes) -> None:
+    """Attach the artifacts to the current flow run."""
+    create_table_artifact(
+        key=artifact_key(status.run, "iterations"),
+        table=iteration_table(status.history),
+        description=f"Iterations of run {status.run}",
+    )
+    create_markdown_artifact(
+        key=artifact_key(status.run, "summary"), markdown=summary(status), description=f"Summary of run {status.run}"
+    )
+    create_image_artifact(
+        key=artifact_key(status.run, "curves"), image_url=data_uri(png), description=f"Curves of run {status.run}"
+    )
+
+
+def artifact_key(run: str, name: str) -> str:
+    """A key that Prefect takes: lowercase letters, digits and dashes."""
+    return f"ratchet-{re.sub('[^a-z0-9]+', '-', run).strip('-')}-{name}"
+
+
+def iteration_table(history: Sequence[IterationRecord]) -> list[dict[str, float | int | None]]:
+    """One row an iteration."""
+    return [
+        {"iteration": record.iteration, **{name: _rounded(record, name) for name in _FIGURES}} for record in history
+    ]
+
+
+def summary(status: RunStatus) -> str:
+    """Markdown with the first and last figures and where everything lies."""
+    rows = [
+        ("iterations", str(status.iterations)),
+        ("mean reward", _change(status.first_reward, status.last_reward)),
+        ("held-out pass rate", _change(status.first_accuracy, status.last_accuracy)),
+        ("seconds an iteration (median)", _number(status.seconds_per_iteration)),
+        ("stored in", f"`{status.root}/{status.run}`"),
+        ("plot", f"`{status.report}`"),
+    ]
+    lines = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join([f"## Run {status.run}", "", "| | |", "|---|---|", *lines])
+
+
+def _rounded(record: IterationRecord, name: str) -> float | None:
+    value = record.model_dump()[name]
+    return None if value is None else round(value, 6)
+
+
+def _change(first: float | None, last: float | None) -> str:
+    return f"{_number(first)} -> {_number(last)}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,148 @@
+"""What a run has done, from its manifests alone."""
+
+import bisect
+import statistics
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+from pydantic import BaseModel, ConfigDict
+
+from storage.backends.root import Root
+from storage.ids import Stage
+from storage.manifest import Manifest, find
+
+PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+"""Stages of iteration 0, in their order; its `train` is the supervised warm-up."""
+ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+"""Stages of every other iteration."""
+
+PLOT = "curves.png"
+"""Name of the plot among the run's derived files."""
+
+_READERS = 16
+_WARM = 3
+"""First iteration that counts for the median duration: the ones before also start processes and fill caches."""
+
+
+class IterationRecord(BaseModel):
+    """One iteration as people want to see it; a figure is None if its stage is not done or gives none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    iteration: int
+    """0 is the preparation."""
+    done: tuple[Stage, ...]
+    """Committed stages, in the order of work."""
+    stage_seconds: dict[Stage, float]
+    """Duration of each committed stage."""
+    seconds: float
+    """Time spent, with what lies between the stages, but without the absence of a process that ended."""
+    reward: float | None
+    """Mean reward of the sampled responses."""
+    accuracy: float | None
+    """Pass rate on held-out prompts, after the weights of this iteration were synced."""
+    kl: float | None
+    """Mean KL divergence of the policy after the step from the one that sampled, nat a token."""
+    entropy: float | None
+    """Mean entropy of the policy, nat a token."""
+    grad_norm: float | None
+    """Norm of the gradient before clipping."""
+    tokens_per_second: float | None
+    """Response tokens a second while sampling."""
+
+
+def stages_of(iteration: int) -> tuple[Stage, ...]:
+    """The stages of an iteration, in their order."""
+    return ITERATION if iteration else PREPARATION
+
+
+def synced_iterations(root: Root, run: str, at_most: int) -> int:
+    """How many iterations, counted from 0, have their weight-sync committed; found in O(log at_most) look-ups.
+
+    A weight-sync is made from the ones before it, so the first missing one is the border.
+    """
+    return bisect.bisect_left(
+        range(at_most), True, key=lambda iteration: find(root, run, iteration, Stage.WEIGHT_SYNC) is None
+    )
+
+
+def first_incomplete(root: Root, run: str, iterations: int, evaluated_every: int) -> int:
+    """The iteration a run goes on with; `iterations` + 1 if all are complete.
+
+    Complete is an iteration whose weights are synced and whose evaluation, if it is due, is done. Evaluations that an
+    earlier configuration did not ask for are not made up for.
+    """
+    synced = synced_iterations(root, run, iterations + 2)
+    if synced > iterations + 1 or synced == 0:
+        return min(synced, iterations + 1)
+    last = synced - 1
+    evaluated = find(root, run, last, Stage.EVALUATE) is not None
+    return synced if evaluated or not evaluation_due(last, iterations, evaluated_every) else last
+
+
+def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
+    """Whether an evaluation follows this iteration: every so many, and after the last."""
+    return every > 0 and (iteration % every == 0 or iteration == iterations)
+
+
+def read_history(root: Root, run: str) -> list[IterationRecord]:
+    """All iterations that have begun, from 0."""
+    begun: list[IterationRecord] = []
+    before: Manifest | None = None
+    with ThreadPoolExecutor(_READERS) as pool:
+        batch = range(_READERS)
+        while True:
+            for manifests in pool.map(lambda iteration: read_iteration(root, run, iteration), batch):
+                if not manifests:
+                    return begun
+                begun.append(record_of(manifests, before))
+                before = manifests[-1]
+            batch = range(batch.stop, batch.stop + _READERS)
+
+
+def read_iteration(root: Root, run: str, iteration: int) -> list[Manifest]:
+    """The committed manifests of one iteration, in the order of work."""
+    found = (find(root, run, iteration, stage) for stage in stages_of(iteration))
+    return [manifest for manifest in found if manifest is not None]
+
+
+def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> IterationRecord:
+    """One iteration from its manifests and the last manifest of the iteration before."""
+    metrics = {manifest.stage: manifest.metrics for manifest in manifests}
+    rewards, trained = metrics.get(Stage.REWARD, {}), metrics.get(Stage.TRAIN, {})
+    return IterationRecord(
+        iteration=manifests[0].iteration,
+        done=tuple(manifest.stage for manifest in manifests),
+        stage_seconds={stage: values["seconds"] for stage, values in metrics.items() if "seconds" in values},
+        seconds=_seconds(manifests, before),
+        reward=rewards.get("reward_mean"),
+        accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),
+        kl=trained.get("kl"),
+        entropy=trained.get("entropy"),
+        grad_norm=trained.get("grad_norm"),
+        tokens_per_second=metrics.get(Stage.ROLLOUT, {}).get("tokens_per_second"),
+    )
+
+
+def _seconds(manifests: Sequence[Manifest], before: Manifest | None) -> float:
+    total = timedelta()
+    for manifest in manifests:
+        # in one process the time between two stages is part of the work; between two processes it is somebody's absence
+        continued = before if before is not None and before.writer == manifest.writer else None
+        total += manifest.finished - (manifest.started if continued is None else continued.finished)
+        before = manifest
+    return total.total_seconds()
+
+
+def first_and_last(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """The first and the last of the values that are there."""
+    there = [value for value in values if value is not None]
+    return (there[0], there[-1]) if there else (None, None)
+
+
+def seconds_per_iteration(history: Sequence[IterationRecord]) -> float | None:
+    """Median duration of the RL iterations after the second, or of all while there are no more."""
+    rl = [record for record in history if record.iteration and Stage.WEIGHT_SYNC in record.done]
+    warm = [record for record in rl if record.iteration >= _WARM] or rl
+    return statistics.median(record.seconds for record in warm) if warm else None

@@ -1,0 +1,131 @@
+"""What the person sees while a run goes on: one line that lives, and one line for every finished iteration."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from flows.views.history import IterationRecord
+from flows.views.status import RunStatus
+from storage.ids import Stage
+
+_REFRESH_PER_SECOND = 4
+_BAR = 24
+
+
+class Progress:
+    """Display on standard error; plain lines where that is no terminal."""
+
+    def __init__(self, run: str, iterations: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._run = run
+        self._iterations = iterations
+        self._finished = 0
+        self._doing = "starting"
+        self._since = time.monotonic()
+        self._live = Live(
+            get_renderable=self._line,
+            console=self._console,
+            refresh_per_second=_REFRESH_PER_SECOND,
+            transient=True,
+            redirect_stdout=False,  # with --json it belongs to a program
+        )
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def refresh(self) -> None:
+        """Draw the display now instead of at its next turn."""
+        self._live.refresh()
+
+    def say(self, text: str) -> None:
+        """Print a line and show it as what is being done."""
+        self._begin(text)
+        self._print(text)
+
+    @contextlib.contextmanager
+    def stage(self, iteration: int, stage: Stage) -> Iterator[None]:
+        """Show a stage while it is being done."""
+        self._finished = max(iteration - 1, 0)
+        self._begin(f"iteration {iteration}: {stage}")
+        if iteration == 0 and not self._console.is_terminal:
+            self._print(f"iteration 0: {stage}")  # the slow start: processes come up, the model is warmed up
+        yield
+
+    def finished(self, record: IterationRecord) -> None:
+        """Print the line of a finished iteration."""
+        self._finished = record.iteration
+        self._print(iteration_line(record, self._iterations))
+
+    def _begin(self, doing: str) -> None:
+        self._doing, self._since = doing, time.monotonic()
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _line(self) -> Table:
+        line = Table.grid(padding=(0, 1))
+        line.add_row(
+            Spinner("dots"),
+            Text(self._run, style="bold"),
+            ProgressBar(max(self._iterations, 1), self._finished, width=_BAR),
+            f"{self._finished}/{self._iterations}",
+            Text(self._doing, style="cyan"),
+            f"{time.monotonic() - self._since:.0f} s",
+        )
+        return line
+
+
+def iteration_line(record: IterationRecord, iterations: int) -> str:
+    """Everything about one iteration in one line."""
+    figures = [
+        ("reward", record.reward, ".3f"),
+        ("held-out", record.accuracy, ".3f"),
+        ("kl", record.kl, ".2e"),
+        ("entropy", record.entropy, ".3f"),
+        ("grad norm", record.grad_norm, ".3f"),
+        ("tokens/s", record.tokens_per_second, ".0f"),
+    ]
+    width = len(str(iterations))
+    shown = [f"{name} {value:{form}}" for name, value, form in figures if value is not None]
+    stages = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in record.stage_seconds.items())
+    return " | ".join(
+        [f"iteration {record.iteration:{width}d}/{iterations}", *shown, f"{record.seconds:.1f} s ({stages})"]
+    )
+
+
+def closing_lines(status: RunStatus) -> list[str]:
+    """First and last figures, and where everything lies."""
+    return [
+        f"run {status.run}: {status.iterations} iterations complete",
+        f"mean reward         {_change(status.first_reward, status.last_reward)}",
+        f"held-out pass rate  {_change(status.first_accuracy, status.last_accuracy)}",
+        f"stored in           {status.root}/{status.run}",
+        *([f"plot                {status.report}"] if status.report else []),
+    ]
+
+
+def status_lines(status: RunStatus) -> Sequence[str]:
+    """What `ratchet status` prints."""
+    lines = [iteration_line(record, status.asked) for record in status.history]
+    closing = closing_lines(status)
+    if status.current is None:
+        return [*lines, *closing]
+    stages = ", ".join(f"{item.stage} {'done' if item.done else 'to do'}" for item in status.stages)
+    return [*lines, *closing, f"goes on with        iteration {status.current}: {stages}"]
+
+
+def _change(first: float | None, last: float | None) -> str:
+    return "none yet" if first is None or last is None else f"{first:.3f} -> {last:.3f}"

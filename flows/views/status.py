@@ -1,0 +1,100 @@
+"""Where a run stands, from storage alone: imports no torch, Ray, vLLM or Prefect."""
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from flows.views.history import (
+    PLOT,
+    IterationRecord,
+    evaluation_due,
+    first_and_last,
+    first_incomplete,
+    read_history,
+    seconds_per_iteration,
+    stages_of,
+)
+from storage import layout
+from storage.backends.root import Root
+from storage.ids import Stage, check_run_name
+from tasks.config.stored import stored_config
+
+
+class StageStatus(BaseModel):
+    """One stage of the iteration in work."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: Stage
+    done: bool
+
+
+class RunStatus(BaseModel):
+    """A run as its storage shows it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    """Id of the run."""
+    root: str
+    """Storage root."""
+    iterations: int
+    """RL iterations that are complete."""
+    asked: int
+    """RL iterations that the run was started for; a continuation may go further."""
+    complete: bool
+    """Whether everything that was asked for at the start is done."""
+    current: int | None
+    """The first iteration that is not complete; None if all are."""
+    stages: tuple[StageStatus, ...]
+    """The stages of `current`."""
+    first_reward: float | None
+    last_reward: float | None
+    first_accuracy: float | None
+    """Held-out pass rate before the first RL iteration (or of the first evaluation there is)."""
+    last_accuracy: float | None
+    """Held-out pass rate of the last evaluation."""
+    seconds_per_iteration: float | None
+    """Median duration of the RL iterations after the second."""
+    report: str | None
+    """URL of the plot, once there is one."""
+    history: tuple[IterationRecord, ...]
+    """Every iteration that has begun."""
+
+
+def read_status(root: Root, run: str) -> RunStatus:
+    """Read where a run stands.
+
+    Raises:
+        InputError: there is no such run.
+    """
+    config = stored_config(root, check_run_name(run))
+    history = read_history(root, run)
+    # a continued run may have gone beyond what it was started for
+    last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
+    first = first_incomplete(root, run, last, every)
+    first_reward, last_reward = first_and_last(record.reward for record in history)
+    first_accuracy, last_accuracy = first_and_last(record.accuracy for record in history)
+    key = layout.report_key(run, PLOT)
+    return RunStatus(
+        run=run,
+        root=root.url,
+        iterations=max(first - 1, 0),
+        asked=config.run.iterations,
+        complete=first > last,
+        current=first if first <= last else None,
+        stages=_stages(history, first, last, every) if first <= last else (),
+        first_reward=first_reward,
+        last_reward=last_reward,
+        first_accuracy=first_accuracy,
+        last_accuracy=last_accuracy,
+        seconds_per_iteration=seconds_per_iteration(history),
+        report=f"{root.url}/{key}" if root.exists(key) else None,
+        history=tuple(history),
+    )
+
+
+def _stages(history: Sequence[IterationRecord], iteration: int, last: int, every: int) -> tuple[StageStatus, ...]:
+    done = history[iteration].done if iteration < len(history) else ()
+    wanted = [s for s in stages_of(iteration) if s != Stage.EVALUATE or evaluation_due(iteration, last, every)]
+    return tuple(StageStatus(stage=stage, done=stage in done) for stage in wanted)

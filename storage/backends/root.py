@@ -1,0 +1,253 @@
+"""One storage root: an fsspec filesystem pinned to a folder, and put-if-absent, the one way to write.
+
+Local files: a temporary file, fsync, then a hard link, which fails if the name is taken (a rename would overwrite).
+S3 and compatible: a conditional put (`If-None-Match: *`). Memory: for unit tests of one process only.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+
+from storage import kill_points, layout
+from storage.backends import local, objects
+from storage.errors import InputError, NotCommitted, StorageError, StorageUnavailable
+from storage.kill_points import Point
+from storage.meter import measured
+
+_CONDITIONAL_PUT = ("s3", "s3a")
+_memory_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as a listing shows it."""
+
+    key: str
+    bytes: int
+    modified: datetime
+
+
+@dataclass(frozen=True)
+class Root:
+    """A folder on a filesystem that can commit. Keys are relative and use '/'."""
+
+    url: str
+    fs: Any
+    path: str
+    protocol: str
+
+    def full(self, key: str) -> str:
+        """The filesystem's own path of `key`."""
+        return f"{self.path}/{key}"
+
+    def exists(self, key: str) -> bool:
+        """Whether `key` is there now."""
+        return self._read(key, lambda: bool(self.fs.exists(self.full(key))))
+
+    def read_bytes(self, key: str) -> bytes:
+        """The content of `key`.
+
+        Raises:
+            NotCommitted: there is no such key.
+        """
+        with _absence_explained(self, key):
+            return self._read(key, lambda: self.fs.cat_file(self.full(key)))
+
+    def read_buffer(self, key: str) -> pa.Buffer:
+        """The content of `key` without copying it: mapped memory on local storage. Raises as `read_bytes`."""
+        if self.protocol != "file":
+            return pa.py_buffer(self.read_bytes(key))
+        with _absence_explained(self, key):
+            return self._read(key, lambda: pa.memory_map(self.full(key)).read_buffer())
+
+    def put_if_absent(self, key: str, data: bytes | pa.Buffer, durable: bool = True) -> bool:
+        """Write `data` under `key` unless the key is taken; whole or not at all.
+
+        Args:
+            durable: on return it outlives a power cut too. Where that costs nothing more it does in any case.
+
+        Returns:
+            True if this call wrote it, False if the key was taken (by whatever content: read it back and compare).
+        """
+        if not len(memoryview(data)):
+            raise StorageError(f"{key}: refusing to write an empty object; conditional puts of empty bodies overwrite")
+        with _explained(self, key):
+            if self.protocol == "file":
+                return local.put_if_absent(Path(self.full(key)), memoryview(data), durable)
+            if self.protocol == "memory":
+                return _store_if_absent(self.fs, self.full(key), bytes(data))
+            kill_points.reached(Point.MID_PART, key)
+            return objects.put_if_absent(self.fs, self.full(key), bytes(data))
+
+    def put_file_if_absent(self, key: str, source: Path) -> bool:
+        """Like `put_if_absent`, with the content of a local file; a large one is streamed.
+
+        The file is given away: on local storage it may become the stored one, by a hard link. Never write to it again.
+        """
+        if not source.stat().st_size:
+            raise StorageError(f"{key}: refusing to write an empty object; {source} holds nothing")
+        with _explained(self, key):
+            if self.protocol == "file":
+                return local.put_file_if_absent(Path(self.full(key)), source)
+            if self.protocol == "memory":
+                return _store_if_absent(self.fs, self.full(key), source.read_bytes())
+            return objects.put_file_if_absent(self.fs, self.full(key), source)
+
+    def replace(self, key: str, data: bytes | pa.Buffer) -> None:
+        """Write a derived file for people, replacing what was there. Nothing may decide anything by reading it."""
+        with _explained(self, key):
+            if self.protocol == "file":
+                local.replace(Path(self.full(key)), memoryview(data))
+            else:
+                objects.retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
+
+    def remove(self, key: str) -> None:
+        """Remove an object that nothing names; one that is gone already is no error."""
+        with contextlib.suppress(FileNotFoundError):
+            self._read(key, lambda: self.fs.rm_file(self.full(key)))
+
+    def keys(self, prefix: str) -> list[str]:
+        """Keys below `prefix`, sorted: to show and to clean up, never to decide what is committed."""
+        return [stored.key for stored in self.stored(prefix)]
+
+    def stored(self, prefix: str) -> list[Stored]:
+        """Objects below `prefix` with size and time, sorted by key; use as `keys`."""
+        try:
+            found = self._read(prefix, lambda: self.fs.find(self.full(prefix), detail=True))
+        except FileNotFoundError:
+            return []
+        named = ((name.removeprefix(self.path).lstrip("/"), info) for name, info in found.items())
+        return sorted((Stored(key, info["size"], _modified(info)) for key, info in named), key=lambda one: one.key)
+
+    def folders(self) -> list[str]:
+        """Names one level below the root that hold something: to show, never to decide."""
+        try:
+            found = self._read("", lambda: self.fs.ls(self.path, detail=True))
+        except FileNotFoundError:
+            return []
+        return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+
+    def download(self, key: str, target: Path) -> None:
+        """Bring `key` to the local file `target`; on local storage it is a hard link (parts are write-once).
+
+        Raises:
+            NotCommitted: there is no such key.
+        """
+        with _absence_explained(self, key), _explained(self, f"{key} (to {target})", reading=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if self.protocol == "file":
+                with contextlib.suppress(OSError):
+                    os.link(self.full(key), target)
+                    return
+            objects.retried(lambda: self.fs.get_file(self.full(key), str(target)))
+
+    def check_writable(self) -> None:
+        """Write and remove a small object, and see that a second write under its name is refused.
+
+        Raises:
+            StorageUnavailable: that failed.
+        """
+        key = layout.probe_key(uuid.uuid4().hex)
+        self.put_if_absent(key, b"ratchet")
+        twice = self.put_if_absent(key, b"Ratchet")
+        self.remove(key)
+        if twice:
+            raise StorageUnavailable(
+                f"{self.url} ignores conditional writes (If-None-Match: *): two writers would overwrite each other. "
+                "Use a store that honours them"
+            )
+
+    def _read[T](self, key: str, call: Callable[[], T]) -> T:
+        with _explained(self, key, reading=True):
+            return call() if self.protocol == "file" else objects.retried(call)
+
+
+def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] | None = None) -> Root:
+    """Open the storage root at `url` (`file://...`, a path, `s3://bucket/prefix`).
+
+    Raises:
+        InputError: the backend cannot publish a manifest exactly once.
+    """
+    protocol = url.split("://", 1)[0] if "://" in url else "file"
+    if protocol in ("file", "local"):
+        path = os.path.abspath(url.split("://", 1)[-1])
+        return Root(f"file://{path}", fsspec.filesystem("file"), path, "file")
+    if protocol == "memory" and not allow_memory:
+        raise InputError(
+            f"storage root {url!r} is memory of one process: the trainer, the engine and the next start would not "
+            "see it. Use file:///some/folder or s3://bucket/prefix"
+        )
+    if protocol not in (*_CONDITIONAL_PUT, "memory"):
+        raise InputError(
+            f"storage root {url!r}: backend {protocol!r} is not known to publish a manifest exactly once. "
+            "Use file:///some/folder or s3://bucket/prefix"
+        )
+    # an object written by another process must be seen at once: no listing cache
+    caching = {} if protocol == "memory" else {"use_listings_cache": False}
+    fs = fsspec.filesystem(protocol, **caching, **(options or {}))
+    return Root(url.rstrip("/"), fs, fs._strip_protocol(url).rstrip("/"), protocol)
+
+
+@contextlib.contextmanager
+def _absence_explained(root: Root, key: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise NotCommitted(f"{root.url}/{key} is not there") from None
+
+
+@contextlib.contextmanager
+def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]:
+    """Turn what the operating system or the object store says into an error with a repair.
+
+    When reading, FileNotFoundError goes through; when writing it says that the bucket is missing.
+    """
+    clients = objects.client_errors() if root.protocol in _CONDITIONAL_PUT else ()
+    try:
+        with measured():
+            yield
+    except (PermissionError, NotADirectoryError) as error:
+        raise StorageUnavailable(
+            f"cannot write or read {root.url}/{key}: {error}. Choose a root that this user may write with --root"
+        ) from error
+    except (OSError, *clients) as error:
+        if reading and isinstance(error, FileNotFoundError):
+            raise
+        raise StorageUnavailable(_failure(root, key, error)) from error
+
+
+def _failure(root: Root, key: str, error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"no space left while writing {root.url}/{key} ({error.strerror}). Nothing that was committed is lost: "
+            "free space and start the same command again"
+        )
+    return f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
+
+
+def _store_if_absent(fs: Any, path: str, data: bytes) -> bool:
+    with _memory_lock:
+        if fs.exists(path):
+            return False
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        fs.pipe_file(path, data)
+    return True
+
+
+def _modified(info: dict[str, Any]) -> datetime:
+    # local: seconds since the epoch; S3 and memory: a date
+    for field in ("mtime", "LastModified", "created"):
+        if field in info:
+            value = info[field]
+            return value if isinstance(value, datetime) else datetime.fromtimestamp(value, UTC)
+    return datetime.now(UTC)

@@ -1,0 +1,1 @@
+"""Who drives a run: the lease, and whether its holder is alive."""

@@ -1,0 +1,44 @@
+"""Pieces: parts of a stage that are durable before the whole stage is, so that a crash costs the piece in work."""
+
+from pydantic import BaseModel, ConfigDict
+
+from storage import layout, records
+from storage.backends.root import Root
+from storage.errors import NotCommitted
+from storage.manifest import Part
+from storage.parts import PartWriter
+
+
+class Piece(BaseModel):
+    """Record that a part of a stage in work is done."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = 1
+    """Version of this record's own format."""
+    part: Part
+    """What was done."""
+
+
+def find_piece(writer: PartWriter, name: str) -> Part | None:
+    """The part that was kept as piece `name` of the writer's stage, or None."""
+    try:
+        return read_piece(writer.root, _key(writer, name))
+    except NotCommitted:
+        return None
+
+
+def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
+    """Record `part` as piece `name`; returns the part of the writer that was first."""
+    key = _key(writer, name)
+    return part if records.publish(writer.root, key, Piece(part=part)) else read_piece(writer.root, key)
+
+
+def read_piece(root: Root, key: str) -> Part:
+    """The part that the record at `key` names; raises as `records.read`."""
+    where = f"{root.url}/{key}"
+    return records.parse(records.unseal(root.read_bytes(key), where), Piece, where).part
+
+
+def _key(writer: PartWriter, name: str) -> str:
+    return layout.piece_key(writer.run, writer.iteration, writer.stage, 0, name)

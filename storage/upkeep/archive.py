@@ -1,0 +1,107 @@
+"""The archive of a run: one Parquet file with every scored sample, for people and their tools.
+
+zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLIT, which puts the bytes of equal weight
+of neighbouring floats side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict
+
+from storage import layout
+from storage.backends.root import Root
+from storage.digest import file_digest
+from storage.errors import InputError
+from storage.ids import Stage
+from storage.manifest import Manifest
+from storage.reader import read_table
+from storage.schema import REWARD, ROLLOUT
+from storage.upkeep.catalog import check_run, contents
+
+TABLE = "samples"
+_FLOATS = ("logprobs",)
+_SCORES = ("reward", "status", "detail")
+SAMPLES = pa.schema([*ROLLOUT, *(REWARD.field(name).with_nullable(True) for name in _SCORES)])
+"""Columns of the archive: the rollout table and what the reward stage said; null where it was not scored yet."""
+
+
+class Archive(BaseModel):
+    """A Parquet file that was written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    key: str
+    """Key below the storage root."""
+    iterations: tuple[int, int]
+    """First and last iteration in it."""
+    rows: int
+    bytes: int
+    """Size of the file."""
+    parts_bytes: int
+    """Size of the parts with the same content."""
+
+
+def compact(root: Root, run: str) -> Archive:
+    """Write the archive of all iterations that have a rollout; the same content gives the same file.
+
+    Raises:
+        InputError: the run is not there, or has no rollout.
+    """
+    check_run(root, run)
+    newest = contents(root, run).newest
+    rollouts = [manifest for manifest in newest if manifest.stage is Stage.ROLLOUT]
+    rewards = {manifest.iteration: manifest for manifest in newest if manifest.stage is Stage.REWARD}
+    if not rollouts:
+        raise InputError(f"run {run!r} has no rollout yet, so there is nothing to archive")
+    span = range(rollouts[0].iteration, rollouts[-1].iteration + 1)
+    with tempfile.TemporaryDirectory(prefix="ratchet-archive-") as folder:
+        path = Path(folder, f"{TABLE}.parquet")
+        rows = write_archive(path, (_scored(root, one, rewards.get(one.iteration)) for one in rollouts))
+        digest, size = file_digest(path)
+        key = layout.archive_key(run, TABLE, span, digest)
+        root.put_file_if_absent(key, path)
+    used = [*rollouts, *rewards.values()]
+    parts_bytes = sum(part.bytes for manifest in used for part in manifest.parts)
+    return Archive(run=run, key=key, iterations=(span[0], span[-1]), rows=rows, bytes=size, parts_bytes=parts_bytes)
+
+
+def write_archive(path: Path, tables: Iterator[pa.Table]) -> int:
+    """Write tables of the schema SAMPLES to a Parquet file, each as row groups of its own; returns the rows."""
+    rows = 0
+    leaves = [_leaf(field) for field in SAMPLES]
+    floats = {_leaf(SAMPLES.field(name)): "BYTE_STREAM_SPLIT" for name in _FLOATS}
+    dictionaries = [leaf for leaf in leaves if leaf not in floats]
+    options = {"compression": "zstd", "use_dictionary": dictionaries, "column_encoding": floats}
+    with pq.ParquetWriter(path, SAMPLES, **options) as writer:
+        for table in tables:
+            writer.write_table(table)
+            rows += table.num_rows
+    return rows
+
+
+def _leaf(field: pa.Field) -> str:
+    return f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+
+
+def _scored(root: Root, rollout: Manifest, reward: Manifest | None) -> pa.Table:
+    """Samples of one iteration, each with its own score."""
+    samples = read_table(root, rollout)
+    if reward is None:
+        scores = [pa.nulls(samples.num_rows, REWARD.field(name).type) for name in _SCORES]
+    else:
+        scored = read_table(root, reward)
+        rows = pc.index_in(_names(samples), value_set=_names(scored))  # pyright: ignore[reportAttributeAccessIssue]
+        scores = [scored[name].take(rows) for name in _SCORES]
+    return pa.table([*samples.columns, *scores], schema=SAMPLES)
+
+
+def _names(table: pa.Table) -> pa.Array:
+    ids = table["sample_id"].cast(pa.string())
+    joined = pc.binary_join_element_wise(table["prompt_id"], ids, "/")  # pyright: ignore[reportAttributeAccessIssue]
+    return joined.combine_chunks()

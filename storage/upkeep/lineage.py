@@ -1,0 +1,233 @@
+"""Where weights and samples come from, and what became of them, by following the digests in manifests."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict
+
+from storage.backends.root import Root
+from storage.errors import InputError
+from storage.ids import Stage
+from storage.manifest import Manifest, Origin
+from storage.parts import read_parts
+from storage.reader import read_table
+from storage.schema import PROMPTS
+from storage.upkeep.catalog import check_run, contents, runs
+
+
+class Step(BaseModel):
+    """One stage in a chain of origin."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    iteration: int
+    stage: Stage
+    digest: str
+    """Identity of its manifest."""
+    inputs: dict[str, str]
+    """Identities of what it was made from, by role."""
+    rows: int
+    """Rows of its tables."""
+    bytes: int
+    """Size of its parts."""
+    code_version: str
+    """Ratchet that did it."""
+    config_digest: str
+    """Configuration it was done under."""
+    finished: datetime
+    """When (UTC)."""
+    origin: Origin | None
+    """The run that did the work, if this one was forked."""
+
+
+class WeightsLineage(BaseModel):
+    """Everything that weights were made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    version: int
+    """Weight version: the iteration whose training made it."""
+    weights_digest: str | None
+    """Identity of the tensors that were served, if they were."""
+    steps: tuple[Step, ...]
+    """All stages that they come from, oldest first; the last is the training that made them."""
+    sampled_by: int | None
+    """Weight version that sampled what the last step learned from; None for the first state."""
+    prompts: tuple[str, ...]
+    """Ids of the prompts the last step learned from."""
+    reward_mean: float | None
+    """Mean score of those samples."""
+
+
+class SampleLineage(BaseModel):
+    """One stored sample, what made it and what learned from it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    iteration: int
+    prompt_id: str
+    sample_id: int
+    prompt: str | None
+    """Text of the prompt."""
+    response_tokens: int
+    """How many tokens were sampled."""
+    finish_reason: str
+    seed: int
+    weight_version: int
+    """Version that sampled it."""
+    weights: str | None
+    """Identity of the weight-sync that served this version."""
+    rollout: str
+    """Identity of the rollout that it is a row of."""
+    reward: float | None
+    """Its score, if it has one."""
+    reward_status: str | None
+    """ok, error or timeout; None if it was not scored yet."""
+    used_by: tuple[Step, ...]
+    """Training steps that learned from it, also those of forks."""
+
+
+def of_weights(root: Root, run: str, version: int) -> WeightsLineage:
+    """The origin of weight version `version`.
+
+    Raises:
+        InputError: the run or the version is not there.
+    """
+    check_run(root, run)
+    newest = contents(root, run).newest
+    made = _stage(newest, version, Stage.TRAIN)
+    if made is None:
+        there = [manifest.iteration for manifest in newest if manifest.stage is Stage.TRAIN]
+        raise InputError(f"run {run!r} has no weights of version {version}, only {there}")
+    ancestors = list(_ancestors(made, {manifest.digest: manifest for manifest in newest}))
+    rollout = next((one for one in ancestors if one.digest == made.inputs.get("rollout")), None)
+    reward = next((one for one in ancestors if one.digest == made.inputs.get("reward")), None)
+    sync = _stage(newest, version, Stage.WEIGHT_SYNC)
+    return WeightsLineage(
+        run=run,
+        version=version,
+        weights_digest=_fact(sync, "weights_digest", str),
+        steps=tuple(_step(one) for one in sorted(ancestors, key=newest.index)),
+        sampled_by=_fact(rollout, "weight_version", int),
+        prompts=_prompts(root, rollout),
+        reward_mean=reward.metrics.get("reward_mean") if reward else None,
+    )
+
+
+def of_sample(root: Root, run: str, iteration: int, prompt_id: str, sample_id: int) -> SampleLineage:
+    """Origin and use of one sample.
+
+    Raises:
+        InputError: the run or the sample is not there.
+    """
+    check_run(root, run)
+    newest = contents(root, run).newest
+    rollout = _stage(newest, iteration, Stage.ROLLOUT)
+    if rollout is None:
+        raise InputError(f"run {run!r} has no rollout of iteration {iteration}")
+    sample = _one_row(read_table(root, rollout), prompt_id, sample_id)
+    if sample is None:
+        raise InputError(f"iteration {iteration} of run {run!r} has no sample {sample_id} of prompt {prompt_id!r}")
+    reward = _stage(newest, iteration, Stage.REWARD)
+    score = _one_row(read_table(root, reward), prompt_id, sample_id) if reward else None
+    version = sample["weight_version"]
+    sync = _stage(newest, version, Stage.WEIGHT_SYNC)
+    return SampleLineage(
+        run=run,
+        iteration=iteration,
+        prompt_id=prompt_id,
+        sample_id=sample_id,
+        prompt=_prompt_text(root, _stage(newest, 0, Stage.PREPARE), prompt_id),
+        response_tokens=len(sample["response_tokens"]),
+        finish_reason=sample["finish_reason"],
+        seed=sample["seed"],
+        weight_version=version,
+        weights=sync.digest if sync else None,
+        rollout=rollout.digest,
+        reward=score["reward"] if score else None,
+        reward_status=score["status"] if score else None,
+        used_by=tuple(_users(root, rollout)),
+    )
+
+
+def parse_sample(text: str) -> tuple[int, str, int]:
+    """Iteration, prompt id and sample id of `PROMPT_ID/SAMPLE_ID@ITERATION`; a prompt id may hold '/' and '@'.
+
+    Raises:
+        InputError: it is not of that form.
+    """
+    place, _, iteration = text.rpartition("@")
+    prompt_id, _, sample_id = place.rpartition("/")
+    if not (prompt_id and sample_id.isdigit() and iteration.isdigit()):
+        raise InputError(f"--sample {text!r} is not of the form PROMPT_ID/SAMPLE_ID@ITERATION")
+    return int(iteration), prompt_id, int(sample_id)
+
+
+def _ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> Iterator[Manifest]:
+    seen, open_ends = set(), [manifest]
+    while open_ends:
+        one = open_ends.pop()
+        if one.digest not in seen:
+            seen.add(one.digest)
+            yield one
+            open_ends += [known[digest] for digest in one.inputs.values() if digest in known]
+
+
+def _users(root: Root, rollout: Manifest) -> Iterator[Step]:
+    """Training steps on these rollouts, or on a fork's manifest of the same parts."""
+    keys = {part.key for part in rollout.parts}
+    for run in runs(root):
+        newest = contents(root, run).newest
+        same = {one.digest for one in newest if one.stage is Stage.ROLLOUT and {p.key for p in one.parts} & keys}
+        for one in newest:
+            if one.stage is Stage.TRAIN and same & set(one.inputs.values()):
+                yield _step(one)
+
+
+def _step(manifest: Manifest) -> Step:
+    return Step(
+        run=manifest.run,
+        iteration=manifest.iteration,
+        stage=manifest.stage,
+        digest=manifest.digest,
+        inputs=manifest.inputs,
+        rows=sum(part.rows or 0 for part in manifest.parts),
+        bytes=sum(part.bytes for part in manifest.parts),
+        code_version=manifest.code_version,
+        config_digest=manifest.origin.config_digest if manifest.origin else manifest.config_digest,
+        finished=manifest.finished,
+        origin=manifest.origin,
+    )
+
+
+def _stage(manifests: Sequence[Manifest], iteration: int, stage: Stage) -> Manifest | None:
+    return next((one for one in manifests if (one.iteration, one.stage) == (iteration, stage)), None)
+
+
+def _fact[T](manifest: Manifest | None, name: str, kind: type[T]) -> T | None:
+    value = manifest.facts.get(name) if manifest else None
+    return value if isinstance(value, kind) else None
+
+
+def _prompts(root: Root, rollout: Manifest | None) -> tuple[str, ...]:
+    if rollout is None:
+        return ()
+    return tuple(read_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist())
+
+
+def _one_row(table: pa.Table, prompt_id: str, sample_id: int) -> dict[str, Any] | None:
+    found = table.filter((pc.field("prompt_id") == prompt_id) & (pc.field("sample_id") == sample_id))
+    return found.slice(0, 1).to_pylist()[0] if found.num_rows else None
+
+
+def _prompt_text(root: Root, prepared: Manifest | None, prompt_id: str) -> str | None:
+    tables = [part for part in prepared.parts if part.rows is not None] if prepared else []
+    prompts = read_parts(root, tables, PROMPTS, ["prompt_id", "prompt"])
+    found = prompts.filter(pc.field("prompt_id") == prompt_id)
+    return found["prompt"][0].as_py() if found.num_rows else None

@@ -1,0 +1,154 @@
+"""Reading everything a run has stored again, and naming what is not as it was written."""
+
+import json
+from collections.abc import Iterator
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from storage import layout, records
+from storage.attempts import Attempt
+from storage.backends.root import Root
+from storage.digest import bytes_digest
+from storage.errors import DigestMismatch, NotCommitted, PartMissing, SchemaMismatch
+from storage.manifest import Manifest, Part, load
+from storage.parallel import each
+from storage.parts import read_part_buffer
+from storage.unfinished import read_piece
+from storage.upkeep.catalog import Contents, Retired, named_parts
+
+_READERS = 4
+
+
+class Fault(StrEnum):
+    """What can be wrong with an object."""
+
+    DAMAGED = "damaged"
+    """It is not what was written."""
+    MISSING = "missing"
+    """A manifest or piece names it, and it is not there."""
+    UNKNOWN_INPUT = "unknown-input"
+    """It was made from a manifest that the run does not have."""
+    ORPHANED = "orphaned"
+    """Nothing names it: left by a crash, or of a stage in work. Harmless; gc removes it after a day."""
+
+
+class Finding(BaseModel):
+    """One object that is not as it should be."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    fault: Fault
+    key: str
+    """Key below the storage root."""
+    detail: str
+    """What was found."""
+
+
+class Verification(BaseModel):
+    """What a verification has read and found."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    manifests: int
+    """Manifests read."""
+    parts: int
+    """Parts read, also those of other runs that this one shares."""
+    bytes: int
+    """Their size."""
+    retired: int
+    """Manifests whose parts retention has given up."""
+    findings: tuple[Finding, ...]
+
+    @computed_field
+    @property
+    def sound(self) -> bool:
+        """Whether everything that is needed is there and right; orphans do no harm."""
+        return all(finding.fault is Fault.ORPHANED for finding in self.findings)
+
+
+def verify(root: Root, run: str) -> Verification:
+    """Re-hash every object of a run and follow every reference."""
+    stored, findings = _readable(root, run)
+    parts = {part.key: part for manifest in stored.kept.values() for part in manifest.parts}
+    parts |= {part.key: part for part in stored.unfinished.values()}
+    findings += [found for found in each(lambda part: _part(root, part), parts.values(), _READERS) if found]
+    findings += [*_config(root, run), *_inputs(stored), *_archives(root, run), *_orphans(root, run, set(parts))]
+    return Verification(
+        run=run,
+        manifests=len(stored.manifests),
+        parts=len(parts),
+        bytes=sum(part.bytes for part in parts.values()),
+        retired=len(stored.retired),
+        findings=tuple(findings),
+    )
+
+
+def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
+    """What of a run's records can be read, and findings for the rest."""
+    manifests: dict[str, Manifest] = {}
+    retired: dict[str, Retired] = {}
+    pieces: dict[str, Part] = {}
+    findings: list[Finding] = []
+    for key in root.keys(layout.manifest_folder(run)):
+        try:
+            if layout.is_manifest(key):
+                manifests[key] = load(root, key)
+                if root.exists(layout.retired_key(key)):
+                    retired[key] = records.read(root, layout.retired_key(key), Retired)
+            elif layout.is_piece(key):
+                pieces[key] = read_piece(root, key)
+            elif layout.is_attempt(key):
+                records.read(root, key, Attempt)
+        except (DigestMismatch, SchemaMismatch) as error:
+            findings.append(Finding(fault=Fault.DAMAGED, key=key, detail=str(error)))
+    return Contents(run, manifests, retired, pieces), findings
+
+
+def _part(root: Root, part: Part) -> Finding | None:
+    try:
+        read_part_buffer(root, part)
+    except DigestMismatch as error:
+        return Finding(fault=Fault.DAMAGED, key=part.key, detail=str(error))
+    except PartMissing as error:
+        return Finding(fault=Fault.MISSING, key=part.key, detail=str(error))
+    return None
+
+
+def _config(root: Root, run: str) -> Iterator[Finding]:
+    key = layout.run_config_key(run)
+    try:
+        json.loads(records.unseal_older(root.read_bytes(key), f"{root.url}/{key}"))
+    except NotCommitted:
+        yield Finding(fault=Fault.MISSING, key=key, detail="the run has no configuration")
+    except DigestMismatch as error:
+        yield Finding(fault=Fault.DAMAGED, key=key, detail=str(error))
+    except ValueError as error:
+        yield Finding(fault=Fault.DAMAGED, key=key, detail=f"the configuration is not JSON: {error}")
+
+
+def _inputs(stored: Contents) -> Iterator[Finding]:
+    known = {manifest.digest for manifest in stored.manifests.values()}
+    for key, manifest in stored.manifests.items():
+        for role, digest in manifest.inputs.items():
+            if digest not in known:
+                detail = f"its input {role!r} was manifest {digest}, which the run does not have"
+                yield Finding(fault=Fault.UNKNOWN_INPUT, key=key, detail=detail)
+
+
+def _archives(root: Root, run: str) -> Iterator[Finding]:
+    for key in root.keys(layout.archive_folder(run)):
+        digest = bytes_digest(root.read_buffer(key))
+        if not layout.is_temporary(key) and not digest.startswith(layout.digest_in_name(key) or "?"):
+            yield Finding(fault=Fault.DAMAGED, key=key, detail=f"its digest is {digest}: write it again with compact")
+
+
+def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
+    there = {stored.key: stored for stored in root.stored(layout.part_folder(run))}
+    unnamed = set(there) - named
+    if unnamed:
+        unnamed -= named_parts(root, [other for other in root.folders() if other != run])
+    for key in sorted(unnamed):
+        detail = f"{there[key].bytes} bytes of {there[key].modified:%Y-%m-%d %H:%M} that no manifest names"
+        yield Finding(fault=Fault.ORPHANED, key=key, detail=detail)

@@ -1,0 +1,170 @@
+"""The process environment. The one module that reads or writes it."""
+
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from storage.errors import InputError
+from tasks.config.code_version import PROJECT_ROOT
+from trainer_core.config import Device
+
+_OFFLINE_AND_SILENT = {
+    "HF_HUB_OFFLINE": "1",  # models are directories; a hub is never asked
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of a data loader or of Ray
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+_ORCHESTRATION = {
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # the default of 20 s is too short on two busy cores
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "RAY_worker_niceness": "0",  # actors are the run's own work; Ray would let everything else go first
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors reserve no GPU of Ray's and still see the cards given to them
+}
+
+_LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in the actor's own process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on first use, and not used for seeded requests
+}
+
+_ENGINE_ON_CPU = {
+    "TORCHDYNAMO_DISABLE": "1",  # a few helpers compile even in eager mode: 12 s of start-up, and a compiler is needed
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # never pin: the machine is shared with the trainer
+    "VLLM_MLA_DISABLE": "1",  # MLA has no CPU kernel; the multi-head form is the same mathematics
+}
+
+_DETERMINISTIC_ON_CUDA = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a workspace of its own for each stream, as cuBLAS asks for
+    "NCCL_ALGO": "Ring",  # sums in one order
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
+}
+
+_FAULTS = "RATCHET_FAULTS"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says about the machine and the cluster."""
+
+    ray_address: str | None
+    """`host:port` of a Ray cluster to attach to; None starts a local Ray."""
+    ray_token: str | None
+    """Token that Ray's servers ask for."""
+    gpus: tuple[str, ...]
+    """The cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    faults: Path | None = None
+    """Folder of `flows.proof.faults`: which process of the run is killed where; `ratchet prove-resume` sets it."""
+
+    @classmethod
+    def from_environment(cls) -> "Settings":
+        """Read the environment as it is now."""
+        return cls(
+            ray_address=os.environ.get("RAY_ADDRESS") or None,
+            ray_token=os.environ.get("RAY_AUTH_TOKEN") or None,
+            gpus=_visible_gpus(),
+            faults=Path(os.environ[_FAULTS]) if _FAULTS in os.environ else None,
+        )
+
+    @property
+    def local(self) -> bool:
+        """Whether everything runs on this host, under a Ray of our own."""
+        return self.ray_address is None
+
+    def device(self, kind: Device | Literal["auto"]) -> Device:
+        """Where to compute: `auto` is CUDA if a card is visible.
+
+        Raises:
+            InputError: CUDA is asked for and no card is visible.
+        """
+        if kind == "cuda" and not self.gpus:
+            raise InputError('device.kind is "cuda" and no GPU is visible; use "auto" or "cpu"')
+        if kind == "auto":
+            return "cuda" if self.gpus else "cpu"
+        return kind
+
+
+def prepare_process() -> None:
+    """Give this process and its children the defaults they need. Call it before Prefect or Ray is imported.
+
+    What the user has set stays.
+    """
+    for name, value in {**_OFFLINE_AND_SILENT, **_ORCHESTRATION}.items():
+        os.environ.setdefault(name, value)
+
+
+def ensure_ray_token() -> None:
+    """Give a Ray that will be started here a new token, unless the user gave one.
+
+    Ray switches token authentication on for a Ray it starts, unless RAY_AUTH_MODE says otherwise. Without a token in
+    the environment it would keep one in the home directory for good.
+    """
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def engine_environment(device: Device, gpu: str | None, local: bool) -> dict[str, str]:
+    """What an engine's process needs beyond the environment it inherits; `gpu` is the one card it sees."""
+    specific = _ENGINE_ON_CPU if device == "cpu" else {}
+    return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, (gpu,) if gpu else ())}
+
+
+def trainer_environment(
+    device: Device, gpus: tuple[str, ...], local: bool, deterministic: bool = False
+) -> dict[str, str]:
+    """What a trainer rank's process needs beyond the environment it inherits."""
+    specific = _trainer_on_cuda(len(gpus), deterministic) if device == "cuda" else {}
+    return {**_compute_environment(device, local), **specific, **_cards(device, gpus)}
+
+
+def child_python_path() -> dict[str, str]:
+    """The whole environment for a plain child process that imports this project."""
+    return {**os.environ, "PYTHONPATH": _python_path()}
+
+
+def with_faults(folder: Path) -> dict[str, str]:
+    """The whole environment for a `ratchet` process in which the faults of `folder` happen; its children inherit it."""
+    return {**child_python_path(), _FAULTS: str(folder)}
+
+
+def _trainer_on_cuda(ranks: int, deterministic: bool) -> dict[str, str]:
+    share = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps by launch order
+        # the state passes through host memory when it is saved; Ray would leave an actor one thread for that
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
+        **(_DETERMINISTIC_ON_CUDA if deterministic else {}),
+    }
+
+
+def _compute_environment(device: Device, local: bool) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
+    return {**_OFFLINE_AND_SILENT, **(_LOOPBACK if local else {}), **threads, "PYTHONPATH": _python_path()}
+
+
+def _cards(device: Device, gpus: tuple[str, ...]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus) if device == "cuda" else ""}
+
+
+def _python_path() -> str:
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(dict.fromkeys([str(PROJECT_ROOT), *(str(Path(path).absolute()) for path in inherited)]))
+
+
+def _visible_gpus() -> tuple[str, ...]:
+    """Cards that CUDA would see, without importing torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return tuple(card.strip() for card in chosen.split(",") if card.strip() not in ("", "-1"))
+    nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    return tuple(str(index) for index in range(len(nodes)))

@@ -1,0 +1,1 @@
+"""Prompts and their tokenizer: read, drawn, or generated."""

@@ -1,0 +1,189 @@
+"""What a run can make on the spot instead of being given: a small model with its tokenizer, and an addition data set.
+
+Neither torch nor a download is needed; the same seed gives the same bytes.
+"""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from storage.errors import InputError
+from tasks.config.run import GeneratedAddition, GeneratedModel
+from tasks.data.prompts import Record
+
+PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"
+CHARACTERS = "0123456789+-= "
+_ROPE_THETA = 10000.0
+
+
+def generate_model(directory: Path, spec: GeneratedModel, seed: int) -> None:
+    """Write a Hugging Face directory of a Qwen3-architecture model with random weights and a character tokenizer."""
+    generate_tokenizer(directory, spec)
+    save_file(dict(_weights(spec, seed)), str(directory / "model.safetensors"), metadata={"format": "pt"})
+
+
+def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
+    """Write everything of such a directory but the weights.
+
+    Raises:
+        InputError: the vocabulary is smaller than the tokenizer's.
+    """
+    tokenizer = character_tokenizer()
+    if tokenizer.get_vocab_size() > spec.vocabulary:
+        raise InputError(
+            f"model.generate.vocabulary = {spec.vocabulary} is smaller than the character tokenizer's "
+            f"{tokenizer.get_vocab_size()}: raise it"
+        )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(), indent=1))
+    (directory / "config.json").write_text(json.dumps(model_config(spec), indent=1))
+
+
+def character_tokenizer() -> Tokenizer:
+    """One token a character; ids 0, 1 and 2 are padding, stop and unknown."""
+    vocabulary = {token: number for number, token in enumerate((PAD, STOP, UNKNOWN, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens([PAD, STOP, UNKNOWN])
+    return tokenizer
+
+
+def model_config(spec: GeneratedModel) -> dict[str, object]:
+    """The model's config.json, in the fields of `transformers.Qwen3Config`."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": spec.vocabulary,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": _ROPE_THETA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "initializer_range": spec.initializer_range,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[Record]]:
+    """Prompts such as `47+38=` with answers such as `085`, and demonstrations for the warm-up.
+
+    A sum and its commuted twin are in the same split, so no held-out prompt is seen in training in either order. A
+    share of the demonstrations forgets to carry: `47+38=` is shown as `075`.
+
+    Returns:
+        Records of the tables train, held_out and, if asked for, warmup.
+
+    Raises:
+        InputError: there are fewer sums than are to be held out.
+    """
+    rng = random.Random(f"addition {seed}")
+    operands = range(section.min_operand, section.max_operand + 1)
+    pairs = list(itertools.combinations_with_replacement(operands, 2))
+    rng.shuffle(pairs)
+    count = _pairs_for(pairs, section.held_out)
+    held_out, train = _prompts(pairs[:count], section, rng), _prompts(pairs[count:], section, rng)
+    if not train:
+        raise InputError(
+            f"data.generate.held_out = {section.held_out} leaves none of the {len(pairs)} sums for training: lower it "
+            "or widen the operands"
+        )
+    tables: dict[str, list[Record]] = {"train": train, "held_out": held_out[: section.held_out]}
+    if section.warmup:
+        tables["warmup"] = _demonstrations(train, section, rng)
+    return tables
+
+
+def forget_carries(first: int, second: int) -> int:
+    """The sum of each pair of digits without what it carries into the next: 47 + 38 gives 75."""
+    digits = itertools.zip_longest(reversed(str(first)), reversed(str(second)), fillvalue="0")
+    return sum((int(a) + int(b)) % 10 * 10**place for place, (a, b) in enumerate(digits))
+
+
+def _pairs_for(pairs: list[tuple[int, int]], prompts: int) -> int:
+    """How many of the pairs give at least `prompts` prompts; a pair of two different numbers gives two."""
+    made = itertools.accumulate(1 + (first != second) for first, second in pairs)
+    return next((number for number, total in enumerate(made, 1) if total >= prompts), len(pairs))
+
+
+def _prompts(pairs: list[tuple[int, int]], section: GeneratedAddition, rng: random.Random) -> list[Record]:
+    ordered = [order for a, b in pairs for order in dict.fromkeys([(a, b), (b, a)])]
+    rng.shuffle(ordered)
+    return [_record(first, second, first + second, section) for first, second in ordered]
+
+
+def _record(first: int, second: int, answer: int, section: GeneratedAddition) -> Record:
+    width = len(str(section.max_operand))
+    return {
+        "id": f"{first}+{second}",
+        "prompt": f"{first:0{width}d}+{second:0{width}d}=",
+        "answer": f"{answer:0{width + 1}d}",
+    }
+
+
+def _demonstrations(train: list[Record], section: GeneratedAddition, rng: random.Random) -> list[Record]:
+    shown: list[Record] = []
+    for record in train[: section.warmup]:
+        first, second = map(int, record["id"].split("+"))
+        mistaken = rng.random() < section.warmup_mistakes
+        shown.append(_record(first, second, forget_carries(first, second) if mistaken else first + second, section))
+    return shown
+
+
+def _weights(spec: GeneratedModel, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    rng = np.random.default_rng([seed, 1])
+
+    def matrix(rows: int, columns: int) -> NDArray[np.float32]:
+        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(spec.initializer_range)
+
+    def norm(size: int) -> NDArray[np.float32]:
+        return np.ones(size, dtype=np.float32)
+
+    hidden, queries, keys = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield "model.embed_tokens.weight", matrix(spec.vocabulary, hidden)
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.self_attn.q_proj.weight", matrix(queries, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", matrix(keys, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", matrix(keys, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, queries)
+        yield f"{prefix}.self_attn.q_norm.weight", norm(spec.head_dim)
+        yield f"{prefix}.self_attn.k_norm.weight", norm(spec.head_dim)
+        yield f"{prefix}.mlp.gate_proj.weight", matrix(spec.intermediate, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", matrix(spec.intermediate, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, spec.intermediate)
+        yield f"{prefix}.input_layernorm.weight", norm(hidden)
+        yield f"{prefix}.post_attention_layernorm.weight", norm(hidden)
+    yield "model.norm.weight", norm(hidden)
+    if not spec.tied_embeddings:
+        yield "lm_head.weight", matrix(spec.vocabulary, hidden)
+
+
+def _tokenizer_config() -> dict[str, object]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": STOP,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+    }

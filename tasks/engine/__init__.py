@@ -1,0 +1,1 @@
+"""The rollout engine: vLLM, and receiving weights inside it."""

@@ -1,0 +1,306 @@
+"""The rollout engine: one vLLM in one process, which samples, scores, and takes new weights in place.
+
+The specifications import without vLLM, torch or Ray; the engine itself imports them when it is made.
+"""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field
+
+from storage.digest import value_digest
+from storage.errors import InputError, SyncMismatch, WorkerLost
+from trainer_core.config import Device, Frozen
+from trainer_core.weights.records import TensorRecord
+
+TokenIds = Sequence[int] | NDArray[np.int32]
+"""The tokens of one sequence."""
+
+COMPLETIONS = pa.schema(
+    [
+        pa.field("response_tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+    ]
+)
+"""What `Engine.generate` returns; fields as in `storage.schema.ROLLOUT`."""
+
+_MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
+
+
+class EngineSpec(Frozen):
+    """Everything an engine is started with."""
+
+    model_dir: str
+    """Hugging Face directory: architecture, and the weights it starts with."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+    max_model_len: int = Field(ge=2)
+    """Longest sequence, prompt and response together, in tokens."""
+    max_num_seqs: int = Field(default=512, ge=1)
+    """Sequences decoded together."""
+    kv_cache_bytes: int = Field(default=128 << 20, ge=1)
+    """Size of the key-value cache in bytes."""
+    device: Device = "cpu"
+    """Where it computes."""
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Share of the card which must be free at the start; the trainer needs the rest. Without effect on CPU."""
+    enforce_eager: bool = True
+    """Run without CUDA graphs and compilation: slower steps, start in seconds. Always so on CPU."""
+    seed: int = 0
+    """Seed of the engine; samples have seeds of their own."""
+
+
+class Sampling(Frozen):
+    """How one batch is sampled."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Divisor of the logits; 0 takes the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass."""
+    max_tokens: int = Field(ge=1)
+    """Limit on response tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response and are part of it. No other token does: a model's own EOS must be listed."""
+
+
+class EngineIdentity(Frozen):
+    """Which weights an engine holds."""
+
+    weight_version: int | None
+    """Version stamped at the last successful `receive`; None before the first, and while the weights are unusable."""
+    weights_digest: str | None
+    """`weights_digest` of those weights."""
+
+
+class SyncReceipt(Frozen):
+    """What an engine says it received and loaded."""
+
+    version: int
+    """Version stamped on the weights."""
+    digests: dict[str, str]
+    """Digest of each tensor by name, computed inside the engine before loading."""
+    weights_digest: str
+    """`weights_digest` of them."""
+    bytes: int
+    """Size of the files."""
+    seconds: float
+    """From the first chunk to the reset of the prefix cache."""
+
+
+def weights_digest(digests: Mapping[str, str]) -> str:
+    """Identity of a whole set of weights, given each tensor's digest by its Hugging Face name."""
+    return value_digest(dict(digests))
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """Why an engine must not generate."""
+
+    reason: str
+
+
+class Engine:
+    """vLLM in this process. One call at a time."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Start the engine with the weights in `spec.model_dir`.
+
+        Raises:
+            InputError: the directory holds no model.
+        """
+        if not (Path(spec.model_dir) / "config.json").is_file():
+            raise InputError(f"{spec.model_dir} holds no config.json: give a Hugging Face model directory")
+        import torch.distributed as dist
+        from vllm import LLM
+
+        if not dist.is_initialized():
+            # a store in memory: vLLM would open one that listens on every interface
+            backend = "nccl" if spec.device == "cuda" else "gloo"
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not listed in __all__
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        self._spec = spec
+        self._llm: Any = LLM(**_vllm_arguments(spec))
+        self._llm.init_weight_transfer_engine({"init_info": {"model_dir": spec.model_dir}})
+        self._held: EngineIdentity | Unusable = EngineIdentity(weight_version=None, weights_digest=None)
+
+    def identity(self) -> EngineIdentity:
+        """Which weights the engine holds."""
+        if isinstance(self._held, Unusable):
+            return EngineIdentity(weight_version=None, weights_digest=None)
+        return self._held
+
+    def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
+        """Sample one response for each (prompt, seed), in their order.
+
+        Log-probabilities are those of the distribution that was sampled from (after temperature and top-p), float32
+        nats; at temperature 0 they are the model's own, at temperature 1.
+
+        Returns:
+            A batch of schema `COMPLETIONS`, one row a prompt.
+
+        Raises:
+            InputError: a prompt is empty or leaves no room for a response.
+            SyncMismatch: the last `receive` failed, so the weights are not to be used.
+        """
+        self._check_usable()
+        self._check_lengths(prompts, "prompt")
+        outputs = self._run(prompts, [_sampling_parameters(sampling, seed) for seed in seeds])
+        return _completions([output.outputs[0] for output in outputs])
+
+    def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
+        """Log-probability of each token given those before it, at temperature 1.
+
+        Returns:
+            For each sequence float32 nats of its tokens 1, 2, ...; one entry less than it has tokens.
+
+        Raises:
+            InputError: a sequence is empty or fills the whole context (the engine always samples one token more).
+            SyncMismatch: the last `receive` failed, so the weights are not to be used.
+        """
+        self._check_usable()
+        self._check_lengths(sequences, "sequence")
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        outputs = self._run(sequences, how)
+        return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
+
+    def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
+        """Replace the weights by the safetensors files in `directory`, in place, and stamp them with `version`.
+
+        Every tensor is compared with its record before it is loaded. Until a call succeeds as a whole the engine
+        refuses to generate.
+
+        Raises:
+            SyncMismatch: a tensor is missing, unknown, doubled, or differs from its record; or a parameter of the model
+                was not loaded; or the prefix cache could not be reset.
+        """
+        clock = time.perf_counter()
+        self._held = Unusable("a weight update was begun and did not end")
+        try:
+            digests = self._update(directory, records)
+        except Exception as error:
+            self._held = Unusable(str(error))
+            raise
+        identity = EngineIdentity(weight_version=version, weights_digest=weights_digest(digests))
+        self._held = identity
+        return SyncReceipt(
+            version=version,
+            digests=digests,
+            weights_digest=str(identity.weights_digest),
+            bytes=sum((Path(directory) / file).stat().st_size for file in {record.file for record in records}),
+            seconds=time.perf_counter() - clock,
+        )
+
+    def _run(self, sequences: Sequence[TokenIds], how: Any) -> list[Any]:
+        # plain integers: from numpy's, vLLM would make tensors of a type that it does not take
+        inputs = [{"prompt_token_ids": np.asarray(ids).tolist()} for ids in sequences]
+        return self._llm.generate(inputs, how, use_tqdm=False)
+
+    def _update(self, directory: str, records: Sequence[TensorRecord]) -> dict[str, str]:
+        files: dict[str, list[TensorRecord]] = {}
+        for record in records:
+            files.setdefault(record.file, []).append(record)
+        if not files:
+            raise SyncMismatch("a weight update without tensors: the trainer exported nothing")
+        self._llm.start_weight_update()
+        for number, (file, expected) in enumerate(files.items(), start=1):
+            update = {
+                "path": str(Path(directory) / file),
+                "records": [record.model_dump() for record in expected],
+                "final": number == len(files),
+            }
+            self._llm.update_weights({"update_info": update})
+        self._llm.finish_weight_update()
+        if not self._llm.reset_prefix_cache():
+            raise SyncMismatch("the prefix cache could not be reset: requests are running during a weight update")
+        (digests,) = self._llm.collective_rpc("received_digests")
+        return digests
+
+    def _check_usable(self) -> None:
+        if isinstance(self._held, Unusable):
+            raise SyncMismatch(
+                f"the engine's weights cannot be used because the last weight sync failed ({self._held.reason}); "
+                "sync the weights again before generating"
+            )
+
+    def _check_lengths(self, sequences: Sequence[TokenIds], what: str) -> None:
+        limit = self._spec.max_model_len - 1
+        for index, sequence in enumerate(sequences):
+            if not 0 < len(sequence) <= limit:
+                raise InputError(
+                    f"{what} {index} has {len(sequence)} tokens; the engine takes 1 to {limit} "
+                    f"(engine.max_model_len is {self._spec.max_model_len} and one token is sampled)"
+                )
+
+
+def _vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": spec.model_dir,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # a model's own sampling defaults must not change ours
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": max(_MAX_STEP_TOKENS, spec.max_model_len, spec.max_num_seqs),
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "enforce_eager": spec.enforce_eager or spec.device == "cpu",
+        "seed": spec.seed,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "async_scheduling": False,
+        "worker_extension_cls": "tasks.engine.receive.WorkerExtension",
+        "weight_transfer_config": {"backend": "ratchet"},
+    }
+    if spec.device == "cpu":
+        arguments |= {
+            "block_size": 32,
+            "enable_chunked_prefill": False,  # a seeded request whose prompt is split ends the engine on CPU
+            "compilation_config": {"custom_ops": ["none"]},  # the CPU kernel of interleaved rotary embedding is wrong
+        }
+    return arguments
+
+
+def _sampling_parameters(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        seed=seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,  # lists of numbers instead of a dict and objects for each token
+        detokenize=False,
+        skip_clone=True,  # made for this one request: no deep copy
+    )
+
+
+def _completions(outputs: Sequence[Any]) -> pa.RecordBatch:
+    unfinished = [output.finish_reason for output in outputs if output.finish_reason not in ("stop", "length", "abort")]
+    if unfinished:
+        raise WorkerLost(f"vLLM ended a response for the reason {unfinished[0]!r}, which Ratchet does not know")
+    columns = [
+        _lists([output.token_ids for output in outputs], pa.int32()),
+        _lists([output.logprobs.logprobs for output in outputs], pa.float32()),
+        pa.array([output.finish_reason for output in outputs], pa.string()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
+
+
+def _lists(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], kind: pa.DataType) -> pa.Array:
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.fromiter(itertools.chain.from_iterable(rows), dtype=kind.to_pandas_dtype(), count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind))

@@ -1,0 +1,1 @@
+"""The stages of an iteration: functions from manifests to a manifest."""

@@ -1,0 +1,1 @@
+"""The processes that compute: Ray, actors, trainer ranks, and their scratch folders."""

@@ -1,0 +1,191 @@
+"""Groups of Ray actors that hold one object each, and what happens when one of them fails."""
+
+import operator
+import os
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.util
+
+from storage.errors import RatchetError, WorkerLost
+from tasks.workers.cluster import NAMESPACE
+
+_GRACE_S = 5.0  # after one member has failed the others get so long to end their part of the call
+_PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and is taken for alive
+_ATTACH_S = 10.0
+
+
+class WorkerDied(WorkerLost):
+    """The process is gone, unlike one that failed and was ended by us."""
+
+
+class Host:
+    """The Ray actor class: a process that makes one object and calls its methods, one at a time."""
+
+    def __init__(self) -> None:
+        self._held: Any = None
+        self._calls = 0
+
+    def make(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Make the object."""
+        self._held = factory(*arguments)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the object."""
+        self._calls += 1
+        return operator.methodcaller(method, *arguments)(self._held)
+
+    def pid(self) -> int:
+        """Id of this process."""
+        return os.getpid()
+
+    def calls(self) -> int | None:
+        """How many calls were begun; None before the object is made."""
+        return self._calls if self._held is not None else None
+
+
+class WorkerGroup:
+    """Actors that work in step: every call goes to all of them, and they are dead as soon as one of them is."""
+
+    def __init__(self, labels: Sequence[str], actors: Sequence[Any]) -> None:
+        self._labels = list(labels)
+        self._actors = list(actors)
+        self._starting: list[Any] = []
+        self._ended = False
+
+    def start(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Have each member make its object from its own arguments. Does not wait; the first call does."""
+        self._starting = [actor.make.remote(factory, own) for actor, own in zip(self._actors, arguments, strict=True)]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call `method` on every member with the same arguments; one result a member.
+
+        Raises:
+            WorkerLost: a member died, failed by an error that is none of ours, or the members are out of step. The
+                group is ended.
+            RatchetError: what all members raised, named after the first.
+        """
+        if self._ended:
+            raise WorkerLost(f"{self._labels[0]} has ended; the next attempt starts a new one")
+        if self._starting:
+            self._gather(self._starting, "the start")
+            self._starting = []
+        shared = arguments if len(self._actors) == 1 else [ray.put(argument) for argument in arguments]
+        return self._gather([actor.call.remote(method, *shared) for actor in self._actors], method)
+
+    def alive(self) -> bool:
+        """Whether no member is known to be dead. A group with a dead member is ended."""
+        if self._ended:
+            return False
+        pings = [actor.calls.remote() for actor in self._actors]
+        ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
+        try:
+            ray.get(ready)
+        except ray.exceptions.RayError:
+            self.end()
+        return not self._ended
+
+    def processes(self) -> list[int]:
+        """Process ids of the members; a member that is at work answers when it has ended.
+
+        Raises:
+            RayError: one of them is dead.
+        """
+        return ray.get([actor.pid.remote() for actor in self._actors])
+
+    def in_step(self) -> bool:
+        """Whether all members are idle and have begun the same number of calls, so that new calls can be made."""
+        counts = [actor.calls.remote() for actor in self._actors]
+        ready, late = ray.wait(counts, num_returns=len(counts), timeout=_ATTACH_S)
+        try:
+            begun = set(ray.get(ready))
+            return not late and len(begun) == 1 and None not in begun
+        except ray.exceptions.RayError:
+            return False
+
+    def end(self) -> None:
+        """End the members' processes."""
+        self._ended = True
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _gather(self, references: list[Any], what: str) -> list[Any]:
+        results: dict[Any, Any] = {}
+        failures: dict[int, RatchetError] = {}
+        pending = references
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=_GRACE_S if failures else None)
+            if not ready:
+                break
+            member = references.index(ready[0])
+            try:
+                results[ready[0]] = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                failures[member] = _explained(error, self._labels[member], what)
+        if not failures:
+            return [results[reference] for reference in references]
+        in_step = len(failures) == len(references)
+        if not in_step or any(isinstance(failure, WorkerLost) for failure in failures.values()):
+            self.end()
+        raise _worst([failures[member] for member in sorted(failures)])
+
+
+def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached: bool) -> list[Any]:
+    """Start one actor a name, each with its environment variables on top of the inherited ones.
+
+    They reserve nothing of Ray's: on two cores a pipeline of two ranks and an engine would otherwise wait for ever, and
+    trainer and engine share a card. Which card an actor sees is said by its CUDA_VISIBLE_DEVICES.
+    """
+    host = ray.remote(Host)
+    lifetime = "detached" if detached else None
+    return [
+        host.options(
+            num_cpus=0,
+            num_gpus=0,
+            max_restarts=0,  # a restarted process would have lost its weights without our knowing
+            name=name,
+            namespace=NAMESPACE,
+            lifetime=lifetime,
+            runtime_env={"env_vars": environment},
+        ).remote()
+        for name, environment in zip(names, environments, strict=True)
+    ]
+
+
+def fresh_names(prefix: str, count: int) -> list[str]:
+    """Names for a new group below `prefix`: no name is used twice, because a dead actor frees its name late."""
+    token = uuid.uuid4().hex[:8]
+    return [f"{prefix}/{token}/{index}" for index in range(count)]
+
+
+def find_groups(prefix: str) -> dict[str, list[Any]]:
+    """Actors of earlier flow processes below `prefix`, by group, in the order of their indices."""
+    groups: dict[str, dict[int, Any]] = {}
+    for name in ray.util.list_named_actors():
+        if name.startswith(f"{prefix}/"):
+            group, _, index = name.rpartition("/")
+            groups.setdefault(group, {})[int(index)] = ray.get_actor(name, namespace=NAMESPACE)
+    return {group: [members[index] for index in sorted(members)] for group, members in groups.items()}
+
+
+def _explained(error: ray.exceptions.RayError, label: str, what: str) -> RatchetError:
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        return WorkerDied(f"{label} died during {what} ({_first_line(error)}); the next attempt starts a new one")
+    cause = error.cause
+    if isinstance(cause, RatchetError):
+        return type(cause)(f"{label}: {cause}")
+    lost = WorkerLost(f"{label} failed in {what} and was ended: {type(cause).__name__}: {cause}")
+    lost.add_note(str(error))  # the traceback of the other process
+    return lost
+
+
+def _worst(failures: Iterable[RatchetError]) -> RatchetError:
+    """A death explains the errors of those that waited for the dead one; else the first."""
+    return min(failures, key=lambda failure: not isinstance(failure, WorkerDied))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

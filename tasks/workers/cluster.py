@@ -1,0 +1,239 @@
+"""Ray: a local one of our own that listens on the loopback interface only, or a cluster to attach to."""
+
+import logging
+import multiprocessing
+import socket
+from collections.abc import Callable, Iterable
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import ray
+import ray._private.services as ray_services
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
+from storage.errors import InputError, RatchetError, WorkerLost
+from tasks.config.environment import Settings, ensure_ray_token
+
+NAMESPACE = "ratchet"
+LOOPBACK = "127.0.0.1"
+
+_OBJECT_STORE_BYTES = 200 << 20  # what passes through it is small: token ids, log-probabilities, manifests
+_ATTACH_DEADLINE_S = 60.0  # with a wrong token Ray itself tries for 20 s or more
+_CONNECT_DEADLINE_S = 5.0
+_ANSWER_DEADLINE_S = 15.0
+_LINGER_S = 1.0
+_END_DEADLINE_S = 5.0
+
+_VITAL = ("gcs_server", "raylet")
+
+
+class Cluster:
+    """Ray for one flow process. Starts at the first use; as a context manager it is shut down at the end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._started = False
+        self._roots: list[psutil.Process] = []
+        self._vital: dict[str, psutil.Process] = {}
+        self._seen: set[psutil.Process] = set()
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def settings(self) -> Settings:
+        """What the environment said when the process began."""
+        return self._settings
+
+    @property
+    def local(self) -> bool:
+        """Whether this Ray is our own and ends with this process."""
+        return self._settings.local
+
+    @property
+    def node(self) -> int | None:
+        """Process id of the raylet that we started; None if there is none."""
+        raylet = self._vital.get("raylet")
+        return None if raylet is None else raylet.pid
+
+    def start(self) -> None:
+        """Start the local Ray or attach to the cluster; without effect if that is done.
+
+        Raises:
+            InputError: the cluster does not answer at RAY_ADDRESS, or refuses the token.
+            WorkerLost: a local Ray does not start.
+            RatchetError: this process is connected to another Ray.
+        """
+        if self._started:
+            return
+        if ray.is_initialized():
+            raise RatchetError("this process is connected to another Ray already; end that with ray.shutdown() first")
+        if self._settings.ray_address is None:
+            self._start_local()
+        else:
+            _attach(self._settings.ray_address)
+        self._started = True
+
+    def check_alive(self) -> None:
+        """Make sure that a Ray which was started still answers.
+
+        Raises:
+            WorkerLost: it does not. What is left of it has been cleared away, so that the next `start` begins anew.
+        """
+        if not self._started:
+            return
+        try:
+            self._check()
+        except WorkerLost:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Leave the cluster, or end the local Ray with every process of it; without effect if it was not started."""
+        if not self._started:
+            return
+        tree = {*self._seen, *self.processes()}  # those whose parent has died are children of ours no more
+        ray.shutdown()
+        _end(tree)
+        self._roots, self._vital, self._seen = [], {}, set()
+        self._started = False
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes of the local Ray, its workers included."""
+        return _with_descendants(self._roots)
+
+    def _start_local(self) -> None:
+        ensure_ray_token()
+        _keep_loopback()
+        try:
+            ray.init(
+                _node_ip_address=LOOPBACK,
+                num_cpus=0,  # no idle workers are started, and our actors reserve no CPU
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=NAMESPACE,
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            _end(_with_descendants(_children_of_ray()))
+            raise WorkerLost(f"Ray did not start on this host: {error}") from error
+        self._roots = _children_of_ray()
+        self._vital = {root.name(): root for root in self._roots if root.name() in _VITAL}
+
+    def _check(self) -> None:
+        dead = [name for name, process in self._vital.items() if not _is_alive(process)]
+        if dead:
+            raise WorkerLost(f"{' and '.join(dead)} of the local Ray ended; the next attempt starts a new one")
+        self._seen.update(self.processes())
+        late = WorkerLost(f"Ray did not answer within {_ANSWER_DEADLINE_S:g} s; the next attempt starts over")
+        if not any(node["Alive"] for node in _within(_ANSWER_DEADLINE_S, ray.nodes, late)):
+            raise WorkerLost("Ray has no node that is alive; the next attempt starts over")
+
+
+def _attach(address: str) -> None:
+    repair = "check that the cluster runs, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
+    host = _reachable(address, repair)
+    if host in ("localhost", LOOPBACK):
+        _keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+    def attach() -> Any:
+        return ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+
+    late = InputError(f"the Ray cluster at {address} did not answer within {_ATTACH_DEADLINE_S:g} s: {repair}")
+    try:
+        _within(_ATTACH_DEADLINE_S, attach, late)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(f"cannot attach to the Ray cluster at {address} ({_first_line(error)}): {repair}") from error
+
+
+def _reachable(address: str, repair: str) -> str:
+    """The host of `address`, once something accepts a connection there; Ray itself would go on trying for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_DEADLINE_S).close()
+    except (OSError, ValueError) as error:
+        raise InputError(f"there is no Ray cluster at {address!r} ({error}): {repair}") from error
+    return host
+
+
+def _keep_loopback() -> None:
+    """Stop Ray from replacing 127.0.0.1 by the host's address, on which everybody could reach it.
+
+    Raises:
+        RatchetError: this Ray has no such function, so its listeners would not be where they must be.
+    """
+    if "resolve_ip_for_localhost" not in vars(ray_services):
+        raise RatchetError(
+            f"Ray {ray.__version__} has no ray._private.services.resolve_ip_for_localhost, so it cannot be kept on the "
+            "loopback interface; install the Ray release that pyproject.toml pins"
+        )
+    ray_services.resolve_ip_for_localhost = _unchanged
+
+
+def _unchanged(host: str) -> str:
+    return host
+
+
+def _within[T](deadline_s: float, work: Callable[[], T], late: RatchetError) -> T:
+    """Run `work` in a daemon thread; raise `late` when it takes too long (the thread is then left to itself)."""
+    try:
+        return ThreadPool(1).apply_async(work).get(deadline_s)
+    except multiprocessing.TimeoutError:
+        raise late from None
+
+
+def _children_of_ray() -> list[psutil.Process]:
+    """Children of this process that run from Ray's installation; others may be Prefect's or the user's."""
+    package = str(Path(ray.__file__).parent)
+    return [child for child in psutil.Process().children() if any(package in word for word in _command(child))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _with_descendants(roots: list[psutil.Process]) -> list[psutil.Process]:
+    found = list(roots)
+    for root in roots:
+        try:
+            found += root.children(recursive=True)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end(processes: Iterable[psutil.Process]) -> None:
+    """Wait for `processes` to end; Ray's agents may linger for 20 s, so ask, then make them."""
+    _, lingering = psutil.wait_procs(list(processes), timeout=_LINGER_S)
+    for signal in (psutil.Process.terminate, psutil.Process.kill):
+        for process in lingering:
+            try:
+                signal(process)
+            except psutil.NoSuchProcess:
+                continue
+        _, lingering = psutil.wait_procs(lingering, timeout=_END_DEADLINE_S)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,218 @@
+"""The processes that compute for a run: trainer ranks and engines, started when first needed and then kept warm.
+
+With a Ray of our own they live as long as the flow process. On a cluster (RAY_ADDRESS) they are detached and named
+after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from storage.digest import value_digest
+from storage.errors import WorkerLost
+from tasks.config.environment import engine_environment
+from tasks.config.run import RunConfig
+from tasks.engine.engine import Engine, EngineIdentity, EngineSpec, Sampling, SyncReceipt, TokenIds
+from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
+from tasks.workers.cluster import Cluster
+from tasks.workers.trainers import TrainerGroup, rank_labels, start_trainers
+from trainer_core.config import Device, TrainerConfig
+from trainer_core.weights.records import TensorRecord
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class EngineHandle:
+    """An engine in another process. Every method waits for it and raises what `Engine` raises, or WorkerLost."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def alive(self) -> bool:
+        """Whether the process is not known to be dead."""
+        return self._group.alive()
+
+    def end(self) -> None:
+        """End the process."""
+        self._group.end()
+
+    def processes(self) -> list[int]:
+        """The process id, as `WorkerGroup.processes`."""
+        return self._group.processes()
+
+    def identity(self) -> EngineIdentity:
+        """See `Engine.identity`."""
+        return self._group.call("identity")[0]
+
+    def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
+        """See `Engine.generate`."""
+        return self._group.call("generate", prompts, seeds, sampling)[0]
+
+    def score(self, sequences: Sequence[TokenIds] | Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """See `Engine.score`."""
+        return self._group.call("score", sequences)[0]
+
+    def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
+        """See `Engine.receive`."""
+        return self._group.call("receive", directory, version, records)[0]
+
+
+class Fleet:
+    """Trainer ranks and engines of one run.
+
+    As a context manager it leaves Ray at the end: processes of a Ray of our own end with it, detached ones stay.
+    """
+
+    def __init__(self, run: str, config: RunConfig, cluster: Cluster) -> None:
+        self._run = run
+        self._config = config
+        self._cluster = cluster
+        self._engines: list[EngineHandle] = []
+        self._trainers: TrainerGroup | None = None
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._cluster.local:
+            self.close()
+        self._cluster.shutdown()
+
+    @property
+    def device(self) -> Device:
+        """Where trainer and engines compute.
+
+        Raises:
+            InputError: the configuration asks for CUDA and no card is visible.
+        """
+        return self._cluster.settings.device(self._config.device.kind)
+
+    def check_alive(self) -> None:
+        """Make sure that Ray, if it was started, still answers.
+
+        Raises:
+            WorkerLost: it does not; the next call starts everything anew.
+        """
+        try:
+            self._cluster.check_alive()
+        except WorkerLost:
+            self._engines, self._trainers = [], None
+            raise
+
+    def warm(self, model_dir: Path, config: TrainerConfig) -> None:
+        """Start whatever is not there, all at once, without waiting: each process imports for ten seconds and more."""
+        self.trainers(model_dir, config)
+        self.engines(model_dir)
+
+    def engines(self, model_dir: Path) -> list[EngineHandle]:
+        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; ask its identity.
+
+        Raises:
+            WorkerLost: Ray has died since it was started.
+            InputError: see `device`; or RAY_ADDRESS does not answer.
+        """
+        self._connect()
+        spec = self._engine_spec(model_dir)
+        places = range(self._config.engine.count)
+        kept = dict(enumerate(self._engines))
+        self._engines = [
+            kept[place] if place in kept and kept[place].alive() else self._engine(place, spec) for place in places
+        ]
+        return list(self._engines)
+
+    def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
+        """The run's trainer ranks. A group that is new or was restarted holds no weights; ask its identity.
+
+        Raises:
+            WorkerLost: Ray has died since it was started.
+            InputError: see `device`; or there are fewer cards than ranks; or RAY_ADDRESS does not answer.
+        """
+        self._connect()
+        if self._trainers is None or not self._trainers.alive():
+            self._trainers = self._trainer_group(str(model_dir), config)
+        return self._trainers
+
+    def adopt(self, identity: str) -> None:
+        """Tell the trainer ranks, if there are any, that what they hold is committed under `identity`."""
+        if self._trainers is not None:
+            self._trainers.call("adopt", identity)
+
+    def processes(self) -> dict[str, int]:
+        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of a Ray of our own."""
+        ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
+        engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
+        return {
+            **{f"trainer-{rank}": process for rank, process in enumerate(ranks)},
+            **{f"engine-{number}": process for number, process in enumerate(engines)},
+            **({} if self._cluster.node is None else {"node": self._cluster.node}),
+        }
+
+    def close(self) -> None:
+        """End the processes, those on a cluster too."""
+        for engine in self._engines:
+            engine.end()
+        if self._trainers is not None:
+            self._trainers.end()
+        self._engines, self._trainers = [], None
+
+    def _connect(self) -> None:
+        self.check_alive()
+        self._cluster.start()
+
+    def _engine_spec(self, model_dir: Path) -> EngineSpec:
+        section = self._config.engine
+        return EngineSpec.model_validate(
+            {
+                "model_dir": str(model_dir),
+                "dtype": _DTYPES[section.precision],
+                "max_model_len": section.max_model_len,
+                "max_num_seqs": section.max_num_seqs,
+                "kv_cache_bytes": section.kv_cache_mib << 20,
+                "device": self.device,
+                "gpu_memory_utilization": section.gpu_memory_utilization,
+                "enforce_eager": not section.cuda_graphs,
+            }
+        )
+
+    def _engine(self, place: int, spec: EngineSpec) -> EngineHandle:
+        labels = [f"engine {place}"]
+        role = f"{self._run}/engine-{place}"
+        prefix = f"{role}/{value_digest(spec.model_dump(mode='json', exclude={'model_dir'}))}"
+        found = self._found(WorkerGroup, role, prefix, labels)
+        if found is not None:
+            return EngineHandle(found)
+        settings = self._cluster.settings
+        card = settings.gpus[place % len(settings.gpus)] if spec.device == "cuda" else None
+        environment = engine_environment(spec.device, card, settings.local)
+        group = WorkerGroup(labels, spawn(fresh_names(prefix, 1), [environment], detached=not settings.local))
+        group.start(Engine, [(spec,)])
+        return EngineHandle(group)
+
+    def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
+        role = f"{self._run}/trainers"
+        deterministic = self._config.device.deterministic
+        prefix = f"{role}/{value_digest({**config.model_dump(mode='json'), 'deterministic': deterministic})}"
+        found = self._found(TrainerGroup, role, prefix, rank_labels(config.parallel.world_size))
+        if found is not None:
+            return found
+        return start_trainers(prefix, model_dir, config, self.device, self._cluster.settings, deterministic)
+
+    def _found[G: WorkerGroup](self, kind: type[G], role: str, prefix: str, labels: list[str]) -> G | None:
+        """A usable group which an earlier flow process left on the cluster; those that are of no use are ended."""
+        if self._cluster.local:
+            return None
+        usable: G | None = None
+        for name, actors in find_groups(role).items():
+            group = kind(labels, actors)
+            fits = usable is None and name.startswith(f"{prefix}/") and len(actors) == len(labels)
+            if fits and group.in_step():
+                usable = group
+            else:
+                group.end()
+        return usable

@@ -1,0 +1,152 @@
+"""The command line: what it refuses, with which message and exit code, and what stands on which stream."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.cli.app import DEFAULT_ROOT, continuing_command, execute, new_name
+from storage.backends.root import Root
+from storage.ids import check_run_name
+from tests.flows.runs import MINIMAL, MakeRun
+
+PROJECT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--set", "rollout.sample=4"], "rollout.sample: unknown key; did you mean 'rollout.samples'?"),
+        (["--set", "rollout.samples"], "--set 'rollout.samples' is not of the form section.key=value"),
+        (["--set", "rollout.samples=0"], "rollout.samples: Input should be greater than or equal to 1"),
+        (["--iterations=-1"], "run.iterations"),
+        (["--iterations=many"], "Invalid value"),
+        (["--set", "train.policy.clip_low=-1"], "clip_low"),
+        ([], "the run has no id: set run.name in"),
+        (["--run", "Not OK"], "run name 'Not OK' cannot be used"),
+        (["--nonsense"], "Unknown option"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    config_file: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+):
+    assert execute(["run", str(config_file), *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is not there: give the path of a TOML file"), ("[run", "is not valid TOML"), ("", "model: this key is")],
+    ids=["missing", "malformed", "empty"],
+)
+def test_a_bad_configuration_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+):
+    path = tmp_path / "bad.toml"
+    if content is not None:
+        path.write_text(content)
+    assert execute(["run", str(path), "--run", "a"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_status_as_json_is_the_only_thing_on_standard_output(make_run: MakeRun, root: Root):
+    make_run("a", 2)
+    command = [sys.executable, "-m", "flows", "status", "a", "--root", root.url, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=True)
+    document = json.loads(done.stdout)
+    assert (document["run"], document["iterations"], document["current"]) == ("a", 2, 3)
+    assert len(document["history"]) == 3
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_status_for_people(make_run: MakeRun, root: Root, capsys: pytest.CaptureFixture[str]):
+    make_run("a", 4)
+    assert execute(["status", "a", "--root", root.url]) == 0
+    assert "run a: 4 iterations complete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run", ["missing", "../up"])
+def test_status_of_an_unknown_run_is_refused(root: Root, capsys: pytest.CaptureFixture[str], run: str):
+    assert execute(["status", run, "--root", root.url]) == 2
+    assert repr(run) in capsys.readouterr().err
+
+
+def test_status_needs_no_heavy_library():
+    code = "import sys, flows.__main__; print(sorted({'torch', 'ray', 'vllm', 'prefect'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_demo_is_a_new_run():
+    names = {new_name("demo") for _ in range(20)}
+    assert len(names) > 1
+    for name in names:
+        assert re.fullmatch(r"demo-\d{8}-\d{6}-[0-9a-f]{4}", check_run_name(name))
+
+
+def test_the_command_that_continues_names_everything_that_was_given():
+    replaced = {"run.seed": 1, "run.iterations": None}
+    command = continuing_command(["run", "my.toml"], "a", ["rollout.samples=4"], replaced, DEFAULT_ROOT, True)
+    options = ["--run=a", "--seed=1", "--set=rollout.samples=4", f"--root={DEFAULT_ROOT}", "--json"]
+    assert shlex.split(command)[-7:] == ["run", "my.toml", *options]
+
+
+def check_refused_before_the_start(
+    command: list[str], root: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute([*command, "--run", "a", "--root", root, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    assert not list(Path(root).rglob("run.json")), "a refused run must leave no record that binds the next start"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.parallel.pipeline=3", "pipeline"),
+        ("train.parallel.tensor=3", "tensor"),
+        ("reward.function=no.such:function", "no.such"),
+        ("train.max_length=64", "train.max_length"),
+    ],
+)
+def test_what_cannot_work_is_found_before_anything_starts(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
+):
+    command = ["run", str(config_file), "--set", setting]
+    check_refused_before_the_start(command, str(tmp_path / "runs"), message, capsys)
+
+
+@pytest.mark.parametrize("root", ["memory://runs", "ftp://host/runs", "file:///proc/ratchet"])
+def test_a_root_that_cannot_hold_a_run_is_refused(config_file: Path, capsys: pytest.CaptureFixture[str], root: str):
+    check_refused_before_the_start(["run", str(config_file)], root, root, capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is not there"), ("", "is empty"), ('{"prompt": "1+1="}\n{"prompt": ', "line 2: not valid JSON")],
+    ids=["missing", "empty", "malformed"],
+)
+def test_a_data_set_that_cannot_be_used_is_found_before_anything_starts(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+):
+    data = tmp_path / "train.jsonl"
+    if content is not None:
+        data.write_text(content)
+    config_file.write_text(MINIMAL.replace("[data.generate]", f'[data]\ntrain = "{data}"'))
+    check_refused_before_the_start(["run", str(config_file)], str(tmp_path / "runs"), message, capsys)

@@ -1,0 +1,76 @@
+"""The command as a process: what it leaves behind when it is interrupted, and what it says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.cli import launch
+from flows.cli.app import DEMO_CONFIG
+from flows.views.output import Output
+from tasks.config.run import RunConfig
+
+PROJECT = Path(__file__).resolve().parents[3]
+DEADLINE_S = 180.0
+
+
+def wait_for(path: Path, text: str, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while text not in path.read_text():
+        assert process.poll() is None, path.read_text()
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_path: Path):
+    root, log = f"file://{tmp_path}/runs", tmp_path / "stderr"
+    options = ["--run", "a", "--root", root, "--set", "warmup.steps=5000", "--json"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows", "run", str(DEMO_CONFIG), *options],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=PROJECT,
+            start_new_session=True,  # a process group of its own, as a terminal gives one to a command
+        )
+    wait_for(log, "iteration 0: train", process)
+    tree = psutil.Process(process.pid).children(recursive=True)
+    assert len(tree) > 3, "the server, Ray and the workers"
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    assert not alive
+    assert output == ""
+    last = log.read_text().splitlines()[-1]
+    assert last.startswith("ratchet: interrupted. Nothing that was committed is lost; go on with: python -m flows run ")
+    assert last.endswith(f"--run=a --set=warmup.steps=5000 --root={root} --json")
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_error_that_an_interrupt_became_is_an_interrupt(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+):
+    def flow(_order: launch.Order, _signals: object) -> None:
+        # as Prefect does when the interrupt meets it at the start of a task run
+        try:
+            if interrupted:
+                os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            raise ValueError("Task run is not set")
+
+    monkeypatch.setattr(launch, "_run_flow", flow)
+    order = launch.Order(config, "a", str(tmp_path / "runs"), "the same command")
+    if interrupted:
+        assert launch.launch(order, Output()) == 130
+    else:
+        with pytest.raises(ValueError, match="Task run is not set"):
+            launch.launch(order, Output())

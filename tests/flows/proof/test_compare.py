@@ -1,0 +1,90 @@
+"""Two runs whose train states are left out: what differs is found, and named in the order of work."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from flows.proof.compare import Pair
+from flows.views.history import stages_of
+from storage.backends.root import Root, open_root
+from storage.ids import Stage
+from storage.manifest import Manifest, commit
+from storage.parts import PartWriter
+from storage.schema import REWARD
+from tests.flows.runs import make_manifest
+
+ROWS = 8
+Change = Callable[[Manifest], Manifest]
+
+
+def rewards(values: list[float]) -> pa.Table:
+    columns = [["p"] * ROWS, list(range(ROWS)), values, ["ok"] * ROWS, [None] * ROWS]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, REWARD, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=REWARD)
+
+
+def make_run(root: Root, change: Change = lambda manifest: manifest, score: float = 1.0) -> Root:
+    for iteration in (0, 1):
+        for stage in stages_of(iteration):
+            manifest = make_manifest("a", iteration, stage, writer=root.url)
+            if stage is Stage.REWARD:
+                table = rewards([0.0] * (ROWS - 1) + [score])
+                part = PartWriter(root, "a", iteration, stage).write_table("rewards.arrow", table, REWARD)
+                manifest = manifest.model_copy(update={"parts": (part,)})
+            if stage is not Stage.TRAIN:
+                commit(root, change(manifest))
+    return root
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Root:
+    return make_run(open_root(str(tmp_path / "left")))
+
+
+def differences(left: Root, right: Root) -> list[str]:
+    return [str(found) for found in Pair(left, right, "a").compare(1, 1).differences if found.stage is not Stage.TRAIN]
+
+
+def test_runs_that_took_other_times_in_other_processes_are_equal(left: Root, tmp_path: Path):
+    def slower(manifest: Manifest) -> Manifest:
+        metrics = {**manifest.metrics, "seconds": 9.0, "tokens_per_second": 1.0, "process_to_gradient_s": 2.0}
+        return manifest.model_copy(update={"metrics": metrics, "attempt": 3})
+
+    right = make_run(open_root(str(tmp_path / "right")), slower)
+    assert differences(left, right) == []
+    counted = Pair(left, right, "a").compare(1, 1)
+    assert counted.manifests == 7
+    assert counted.rows == ROWS
+    assert counted.metrics == 4
+
+
+def test_a_metric_that_differs_in_its_last_bit_is_named(left: Root, tmp_path: Path):
+    def change(manifest: Manifest) -> Manifest:
+        if manifest.stage is not Stage.EVALUATE or manifest.iteration != 1:
+            return manifest
+        return manifest.model_copy(update={"metrics": {"accuracy": 1.0000000000000002}})
+
+    found = differences(left, make_run(open_root(str(tmp_path / "right")), change))
+    assert found == ["evaluate of iteration 1: metric accuracy: 1.0 against 1.0000000000000002"]
+
+
+def test_a_row_that_differs_is_named(left: Root, tmp_path: Path):
+    found = differences(left, make_run(open_root(str(tmp_path / "right")), score=0.5))
+    assert found[0] == "reward of iteration 1: column reward: 1 of 8 rows differ, first row 7: 1.0 against 0.5"
+    assert found[1].startswith("reward of iteration 1: the manifest's identity is ")
+
+
+def test_a_fact_that_differs_is_named(left: Root, tmp_path: Path):
+    def change(manifest: Manifest) -> Manifest:
+        return manifest.model_copy(update={"facts": {"cursor": 4}}) if manifest.stage is Stage.PREPARE else manifest
+
+    found = differences(left, make_run(open_root(str(tmp_path / "right")), change))
+    assert found[0] == "prepare of iteration 0: cursor: None against 4"
+
+
+def test_stages_that_are_missing_are_named(left: Root, tmp_path: Path):
+    found = Pair(left, open_root(str(tmp_path / "right")), "a").compare(1, 1).differences
+    assert str(found[0]) == "prepare of iteration 0: it is not committed in one of the runs"
+    assert len(found) == 9

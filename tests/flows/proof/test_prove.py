@@ -1,0 +1,70 @@
+"""What a proof refuses, and what it says in the end. The proof itself is in tests/integration/test_faults.py."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.proof.faults import Fault
+from flows.proof.prove import ProofOrder, ProofReport, prove, report_lines
+from storage.errors import InputError
+from storage.ids import Stage
+from storage.kill_points import Point
+from tasks.config.environment import with_faults
+from tasks.config.run import RunConfig
+
+REPORT = {
+    "whole": "file:///w", "interrupted": "file:///i", "iterations": 2, "rollouts": "stored",
+    "kills_planned": 1, "kills_delivered": 1, "points": ("train@1:upload:flow",), "points_missed": (), "starts": 2,
+    "done_twice": (), "orphans": (), "manifests": 13, "states": 3, "tensors": 30, "weights": 10, "optimizer": 20,
+    "rng": 5, "rows": 99, "metrics": 42, "planted": False, "differences": (), "determinism": "nowhere",
+}  # fmt: skip
+
+
+def order(config: RunConfig, iterations: int = 3, **changes) -> ProofOrder:
+    section = config.run.model_copy(update={"iterations": iterations})
+    given = {"path": "run.toml", "settings": (), "root": "memory://", "kills": 3, "seed": 0, **changes}
+    return ProofOrder(config=config.model_copy(update={"run": section}), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Fault(Stage.TRAIN, 4, Point.STARTED), "this run of 3 iterations never comes by that point"),
+        (Fault(Stage.REWARD, 1, Point.UPLOAD), "never comes by that point"),
+        (Fault(Stage.ROLLOUT, 1, Point.MID_PART), "--regenerate"),
+        (
+            Fault(Stage.TRAIN, 1, Point.UPLOAD, "trainer-1"),
+            "no process 'trainer-1', only flow, node, trainer-0",
+        ),
+    ],
+)
+def test_a_point_that_cannot_come_is_refused_before_anything_starts(config: RunConfig, given: Fault, message: str):
+    with pytest.raises(InputError, match=message):
+        prove(order(config, at=(given,)), output=None)  # pyright: ignore[reportArgumentType] - refused before
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({}, "the interrupted run came to the same, bit for bit"),
+        ({"differences": ("train of iteration 2: x", "more")}, "first difference: train of iteration 2: x"),
+        ({"points_missed": ("train@1:upload:flow",)}, "never reached: train@1:upload:flow"),
+        ({"done_twice": ("reward of iteration 1",)}, "done twice: reward of iteration 1"),
+        ({"orphans": ("7 raylet",)}, "still running: 7 raylet"),
+    ],
+)
+def test_nothing_may_differ_be_missed_be_done_twice_or_be_left(change: dict, line: str):
+    report = ProofReport.model_validate({**REPORT, **change})
+    assert report.identical == (not change)
+    assert line in report_lines(report)
+
+
+def test_a_root_that_holds_a_proof_is_refused(tmp_path: Path):
+    (tmp_path / "whole" / "proof").mkdir(parents=True)
+    (tmp_path / "whole" / "proof" / "run.json").write_text("{}")
+    command = [sys.executable, "-m", "flows", "prove-resume", "infra/examples/demo.toml", "--root", str(tmp_path)]
+    done = subprocess.run(command, text=True, capture_output=True, env=with_faults(tmp_path / "none"), check=False)
+    assert done.returncode == 2
+    assert "holds a proof already: give another --root" in done.stderr

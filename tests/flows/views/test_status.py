@@ -1,0 +1,53 @@
+"""`read_status` tells from storage alone where a run stands."""
+
+import pytest
+
+from flows.views.curves import store_plot
+from flows.views.status import read_status
+from storage.backends.root import Root
+from storage.errors import InputError
+from storage.ids import Stage
+from tests.flows.runs import MakeRun
+
+
+def test_a_run_in_work(make_run: MakeRun, root: Root):
+    make_run("a", 2, (Stage.ROLLOUT, Stage.REWARD))
+    status = read_status(root, "a")
+    assert (status.iterations, status.asked, status.complete, status.current) == (2, 4, False, 3)
+    assert [(item.stage.value, item.done) for item in status.stages] == [
+        ("rollout", True),
+        ("reward", True),
+        ("train", False),
+        ("weight-sync", False),
+        ("evaluate", False),
+    ]
+    assert (status.first_reward, status.last_reward) == (0.5, 1.0)
+    assert (status.first_accuracy, status.last_accuracy) == (0.5, 1.5)
+    assert status.report is None
+
+
+def test_a_run_that_has_just_begun(make_run: MakeRun, root: Root):
+    make_run("a", -1)
+    status = read_status(root, "a")
+    assert (status.iterations, status.current, status.complete, status.history) == (0, 0, False, ())
+    assert [item.stage.value for item in status.stages] == ["prepare", "train", "weight-sync", "evaluate"]
+    assert status.first_accuracy is None
+
+
+@pytest.mark.parametrize("iterations", [4, 7])
+def test_a_complete_run(make_run: MakeRun, root: Root, iterations: int):
+    make_run("a", iterations)
+    store_plot(root, "a", read_status(root, "a").history)
+    status = read_status(root, "a")
+    assert status.complete
+    assert status.current is None
+    assert status.iterations == iterations
+    assert status.stages == ()
+    assert status.report is not None
+    assert root.exists(status.report.removeprefix(f"{root.url}/"))
+
+
+def test_an_unknown_run_is_refused(make_run: MakeRun, root: Root):
+    make_run("a", 1)
+    with pytest.raises(InputError, match="no run 'b' in file://"):
+        read_status(root, "b")

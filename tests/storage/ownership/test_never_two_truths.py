@@ -1,0 +1,197 @@
+"""Any interleaving of several processes that drive one run, with crashes at any step and clocks that disagree.
+
+Hypothesis moves the processes one store operation at a time. Each of them works on a chain of stages as a flow does:
+hold the lease, use what is committed, else do the work (whose result is another each time, the worst case) and commit.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from storage import layout
+from storage.errors import CommitConflict, LeaseHeld, LeaseLost
+from storage.ids import Stage
+from storage.manifest import commit, find
+from storage.ownership.lease import Lease, acquire
+from tests.storage.clocks import Time, elsewhere
+from tests.storage.stepping import SharedStore, Stepper
+from tests.storage.tables import manifest
+
+SECONDS, STAGES, PROCESSES = 10.0, 3, 3
+WHICH = st.integers(0, PROCESSES - 1)
+
+
+@dataclass
+class Worker:
+    """A process that drives the run, and what it believes."""
+
+    store: SharedStore
+    time: Time
+    name: str
+    skew: float
+    renew_before: int
+    lease: Lease | None = None
+    used: dict[int, str] = field(default_factory=dict)
+    """Digest of the manifest it went on from, by stage."""
+    stepper: Stepper | None = None
+
+    def start(self) -> None:
+        self.stepper = Stepper(self._work)
+
+    def _work(self) -> None:
+        root, clock = self.store.root(lambda: self.stepper), self.time.clock(self.skew)
+        try:
+            self.lease = acquire(root, "run", elsewhere(self.name), SECONDS, clock, self._pause)
+            for number in range(1, STAGES + 1):
+                if number == self.renew_before:
+                    self.lease.renew()
+                self._stage(root, number)
+            self.lease.release()
+        except (LeaseHeld, LeaseLost):
+            pass
+
+    def _pause(self, _seconds: float) -> None:
+        self.stepper.gate(pausing=True)
+
+    def _stage(self, root, number):
+        inputs = {"before": self.used[number - 1]} if number > 1 else {}
+        done = find(root, "run", number, Stage.TRAIN)
+        while done is None:
+            result = manifest(Stage.TRAIN, number, inputs=inputs, facts={"by": self.name}, writer=self.name)
+            try:
+                done = commit(root, result, self.lease)
+            except CommitConflict:
+                done = find(root, "run", number, Stage.TRAIN)
+        self.used[number] = done.digest
+
+
+class NeverTwoTruths(RuleBasedStateMachine):
+    """Processes are started, moved, killed and started again; time passes."""
+
+    @initialize(
+        skews=st.lists(st.sampled_from([0.0, -15.0, 15.0]), min_size=PROCESSES, max_size=PROCESSES),
+        agree=st.booleans(),
+    )
+    def set_up(self, skews, agree):
+        self.store, self.time, self.agree = SharedStore(), Time(), agree
+        self.skews = [0.0] * PROCESSES if agree else skews
+        self.workers: list[Worker | None] = [None] * PROCESSES
+        self.begun = 0
+
+    @rule(which=WHICH, renew_before=st.integers(1, STAGES + 1))
+    def start(self, which, renew_before):
+        if self.workers[which] is None or self.workers[which].stepper.ended:
+            self.begun += 1
+            worker = Worker(self.store, self.time, f"worker {self.begun}", self.skews[which], renew_before)
+            self.workers[which] = worker
+            worker.start()
+            worker.stepper.step_to_write()
+
+    @rule(which=WHICH, count=st.integers(1, 5))
+    def move(self, which, count):
+        for _ in range(count):
+            self.of(which).step()
+
+    @rule(which=WHICH, writes=st.integers(1, 3))
+    def move_to_write(self, which, writes):
+        for _ in range(writes):
+            self.of(which).step_to_write()
+
+    @rule(which=WHICH)
+    def kill(self, which):
+        self.of(which).kill()
+
+    @rule(seconds=st.sampled_from([1.0, SECONDS / 2, SECONDS, SECONDS, 3 * SECONDS]))
+    def wait(self, seconds):
+        self.time.pass_by(seconds)
+
+    def of(self, which):
+        if self.workers[which] is None:
+            self.start(which, STAGES + 1)
+        return self.workers[which].stepper
+
+    def living(self):
+        return [worker for worker in self.workers if worker is not None]
+
+    @invariant()
+    def nothing_failed(self):
+        for worker in self.living():
+            if worker.stepper.error is not None:
+                raise worker.stepper.error
+
+    @invariant()
+    def nothing_is_written_twice(self):
+        counts = Counter(path for path, _ in self.store.writes)
+        assert not [path for path, count in counts.items() if count > 1]
+
+    @invariant()
+    def every_truth_rests_on_the_truth(self):
+        digests = {}
+        for number in range(1, STAGES + 1):
+            found = find(self.store.root(), "run", number, Stage.TRAIN)
+            if found is None:
+                continue
+            assert found.inputs == ({"before": digests[number - 1]} if number > 1 else {})
+            digests[number] = found.digest
+        for worker in self.living():
+            assert all(digests[number] == digest for number, digest in worker.used.items())
+
+    @invariant()
+    def tokens_rise(self):
+        entries = [json.loads(data) for path, data in self.store.writes if "/lease/" in path]
+        assert [entry["number"] for entry in entries] == list(range(1, len(entries) + 1))
+        epochs = [entry["epoch"] for entry in entries]
+        assert epochs == sorted(epochs)
+
+    @invariant()
+    def one_at_most_may_drive(self):
+        held = []
+        for worker in self.living():
+            if worker.lease is not None and not worker.stepper.ended:
+                try:
+                    Lease(
+                        self.store.root(), "run", worker.lease._entry, worker.lease._confirmed, worker.lease.clock
+                    ).check()
+                    held.append(worker.name)
+                except LeaseLost:
+                    pass
+        assert len(held) <= 1
+
+    @invariant()
+    def with_one_clock_their_times_do_not_overlap(self):
+        leases = [worker.lease for worker in self.living() if worker.lease is not None and not worker.stepper.ended]
+        in_time = [one for one in leases if one._lost is None and self.time.now - one._confirmed < SECONDS]
+        assert len(in_time) <= 1 or not self.agree
+
+    def teardown(self):
+        for worker in self.living():
+            worker.stepper.kill()
+            assert worker.stepper.ended
+
+
+NeverTwoTruths.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+test_never_two_truths = NeverTwoTruths.TestCase
+
+
+def test_a_run_is_finished_by_whoever_is_left():
+    # not only safe: after any crash, one process that goes on alone gets to the end
+    for killed_after in range(60):
+        store, time = SharedStore(), Time()
+        first, second = (Worker(store, time, name, 0.0, 2) for name in ("first", "second"))
+        first.start()
+        for _ in range(killed_after):
+            first.stepper.step()
+        first.stepper.kill()
+        time.pass_by(SECONDS)
+        second.start()
+        while not second.stepper.ended:
+            second.stepper.step()
+        assert second.stepper.error is None
+        keys = [layout.manifest_key("run", number, Stage.TRAIN, 0) for number in range(1, STAGES + 1)]
+        assert store.root().keys("run/manifests") == keys

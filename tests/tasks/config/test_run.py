@@ -1,0 +1,112 @@
+import pytest
+
+from storage.errors import InputError
+from tasks.config.run import RunConfig, changed_meaning, load_config, parse_config
+
+MINIMAL = """
+[model.generate]
+[data.generate]
+[train]
+max_length = 32
+[train.optimizer]
+learning_rate = 1e-3
+"""
+
+
+def config_file(tmp_path, text=MINIMAL):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_minimal_document_and_overrides(tmp_path):
+    overrides = ["train.parallel.pipeline=2", "reward.function=regex", 'reward.arguments.pattern="[0-9]+"']
+    config = load_config(config_file(tmp_path), overrides)
+    assert config.train.parallel.pipeline == 2
+    assert config.reward.function == "regex"
+    assert config.reward.arguments == {"pattern": "[0-9]+"}
+
+
+def test_the_stored_document_reads_back_equal(tmp_path):
+    config = load_config(config_file(tmp_path))
+    again = RunConfig.model_validate_json(config.model_dump_json())
+    assert again == config
+    assert again.digest == config.digest
+
+
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("rollout.sample=4", "did you mean 'rollout.samples'"),
+        ("train.parallel.pipline=2", "did you mean 'train.parallel.pipeline'"),
+        ("trian.max_length=4", "did you mean 'train'"),
+        ("rollout.samples=0", "greater than or equal to 1"),
+        ("rollout.samples=many", "valid integer"),
+        ("run.name=Bad Name", "cannot be used"),
+        ("rollout", "section.key=value"),
+        ("storage.keep_every=2", "give keep_newest too"),
+        ("storage.keep_newest=0", "greater than or equal to 1"),
+        ("storage.keep=1", "did you mean 'storage.keep"),
+        ("rollout.samples.more=1", "valid integer"),
+    ],
+)
+def test_bad_values_name_fact_and_repair(tmp_path, override, fact):
+    with pytest.raises(InputError) as caught:
+        load_config(config_file(tmp_path), [override])
+    assert fact in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["[run", "= 3", "a = 1\na = 2"])
+def test_text_that_is_not_toml(tmp_path, text):
+    with pytest.raises(InputError, match="not valid TOML"):
+        load_config(config_file(tmp_path, text))
+
+
+def test_a_missing_file():
+    with pytest.raises(InputError, match="is not there"):
+        load_config("/nowhere/run.toml")
+
+
+def test_source_and_generate_exclude_each_other(tmp_path):
+    with pytest.raises(InputError, match="exactly one"):
+        load_config(config_file(tmp_path), ["model.source=/some/model"])
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("train.parallel.tensor=2", True),
+        ("engine.count=2", True),
+        ("device.deterministic=true", True),
+        ("run.iterations=9", True),
+        ("train.micro_batch_size=3", True),
+        ("storage.keep_newest=2", True),
+        ("rollout.temperature=0.5", False),
+        ("model.generate.layers=4", False),
+        ("train.policy.clip_low=0.1", False),
+        ("run.seed=1", False),
+    ],
+)
+def test_what_changes_a_runs_meaning(tmp_path, override, same):
+    path = config_file(tmp_path)
+    first, second = load_config(path), load_config(path, [override])
+    assert (first.digest == second.digest) is same
+    lines = changed_meaning(first.meaning(), second.meaning())
+    assert bool(lines) is not same
+    assert all(override.split("=")[0] in line for line in lines)
+
+
+def test_retention_is_asked_for(tmp_path):
+    path = config_file(tmp_path)
+    assert load_config(path).storage.keep_newest is None
+    kept = load_config(path, ["storage.keep_newest=2", "storage.keep_every=10"]).storage
+    assert (kept.keep_newest, kept.keep_every) == (2, 10)
+
+
+def test_an_unknown_section_lists_every_fact_at_once():
+    with pytest.raises(InputError) as caught:
+        parse_config({"modle": {}, "train": {"max_length": 1}}, "x.toml")
+    message = str(caught.value)
+    assert "modle" in message
+    assert "train.optimizer" in message

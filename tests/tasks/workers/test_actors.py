@@ -1,0 +1,105 @@
+"""What happens to a group of actors when a member fails.
+
+The actors hold objects of the standard library and of storage, so that each starts in a second.
+"""
+
+import collections
+import operator
+
+import pytest
+
+from storage.backends.root import open_root
+from storage.errors import NotCommitted, WorkerLost
+from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
+
+
+@pytest.fixture
+def make_group(cluster):
+    groups = []
+
+    def make(factory, arguments, prefix="test", detached=False):
+        names = fresh_names(prefix, len(arguments))
+        group = WorkerGroup(
+            [f"member {place}" for place in range(len(names))], spawn(names, [{}] * len(names), detached)
+        )
+        group.start(factory, arguments)
+        groups.append(group)
+        return group
+
+    yield make
+    for group in groups:
+        group.end()
+
+
+def test_every_member_is_called_in_order(make_group):
+    group = make_group(collections.deque, [([1, 2],), ([3],)])
+    group.call("append", 9)
+    assert group.call("pop") == [9, 9]
+    assert group.call("pop") == [2, 3]
+    assert group.alive()
+
+
+def test_an_error_of_ours_that_all_members_raise_leaves_the_group_alive(make_group, tmp_path):
+    url = f"file://{tmp_path}"
+    group = make_group(open_root, [(url,), (url,)])
+    with pytest.raises(NotCommitted, match=r"member 0: .*/nothing is not there"):
+        group.call("read_bytes", "nothing")
+    assert group.call("exists", "nothing") == [False, False]
+
+
+def test_members_that_are_out_of_step_are_ended(make_group, tmp_path):
+    (tmp_path / "key").write_text("here")
+    group = make_group(open_root, [(f"file://{tmp_path}",), (f"file://{tmp_path}/other",)])
+    with pytest.raises(NotCommitted, match="member 1"):
+        group.call("read_bytes", "key")
+    assert not group.alive()
+    with pytest.raises(WorkerLost, match="next attempt"):
+        group.call("exists", "key")
+
+
+def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_from(make_group):
+    group = make_group(collections.deque, [([],)])
+    with pytest.raises(
+        WorkerLost, match="member 0 failed in pop and was ended: IndexError: pop from an empty deque"
+    ) as lost:
+        group.call("pop")
+    assert any("tasks/workers/actors.py" in note for note in lost.value.__notes__)
+    assert not group.alive()
+
+
+def test_an_object_that_cannot_be_made_is_told_by_the_first_call(make_group):
+    group = make_group(open_root, [("nonsense://x",)])
+    with pytest.raises(Exception, match="member 0: storage root 'nonsense://x'"):
+        group.call("exists", "key")
+
+
+def test_a_death_is_told_before_the_errors_it_caused(make_group):
+    # "exit" of the first member ends its process; the second raises an error of its own
+    group = make_group(operator.attrgetter, [("_exit",), ("missing",)])
+    with pytest.raises(WorkerLost, match="member 0 died during __call__"):
+        group.call("__call__", ExitModule())
+    assert not group.alive()
+
+
+class ExitModule:
+    """Looks like a module to `attrgetter`; reading `_exit` ends the process that reads it."""
+
+    def __getattr__(self, name):
+        import os
+
+        if name == "_exit":
+            os._exit(3)
+        raise ValueError(name)
+
+
+def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster):
+    group = make_group(collections.deque, [([1],), ([2],)], prefix="run-a/role/key", detached=True)
+    make_group(collections.deque, [([1],)], prefix="run-b/role/key", detached=True)
+    group.call("append", 7)
+    ((name, actors),) = find_groups("run-a/role").items()
+    assert name.startswith("run-a/role/key/")
+    found = WorkerGroup(["first", "second"], actors)
+    assert found.in_step()
+    assert found.call("pop") == [7, 7]
+    found._actors[0].call.remote("append", 1)  # as if the flow process had died between two members
+    assert not found.in_step()

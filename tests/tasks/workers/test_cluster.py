@@ -1,0 +1,132 @@
+"""The local Ray as the operating system sees it."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import ray._private.services as ray_services
+
+from storage.errors import InputError, RatchetError, WorkerLost
+from tasks.config.environment import Settings
+from tasks.workers.actors import WorkerGroup, fresh_names, spawn
+from tasks.workers.cluster import Cluster
+
+LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
+
+
+def listening_addresses(processes):
+    pids = {os.getpid(), *(process.pid for process in processes)}
+    sockets = psutil.net_connections("inet")
+    return {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.pid in pids and each.status == "LISTEN"}
+
+
+def start_actor():
+    group = WorkerGroup(["actor"], spawn(fresh_names("test", 1), [{"RATCHET_TEST": "given"}], detached=False))
+    group.start(dict, [((("key", 1),),)])
+    assert group.call("copy") == [{"key": 1}]
+    return group
+
+
+def kill(cluster, name):
+    (victim,) = [process for process in cluster.processes() if process.name() == name]
+    victim.kill()
+    victim.wait(10)
+
+
+@pytest.fixture
+def started():
+    with Cluster(LOCAL) as cluster:
+        cluster.start()
+        yield cluster
+
+
+def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
+    with Cluster(LOCAL) as cluster:
+        cluster.start()
+        start_actor()
+        processes = cluster.processes()
+        assert len(processes) > 4
+        assert all(process.is_running() for process in processes)
+        assert listening_addresses(processes) == {"127.0.0.1"}
+    assert not psutil.wait_procs(processes, timeout=0)[1]
+    assert not ray.is_initialized()
+
+
+def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):
+    code = (
+        "from tests.tasks.workers.test_cluster import LOCAL, Cluster, start_actor\n"
+        "with Cluster(LOCAL) as cluster:\n    cluster.start()\n    start_actor()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_dead_ray_is_told_once_and_then_started_anew(started, victim):
+    started.check_alive()
+    before = started.processes()
+    kill(started, victim)
+    with pytest.raises(WorkerLost, match=victim):
+        started.check_alive()
+    assert not psutil.wait_procs(before, timeout=0)[1]
+    started.check_alive()  # nothing is started: nothing to tell
+    started.start()
+    start_actor()
+    started.check_alive()
+
+
+def test_a_second_ray_in_one_process_is_refused(started):
+    with Cluster(LOCAL) as second, pytest.raises(RatchetError, match="another Ray"):
+        second.start()
+    started.check_alive()
+    start_actor()
+
+
+def test_a_ray_that_cannot_be_kept_on_loopback_is_refused(monkeypatch):
+    monkeypatch.delattr(ray_services, "resolve_ip_for_localhost")
+    with Cluster(LOCAL) as cluster, pytest.raises(RatchetError, match="loopback"):
+        cluster.start()
+
+
+def attach(address, token):
+    code = (
+        "from tasks.workers.cluster import Cluster\nfrom tasks.config.environment import Settings\n"
+        "from storage.errors import RatchetError\n"
+        "with Cluster(Settings.from_environment()) as cluster:\n"
+        "    try:\n        cluster.start()\n        cluster.check_alive()\n        assert not cluster.local\n"
+        "        raise SystemExit('attached')\n"
+        "    except RatchetError as error:\n        raise SystemExit(f'{type(error).__name__}: {error}')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    environment |= {"RAY_ADDRESS": address, "RAY_AUTH_TOKEN": token}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert time.monotonic() - started < 90
+    return done.stderr.splitlines()[-1]
+
+
+def test_a_process_attaches_with_the_token(started):
+    address = ray.get_runtime_context().gcs_address
+    assert attach(address, os.environ["RAY_AUTH_TOKEN"]) == "attached"
+    started.check_alive()
+
+
+@pytest.mark.slow
+def test_a_wrong_token_is_refused_in_time(started):
+    address = ray.get_runtime_context().gcs_address
+    assert attach(address, "0" * 64).startswith(f"{InputError.__name__}: ")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:", ""])
+def test_an_address_where_nothing_listens_is_refused(host):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        answer = attach(f"{host}{unused.getsockname()[1]}", "0" * 64)
+    assert answer.startswith(f"{InputError.__name__}: there is no Ray cluster at")
+    assert "RAY_ADDRESS" in answer

@@ -1,0 +1,140 @@
+"""Trainer ranks and an engine as real processes: weights pass between them, and the dead are replaced."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from storage.errors import InputError, WorkerLost
+from tasks.config.environment import Settings
+from tasks.config.run import parse_config
+from tasks.engine.engine import Sampling, weights_digest
+from tasks.workers.cluster import Cluster
+from tasks.workers.fleet import Fleet
+from tasks.workers.trainers import start_trainers
+from tests.tasks.engine.test_engine import export
+from tests.tasks.engine_process import weights_of
+from tests.tasks.workers.test_cluster import listening_addresses
+
+LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
+PROMPTS = [np.random.default_rng(place).integers(2, 32, 6).tolist() for place in range(8)]
+
+
+def config_of(model, **parallel):
+    return parse_config(
+        {
+            "model": {"source": model},
+            "data": {"generate": {}},
+            "engine": {"max_num_seqs": 16, "kv_cache_mib": 16},
+            "train": {"max_length": 64, "parallel": parallel, "optimizer": {"learning_rate": 1e-3}},
+        },
+        "test",
+    )
+
+
+@pytest.fixture(scope="module")
+def model(engines):
+    return engines[False].old
+
+
+def deliver(group, engine, version, folder):
+    folder.mkdir()
+    records = group.call("export", str(folder))[0]
+    receipt = engine.receive(str(folder), version, records)
+    assert receipt.weights_digest == weights_digest({record.name: record.digest for record in records})
+
+
+def kill(group):
+    victim = psutil.Process(ray.get(group._actors[0].pid.remote()))
+    victim.kill()
+    victim.wait(10)
+
+
+@pytest.mark.slow
+def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_path):
+    config = config_of(model, pipeline=2)
+    with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
+        fleet.warm(model, config.train)
+        group, (engine,) = fleet.trainers(model, config.train), fleet.engines(model)
+        assert group.identity() is None
+        group.call("import_model")
+        fleet.adopt("state-0")
+        assert group.identity() == "state-0"
+        deliver(group, engine, 3, tmp_path / "first")
+        assert engine.identity().weight_version == 3
+        assert fleet.trainers(model, config.train) is group
+        assert fleet.engines(model) == [engine]
+        ours = group.call("logprobs", [np.array(prompt, np.int32) for prompt in PROMPTS])
+        for scores, *ranks in zip(engine.score(PROMPTS), *ours, strict=True):
+            for rank in ranks:
+                np.testing.assert_allclose(scores, rank, atol=1e-4)
+        processes = cluster.processes()
+        assert listening_addresses(processes) == {"127.0.0.1"}
+
+        with pytest.raises(InputError, match="engine 0: prompt 0 has 500 tokens"):
+            engine.generate([[5] * 500], [0], Sampling(max_tokens=2))
+        assert engine.generate(PROMPTS, range(8), Sampling(max_tokens=2)).num_rows == 8
+
+        kill(group)
+        with pytest.raises(WorkerLost, match="trainer rank 0 of 2 died during save"):
+            group.call("save", str(tmp_path))
+        kill(engine._group)
+        again, (revived,) = fleet.trainers(model, config.train), fleet.engines(model)
+        assert again is not group
+        assert again.identity() is None
+        assert revived.identity().weight_version is None
+        again.call("import_model")
+        deliver(again, revived, 4, tmp_path / "second")
+    assert not psutil.wait_procs(processes, timeout=0)[1]
+
+
+LATER_PROCESS = """
+import json, sys
+from tasks.workers.cluster import Cluster
+from tasks.config.run import RunConfig
+from tasks.engine.engine import Sampling
+from tasks.workers.fleet import Fleet
+from tasks.config.environment import Settings
+from trainer_core.weights.records import TensorRecord
+
+config, model, action = RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], sys.argv[3]
+with Fleet("run", config, Cluster(Settings.from_environment())) as fleet:
+    (engine,) = fleet.engines(model)
+    if action == "receive":
+        engine.receive(sys.argv[4], 7, [TensorRecord.model_validate(record) for record in json.loads(sys.argv[5])])
+    print(engine.identity().model_dump_json())
+    if action == "close":
+        fleet.close()
+"""
+
+
+@pytest.mark.slow
+def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path):
+    def later(config, *arguments):
+        command = [sys.executable, "-c", LATER_PROCESS, config.model_dump_json(), model, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])["weight_version"]
+
+    config = config_of(model)
+    records = json.dumps([record.model_dump() for record in export(tmp_path, weights_of(model))])
+    with Cluster(LOCAL) as cluster:
+        cluster.start()
+        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        assert later(config, "receive", str(tmp_path), records) == 7
+        assert later(config, "look") == 7
+        smaller = config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 8})})
+        assert later(smaller, "close") is None  # started otherwise: ended and replaced
+        assert not [name for name in ray.util.list_named_actors() if name.startswith("run/")]
+
+
+def test_more_ranks_than_cards_are_refused_before_anything_starts(tmp_path):
+    config = config_of(str(tmp_path), pipeline=2)
+    one_card = Settings(ray_address=None, ray_token=None, gpus=("0",))
+    with pytest.raises(InputError, match="needs 2 GPUs, one a rank, and 1 are visible"):
+        start_trainers("run", str(tmp_path), config.train, "cuda", one_card)

@@ -1,0 +1,155 @@
+"""The optimizer's tensors lie in files of their own, which a reference and a fresh optimizer do without."""
+
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.trainer_core.models import random_samples, read_export
+from tests.trainer_core.ranks import run_trainers
+from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer_core.state.comparison import compare_states
+from trainer_core.state.facts import needed_for_weights
+
+LAYOUTS = {
+    "single": ParallelConfig(),
+    "pp2": ParallelConfig(pipeline=2),
+    "tp2": ParallelConfig(tensor=2),
+    "dp2": ParallelConfig(data=2),
+}
+
+
+def configuration(layout):
+    return TrainerConfig(parallel=LAYOUTS[layout], optimizer=OptimizerConfig(learning_rate=1e-3), max_length=64)
+
+
+def save_apart_and_together(trainer, folder):
+    """The same state as it is saved now, and as earlier versions saved it: in one file a rank."""
+    from trainer_core import checkpoint
+
+    trainer.import_model()
+    trainer.train_policy(random_samples(1), 1.0)
+    names = trainer.save(f"{folder}/apart")
+    strategy = checkpoint.TorchDistSaveShardedStrategy
+    checkpoint.TorchDistSaveShardedStrategy = lambda **_: strategy()
+    trainer._learner._saver = checkpoint.Saver()
+    trainer.save(f"{folder}/together")
+    trainer.export(f"{folder}/exported")
+    return names
+
+
+@pytest.fixture(scope="module")
+def saved(model_dir, tmp_path_factory):
+    """By layout, each computed once: a folder with the state `apart`, `together`, and the `weights` of the former."""
+    done = {}
+
+    def save(layout):
+        if layout not in done:
+            folder = tmp_path_factory.mktemp(layout)
+            ranks = run_trainers(model_dir, configuration(layout), save_apart_and_together, str(folder))
+            (folder / "weights").mkdir()
+            for path in (folder / "apart").iterdir():
+                if needed_for_weights(path.name):
+                    shutil.copy(path, folder / "weights")
+            done[layout] = folder, ranks
+        return done[layout]
+
+    return save
+
+
+def tensors_by_file(folder):
+    found = {}
+    for index, place in pickle.loads((folder / ".metadata").read_bytes()).storage_data.items():
+        found.setdefault(place.relative_path, set()).add(index.fqn)
+    return found
+
+
+def size(folder):
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_hold_the_optimizer_or_everything_else(saved, layout):
+    folder, ranks = saved(layout)
+    found = tensors_by_file(folder / "apart")
+    for file, names in found.items():
+        assert {name.startswith("optimizer.") for name in names} == {not needed_for_weights(file)}
+    assert {needed_for_weights(file) for file in found} == {True, False}
+    assert all(needed_for_weights(file) for file in tensors_by_file(folder / "together"))
+    # each rank names what it has written, and together they name everything
+    assert sorted(name for rank in ranks for name in rank) == sorted(files_of(folder / "apart"))
+    for rank, names in enumerate(ranks):
+        written = {name for name in names if name.endswith(".distcp")}
+        assert {name.removeprefix("optimizer.").split("_")[2] for name in written} == {str(rank)}
+
+
+def test_the_weights_are_a_quarter_of_the_bytes(saved):
+    folder, _ = saved("single")
+    assert size(folder / "weights") < 0.3 * size(folder / "apart")
+
+
+def take_weights(trainer, folder, source):
+    """What a reference of that state says of some sequences, and its weights under a fresh optimizer."""
+    samples = random_samples(3)
+    trainer.import_model()
+    trainer.load_reference(f"{folder}/{source}")
+    own = trainer.logprobs([samples.tokens[:12]])[0]
+    with trainer._learner._reference.in_place():
+        reference = trainer.logprobs([samples.tokens[:12]])[0]
+    info = trainer.load(f"{folder}/{source}", fresh_optimizer=True)
+    trainer.export(f"{folder}/{source}-taken")
+    return own, reference, info
+
+
+def take_all_weights(trainer, folder):
+    return [take_weights(trainer, folder, source) for source in ("apart", "weights", "together")]
+
+
+@pytest.mark.parametrize(("source", "target"), [("pp2", "pp2"), ("pp2", "dp2"), ("dp2", "tp2"), ("tp2", "single")])
+def test_weights_are_taken_without_the_files_of_the_optimizer(model_dir, saved, source, target):
+    folder, _ = saved(source)
+    ranks = run_trainers(model_dir, configuration(target), take_all_weights, str(folder))
+    for found in ranks:
+        for own, reference, info in found:
+            assert reference.tobytes() == found[0][1].tobytes()
+            assert np.abs(reference - own).max() > 1e-4
+            assert info["step"] == 1
+    exported = read_export(folder / "exported")
+    for name in ("apart", "weights", "together"):
+        taken = read_export(folder / f"{name}-taken")
+        assert {key: value.tobytes() for key, value in taken.items()} == {
+            key: value.tobytes() for key, value in exported.items()
+        }
+
+
+def go_on(trainer, folder, source):
+    trainer.load(f"{folder}/{source}")
+    trainer.save(f"{folder}/{source}-again")
+    return trainer.train_policy(random_samples(2), 1.0)
+
+
+@pytest.mark.parametrize("layout", ["single", "pp2", "dp2"])
+def test_a_state_in_one_file_a_rank_is_the_same_state(model_dir, saved, layout):
+    folder, _ = saved(layout)
+    comparison = compare_states(folder / "together", folder / "apart")
+    assert comparison.differences == ()
+    assert comparison.optimizer == 30
+    metrics = [
+        run_trainers(model_dir, configuration(layout), go_on, str(folder), name) for name in ("together", "apart")
+    ]
+    assert metrics[0] == metrics[1]
+    for name in ("together", "apart"):
+        assert files_of(folder / f"{name}-again") == files_of(folder / "apart")
+
+
+def test_states_in_one_file_a_rank_load_under_another_layout(model_dir, saved):
+    folder, _ = saved("pp2")
+    metrics = [
+        run_trainers(model_dir, configuration("tp2"), go_on, str(folder), name) for name in ("together", "apart")
+    ]
+    assert metrics[0] == metrics[1]

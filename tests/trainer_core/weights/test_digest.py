@@ -1,0 +1,58 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_core.weights.digest import tensor_digest
+
+
+def tensor(count=1000, dtype=torch.float32):
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1000])
+def test_equal_tensors_have_equal_digests(count, dtype):
+    assert tensor_digest(tensor(count, dtype)) == tensor_digest(tensor(count, dtype).clone())
+
+
+def test_the_layout_in_memory_does_not_matter():
+    whole = tensor(1200).to(torch.bfloat16).view(30, 40)
+    assert tensor_digest(whole.t()) == tensor_digest(whole.t().contiguous())
+    assert tensor_digest(whole[3:]) == tensor_digest(whole[3:].clone())
+    odd = whole.view(-1)[1:1001]  # starts within a 64-bit word
+    assert tensor_digest(odd) == tensor_digest(odd.clone())
+
+
+def test_type_and_shape_matter():
+    values = torch.zeros(8)
+    assert tensor_digest(values) != tensor_digest(values.view(2, 4))
+    assert tensor_digest(values) != tensor_digest(values.view(torch.int32))
+    assert tensor_digest(values) != tensor_digest(torch.zeros(9))
+
+
+@given(first=st.integers(0, 999), second=st.integers(0, 999))
+def test_swapped_elements_show(first, second):
+    values = tensor()
+    swapped = values.clone()
+    swapped[first], swapped[second] = values[second], values[first]
+    assert (tensor_digest(swapped) == tensor_digest(values)) == torch.equal(swapped, values)
+
+
+@given(place=st.integers(0, 3999), bit=st.integers(0, 7))
+def test_a_flipped_bit_shows(place, bit):
+    damaged = tensor()
+    damaged.view(torch.uint8)[place] ^= 1 << bit
+    assert tensor_digest(damaged) != tensor_digest(tensor())
+
+
+def test_a_large_tensor_is_the_sum_of_its_chunks(monkeypatch):
+    values = tensor(100_000)
+    whole = tensor_digest(values)
+    monkeypatch.setattr("trainer_core.weights.digest._CHUNK", 1 << 10)
+    assert tensor_digest(values) == whole
+
+
+def test_digests_are_pinned():
+    # trainer and engine may run different versions of torch or hardware; they must agree on this
+    assert tensor_digest(torch.arange(5, dtype=torch.float32)) == "28f8ff657b305d5b2e8cf6d57e61c504"

@@ -1,0 +1,1 @@
+"""What is learned: objectives and the updates that they take."""

@@ -1,0 +1,69 @@
+"""The supervised phase: the warm-up before reinforcement learning, by the same updates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from storage.errors import InputError
+from trainer_core.algorithms.losses import TokenLoss, token_weights
+from trainer_core.algorithms.update import apply_loss
+from trainer_core.batches.sequences import SupervisedExamples
+from trainer_core.model.optimizer import Optimizer
+from trainer_core.model.passes import MicroBatch, Passes
+
+
+@dataclass(frozen=True)
+class SupervisedPhase:
+    """Maximum likelihood of the responses."""
+
+    passes: Passes
+    optimizer: Optimizer
+    seed: int
+    """Seeds the order of the examples."""
+
+    def run(self, examples: SupervisedExamples, steps: int, batch_size: int) -> dict[str, float]:
+        """Take `steps` updates and report, see `Trainer.train_supervised`. Collective.
+
+        Raises:
+            InputError: if there are no examples.
+            NumericsError: if a loss or gradient norm is not finite.
+        """
+        if not len(examples):
+            raise InputError("the supervised phase has no examples; give some, or set its steps to 0")
+        padded = examples.padded()
+        weights = token_weights(padded.mask, "token")
+        updates, tokens = [], 0
+        for rows in _batches(len(examples), batch_size, steps, self.seed):
+            updates.append(
+                apply_loss(self.passes, self.optimizer, padded, rows, {"weight": weights}, 1.0, _cross_entropy)
+            )
+            tokens += int(padded.mask[rows].sum())
+        if not updates:
+            return {"steps": 0.0, "tokens": 0.0}
+        return {
+            "first_loss": updates[0].loss,
+            "loss": updates[-1].loss,
+            "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+            "learning_rate": updates[-1].learning_rate,
+            "steps": float(steps),
+            "tokens": float(tokens),
+        }
+
+
+def _cross_entropy(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:
+    return TokenLoss(-logprobs, torch.zeros_like(logprobs))
+
+
+def _batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """`steps` batches of row numbers, each example once per pass, every pass in another order."""
+    generator = np.random.default_rng(seed)
+    size = min(batch_size, count)
+    order = np.empty(0, dtype=np.int64)
+    for _ in range(steps):
+        if len(order) < size:
+            order = np.concatenate((order, generator.permutation(count)))
+        yield order[:size]
+        order = order[size:]

@@ -1,0 +1,1 @@
+"""From stored tables to token batches."""

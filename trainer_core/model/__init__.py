@@ -1,0 +1,1 @@
+"""The Megatron model over its ranks: layout, passes, optimizer, random generators."""

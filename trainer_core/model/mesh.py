@@ -1,0 +1,88 @@
+"""The process groups of a trainer and the few collectives that the trainer uses itself."""
+
+import datetime
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+
+from storage.errors import InputError
+from trainer_core.config import ParallelConfig, RankSpec
+from trainer_core.platform.platform import Platform
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the layout. Megatron's `parallel_state` holds the groups themselves."""
+
+    rank: int
+    """Global rank."""
+    parallel: ParallelConfig
+    """Layout."""
+    device: torch.device
+    """Where this rank computes."""
+    data_rank: int
+    """Which share of a batch this rank takes."""
+    is_last_stage: bool
+    """Whether the loss is computed here."""
+    speaks: bool
+    """Whether this rank contributes its replica's results: tensor rank 0 of the last pipeline stage."""
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the other shards of this rank's matrices."""
+        return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+    def combine(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sum `values` over the ranks that speak; every rank gets the sum. Collective.
+
+        Ranks own disjoint entries or partial sums, so that adding zeros of the others is exact.
+        """
+        own = values if self.speaks else np.zeros_like(values)
+        total = torch.from_numpy(own.astype(np.float64)).to(self.device)
+        dist.all_reduce(total)
+        return total.cpu().numpy()
+
+
+def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
+    """Meet the other ranks at the rendezvous file and build Megatron's process groups. Collective.
+
+    Raises:
+        InputError: if the number of ranks is not the product of the layout.
+    """
+    if spec.world_size != parallel.world_size:
+        raise InputError(
+            f"{spec.world_size} trainer ranks cannot form the layout {parallel}; start {parallel.world_size} of them"
+        )
+    dist.init_process_group(
+        platform.backend,
+        init_method=f"file://{spec.store}",
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=datetime.timedelta(seconds=spec.timeout_seconds),
+        device_id=platform.device if platform.backend == "nccl" else None,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        create_gloo_process_groups=False,  # on CPU every group is gloo already, on GPU nothing here needs it
+    )
+    is_last = parallel_state.is_pipeline_last_stage()
+    return Mesh(
+        rank=spec.rank,
+        parallel=parallel,
+        device=platform.device,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        is_last_stage=is_last,
+        speaks=is_last and parallel_state.get_tensor_model_parallel_rank() == 0,
+    )
+
+
+def leave() -> None:
+    """Take the process groups down, so that the process can end without a warning."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

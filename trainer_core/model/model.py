@@ -1,0 +1,159 @@
+"""A Megatron model of a Hugging Face directory, laid over the ranks."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+from storage.errors import InputError
+from trainer_core.config import TrainerConfig, check_layout
+from trainer_core.platform.local_spec import local_layer_spec
+from trainer_core.platform.platform import Platform, quietly
+
+# Vocabulary rows are padded to a multiple of this at every tensor-parallel size, so that a state fits every layout.
+_VOCABULARY_MULTIPLE = 128
+
+_FUSIONS_OF_TRANSFORMER_ENGINE = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+    "cross_entropy_loss_fusion",
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's part of the model, wrapped for data-parallel gradients."""
+
+    bridge: AutoBridge
+    """Knows how Hugging Face names map onto Megatron's."""
+    ddp: DistributedDataParallel
+    """The module to run; gradients are accumulated in its buffers."""
+    config: GPTModelProvider
+    """Megatron's model configuration, shared by all modules."""
+    vocab_size: int
+    """Rows of the vocabulary without padding."""
+    dtype: torch.dtype
+    """Type of the weights and of what pipeline stages exchange."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The module below the gradient wrapper."""
+        return self.ddp.module
+
+
+def read_model_config(model_dir: str) -> dict[str, Any]:
+    """Content of the model's config.json.
+
+    Raises:
+        InputError: if the directory holds no such file, or it is not JSON.
+    """
+    path = Path(model_dir, "config.json")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"no model at {model_dir}: {error}; give a Hugging Face directory") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+
+
+def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool) -> Model:
+    """Build the model with weights that are yet to be set. Collective.
+
+    `deterministic` makes Megatron choose kernels whose results do not depend on timing.
+
+    Raises:
+        InputError: if there is no model, its architecture is not supported, or it cannot take the layout.
+    """
+    hf_config = read_model_config(model_dir)
+    check_layout(config.parallel, hf_config)
+    with quietly():
+        bridge = _bridge(model_dir)
+        provider = bridge.to_megatron_provider(load_weights=False)
+        _configure(provider, _settings(config, platform, deterministic))
+        chunks = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
+        )
+    ddp = _wrap(provider, chunks[0])
+    return Model(bridge, ddp, provider, int(hf_config["vocab_size"]), _dtype(config))
+
+
+def _bridge(model_dir: str) -> AutoBridge:
+    try:
+        return AutoBridge.from_hf_pretrained(model_dir)
+    except ValueError as error:
+        raise InputError(f"megatron-bridge cannot read the model at {model_dir}: {error}") from error
+
+
+def _dtype(config: TrainerConfig) -> torch.dtype:
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
+def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) -> dict[str, Any]:
+    """Every field of Megatron's model configuration which this trainer decides."""
+    dtype = _dtype(config)
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": config.parallel.tensor,
+        "pipeline_model_parallel_size": config.parallel.pipeline,
+        "sequence_parallel": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "seq_length": config.max_length,
+        "make_vocab_size_divisible_by": max(1, _VOCABULARY_MULTIPLE // config.parallel.tensor),
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        # the output layer is Megatron's own also beside Transformer Engine, and its fusion needs Apex
+        "gradient_accumulation_fusion": False,
+        "perform_initialization": False,  # weights are always imported or loaded
+        "use_cpu_initialization": platform.device.type == "cpu",
+        # the sum over tokens is divided once, by Megatron, by the tokens of the whole batch
+        "calculate_per_token_loss": True,
+        "deterministic_mode": deterministic,
+    }
+    if deterministic:
+        settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
+    if not platform.transformer_engine:
+        settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
+        settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}
+    return settings
+
+
+def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
+    """Apply the settings; refuse a result that differs, because `finalize` may overrule them without a word."""
+    if provider.num_moe_experts and "transformer_layer_spec" in wanted:
+        raise InputError(
+            "the model has experts, whose layers need Transformer Engine; install it, or take a dense model"
+        )
+    for name, value in wanted.items():
+        if name not in type(provider).__dataclass_fields__:
+            raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
+        setattr(provider, name, value)
+    provider.finalize()
+    for name, value in wanted.items():
+        if (held := vars(provider)[name]) != value:
+            raise InputError(f"Megatron set {name} to {held!r} where {value!r} was asked for")
+
+
+def _wrap(provider: GPTModelProvider, module: torch.nn.Module) -> DistributedDataParallel:
+    """Give the module gradient buffers, and the schedules what they call at a batch's end; done once per process."""
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,  # after an update every replica holds all new weights, ready for export
+        check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
+    )
+    ddp = DistributedDataParallel(provider, settings, module)
+    provider.finalize_model_grads_func = finalize_model_grads
+    return ddp

@@ -1,0 +1,108 @@
+"""Megatron's distributed AdamW with its learning-rate schedule, and an update that refuses non-finite gradients."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from storage.errors import NumericsError
+from trainer_core.config import OptimizerConfig
+from trainer_core.model.model import Model
+
+
+class Optimizer:
+    """Moments and schedule of one phase of training; a new phase takes a new one."""
+
+    def __init__(self, model: Model, config: OptimizerConfig) -> None:
+        self.config = config
+        self.megatron = get_megatron_optimizer(
+            _megatron_config(config, model.dtype), [model.ddp], use_gloo_process_groups=False
+        )
+        self.schedule = _schedule(self.megatron, config)
+        model.config.grad_scale_func = self.megatron.scale_loss
+
+    @property
+    def updates(self) -> int:
+        """Updates done by this optimizer."""
+        return self.schedule.num_steps
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last update."""
+        return float(self.megatron.param_groups[0]["lr"]) if self.updates else 0.0
+
+    def update(self) -> float:
+        """Apply the gradients in the model's buffers; returns their global norm before clipping. Collective.
+
+        Raises:
+            NumericsError: if the norm is not finite; weights and moments are then as before.
+        """
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NumericsError(
+                f"the gradient norm is {norm} at update {self.updates + 1}; the update was not applied: lower the "
+                f"learning rate ({self.config.learning_rate}) or look at the samples of this iteration"
+            )
+        self.schedule.step(1)
+        self.megatron.step()
+        return norm
+
+    def allocate(self) -> None:
+        """Make the moments exist before the first update, as saving and loading expect."""
+        for part in _parts(self.megatron):
+            if not part.optimizer.state:
+                part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for state in part.optimizer.state.values():
+                    state.setdefault("step", torch.tensor(0.0))
+
+    def unshare_steps(self) -> None:
+        """After loading, give every parameter its own step counter.
+
+        megatron-core's DistributedOptimizer.load_state_dict hands one tensor to all of them, and torch's AdamW, which
+        counts in place, would then advance it once per parameter.
+        """
+        for part in _parts(self.megatron):
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for state in part.optimizer.state.values():
+                    state["step"] = state["step"].clone()
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return vars(optimizer).get("chained_optimizers", [optimizer])
+
+
+def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        min_lr=config.min_learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def _schedule(optimizer: MegatronOptimizer, config: OptimizerConfig) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.learning_rate,
+        min_lr=config.min_learning_rate,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps,
+        lr_decay_style=config.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=config.decay_steps,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,1 @@
+"""Bringing Megatron up on CPU and GPU."""

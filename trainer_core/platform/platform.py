@@ -1,0 +1,94 @@
+"""Bring torch, Megatron and its bridge up on the device asked for: the one place that knows their import order."""
+
+import contextlib
+import importlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from storage.errors import InputError
+from trainer_core.config import Device
+from trainer_core.platform import te_absent
+
+_process_wide = contextlib.ExitStack()  # what `prepare` installed stays for the life of the process
+_prepared: dict[Device, "Platform"] = {}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What the rest of the trainer must know about the device."""
+
+    device: torch.device
+    """Where tensors live."""
+    backend: str
+    """Backend of torch.distributed."""
+    transformer_engine: bool
+    """Whether layers are built of Transformer Engine's modules."""
+
+
+def prepare(device: Device, local_rank: int = 0) -> Platform:
+    """Import Megatron so that it runs on `device`; call it once, before anything imports megatron.
+
+    Raises:
+        InputError: if a GPU is asked for and there is none, or another kind of device was prepared before.
+    """
+    if device in _prepared:
+        return _prepared[device]
+    if _prepared:
+        raise InputError(f"this process already trains on {next(iter(_prepared))}; use another process for {device}")
+    platform = _prepare_cuda(local_rank) if device == "cuda" else _prepare_cpu()
+    _prepared[device] = platform
+    return platform
+
+
+def use_deterministic_kernels() -> None:
+    """Hold torch, in this process, to kernels whose results do not depend on timing; what has none raises.
+
+    cuBLAS, NCCL and Transformer Engine take the same from the environment, Megatron from the model's configuration.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _prepare_cuda(local_rank: int) -> Platform:
+    if not torch.cuda.is_available():
+        raise InputError('the trainer\'s device is "cuda" and torch sees no GPU; use device = "cpu"')
+    torch.cuda.set_device(local_rank)
+    _import_megatron()
+    return Platform(torch.device("cuda", local_rank), "nccl", transformer_engine=not te_absent.is_absent())
+
+
+def _prepare_cpu() -> Platform:
+    from trainer_core.platform import cpu_platform  # never imported where a GPU trains
+
+    torch.set_num_threads(1)  # several ranks share the cores, and sums do not depend on the number of threads then
+    with quietly():
+        _process_wide.enter_context(cpu_platform.installed())
+    _import_megatron()
+    return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
+
+
+def _import_megatron() -> None:
+    te_absent.install()
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # advice on packages and flags that are ours to choose
+    with quietly():
+        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.bridge")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Megatron and its bridge print, warn and log about optional packages and defaults that do not concern us."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,1 @@
+"""Train state on disk: saving, loading, reading and comparing it."""

@@ -1,0 +1,23 @@
+"""Where torch writes one tensor after another into one file."""
+
+from typing import IO
+
+from storage.backends.local import write_in_pieces
+
+
+class OpenStream:
+    """A stream that stays open: others append to it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+
+    def write(self, data: memoryview) -> int:
+        """Write all of `data`; a large tensor in pieces."""
+        write_in_pieces(self._stream, data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Left to the stream's own end."""
+
+    def close(self) -> None:
+        """Left to whoever opened it."""

@@ -1,0 +1,98 @@
+"""Read a saved state in one process, without Megatron and without process groups: a region of a tensor at a time."""
+
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from storage.errors import StorageError
+from trainer_core.state.facts import StateFacts, read_facts
+from trainer_core.state.repeatable import METADATA_FILE
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box in a tensor."""
+
+    start: tuple[int, ...]
+    """First index along each axis."""
+    shape: tuple[int, ...]
+    """Length along each axis."""
+
+    def overlap(self, other: "Region") -> "Region | None":
+        """What both have in common, or None."""
+        start = tuple(map(max, self.start, other.start))
+        ends = [min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)]
+        shape = tuple(end - begin for begin, end in zip(start, ends, strict=True))
+        return Region(start, shape) if all(length > 0 for length in shape) else None
+
+    def within(self, outer: "Region") -> tuple[slice, ...]:
+        """The slices that take this region out of a tensor which holds `outer`."""
+        begins = [inner - origin for inner, origin in zip(self.start, outer.start, strict=True)]
+        return tuple(slice(begin, begin + length) for begin, length in zip(begins, self.shape, strict=True))
+
+
+class SavedState:
+    """A state in a local folder: its tensors, and the objects beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read what the folder holds.
+
+        Raises:
+            StorageError: if that cannot be read.
+        """
+        self.folder = folder
+        self.facts: StateFacts = read_facts(str(folder))
+        try:
+            metadata = cast(Metadata, pickle.loads((folder / METADATA_FILE).read_bytes()))
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise StorageError(f"no readable train state at {folder}: {error}; load it again from the store") from error
+        self._entries = metadata.state_dict_metadata
+        self._places = cast(dict[MetadataIndex, Any], metadata.storage_data)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors and objects."""
+        return set(self._entries)
+
+    def tensor(self, name: str) -> TensorStorageMetadata | None:
+        """Shape, type and chunks of a tensor; None if it is not there, or is an object."""
+        entry = self._entries.get(name)
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def chunks(self, name: str) -> list[Region]:
+        """The boxes in which a tensor is stored, in the order of their indices."""
+        stored = cast(TensorStorageMetadata, self._entries[name]).chunks
+        return sorted((Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored), key=lambda box: box.start)
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """A region of a tensor, put together from the chunks that it touches."""
+        dtype = cast(TensorStorageMetadata, self._entries[name]).properties.dtype
+        found = torch.empty(region.shape, dtype=dtype)
+        for chunk in self.chunks(name):
+            if common := region.overlap(chunk):
+                stored = self._load(MetadataIndex(name, chunk.start), weights_only=True)
+                found[common.within(region)] = stored[common.within(chunk)]
+        return found
+
+    def read_object(self, name: str) -> Any:
+        """An object that is not a tensor. Megatron stores a list of a rank's own; a single one comes without it."""
+        stored = self._load(MetadataIndex(name), weights_only=False)
+        return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+
+    def _load(self, index: MetadataIndex, weights_only: bool) -> Any:
+        place = self._places[index]
+        path = self.folder / place.relative_path
+        try:
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                content = io.BytesIO(file.read(place.length))
+            return torch.load(content, map_location="cpu", weights_only=weights_only)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise StorageError(
+                f"{index.fqn} cannot be read from {path}: {error}; load it again from the store"
+            ) from error

@@ -1,0 +1,1 @@
+"""Weights on their way to an engine: export, records, digests."""
