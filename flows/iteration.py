@@ -5,10 +5,10 @@ from functools import partial
 
 from flows.views.history import evaluation_due
 from flows.views.progress import Progress
-from storage.ids import Stage
 from storage.manifest import Manifest, need
 from tasks.stages import prefect_tasks as stages
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.prefect_tasks import StageTask
 
 

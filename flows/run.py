@@ -22,6 +22,7 @@ from storage.write_behind import Outbox
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext, open_run
+from tasks.stages.names import WORKFLOW
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.scratch import scratch, sweep
@@ -106,14 +107,14 @@ def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
     progress.finished(record_of(read_iteration(root, run, iteration), before))
     retention = _retention(context)
     if retention is not None:
-        give_up(root, run, retention, iteration)
+        give_up(root, WORKFLOW, run, retention, iteration)
 
 
 def tidy(context: RunContext) -> None:
     """Give up what an earlier process did not come to, or an earlier configuration kept."""
     retention = _retention(context)
     if retention is not None:
-        collect(context.root, context.run, retention, apply=True)
+        collect(context.root, WORKFLOW, context.run, retention, apply=True)
 
 
 def _retention(context: RunContext) -> Retention | None:

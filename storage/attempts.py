@@ -6,7 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.ids import Stage
 
 
 class Attempt(BaseModel):
@@ -25,7 +24,7 @@ class Attempt(BaseModel):
     """When (UTC)."""
 
 
-def begin(root: Root, run: str, iteration: int, stage: Stage, writer: str) -> int:
+def begin(root: Root, run: str, iteration: int, stage: str, writer: str) -> int:
     """Record that `writer` begins to work on a stage; returns how many attempts at it came before."""
     attempt, number = Attempt(writer=writer, time=datetime.now(UTC)), 0
     while True:

@@ -1,24 +1,34 @@
-"""Names of things: runs and stages. Sort order is the order of work."""
+"""Names of things: runs and stages."""
 
 import re
-from enum import StrEnum
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import StringConstraints
 
 from storage.errors import InputError
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
-class Stage(StrEnum):
-    """A step of an iteration whose result is one manifest."""
+StageName = Annotated[str, StringConstraints(pattern=r"^[a-z-]+$")]
+"""Name of a step whose result is one manifest. Storage takes any; what they mean is said by `Workflow`."""
 
-    PREPARE = "prepare"
-    """Iteration 0 only: model directory and datasets, as parts."""
-    ROLLOUT = "rollout"
-    REWARD = "reward"
-    TRAIN = "train"
-    """At iteration 0: the supervised warm-up, which makes the first state."""
-    WEIGHT_SYNC = "weight-sync"
-    EVALUATE = "evaluate"
+
+@dataclass(frozen=True)
+class Workflow:
+    """Which stages of a workflow mean something to storage."""
+
+    prepares: str
+    """Done once, in iteration 0: its tables are the prompts."""
+    samples: str
+    """Its tables are samples."""
+    scores: str
+    """Its tables are the scores of samples."""
+    holds_state: str
+    """Its parts are a train state, which retention may delete."""
+    ends_iteration: str
+    """Once it is committed the next iteration can begin; its state is the newest that was served."""
 
 
 def check_run_name(name: str) -> str:

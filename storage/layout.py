@@ -2,23 +2,21 @@
 
 import re
 
-from storage.ids import Stage
-
 DIGEST_CHARACTERS = 16
 """How much of a part's digest its name carries; the manifest holds the whole of it."""
 
 STATE = "state/"
 """What the names of a train state's parts begin with."""
 
-_STAGES = "|".join(re.escape(stage.value) for stage in Stage)
-_MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.json")
+_STAGE = "[a-z-]+"
+_MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.json")
 # a folder of attempts is what earlier versions made
-_ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.(attempt-|attempts/)\d+\.json")
-_PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGES})\.r\d+\.pieces/[^/]+\.json")
+_ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.(attempt-|attempts/)\d+\.json")
+_PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.pieces/[^/]+\.json")
 
 _OF_STAGE = re.compile(r"(/manifests/\d{6,}/[^/.]+\.r\d+)\..*$")
 
-_PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGES})[./]")
+_PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGE})[./]")
 _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 
 
@@ -27,9 +25,9 @@ def run_config_key(run: str) -> str:
     return f"{run}/run.json"
 
 
-def manifest_key(run: str, iteration: int, stage: Stage, revision: int) -> str:
+def manifest_key(run: str, iteration: int, stage: str, revision: int) -> str:
     """The commit point of one stage."""
-    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.json"
+    return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.json"
 
 
 def manifest_folder(run: str) -> str:
@@ -42,10 +40,10 @@ def is_manifest(key: str) -> bool:
     return _MANIFEST.fullmatch(key.partition("/")[2]) is not None
 
 
-def place_of(key: str) -> tuple[int, Stage] | None:
+def place_of(key: str) -> tuple[int, str] | None:
     """Iteration and stage of a manifest, piece or part; the key may stand behind a root. None for anything else."""
     found = _PLACE.search(key)
-    return (int(found.group(2)), Stage(found.group(3))) if found else None
+    return (int(found.group(2)), found.group(3)) if found else None
 
 
 def is_part(key: str) -> bool:
@@ -54,9 +52,9 @@ def is_part(key: str) -> bool:
     return found is not None and found.group(1) == "parts"
 
 
-def piece_key(run: str, iteration: int, stage: Stage, revision: int, piece: str) -> str:
+def piece_key(run: str, iteration: int, stage: str, revision: int, piece: str) -> str:
     """Record of a piece of a stage that is durable before the whole stage is."""
-    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.pieces/{piece}.json"
+    return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.pieces/{piece}.json"
 
 
 def is_piece(key: str) -> bool:
@@ -64,9 +62,9 @@ def is_piece(key: str) -> bool:
     return _PIECE.fullmatch(key.partition("/")[2]) is not None
 
 
-def attempt_key(run: str, iteration: int, stage: Stage, revision: int, number: int) -> str:
+def attempt_key(run: str, iteration: int, stage: str, revision: int, number: int) -> str:
     """Record that work on a stage began, from 0 without gaps."""
-    return f"{run}/manifests/{iteration:06d}/{stage.value}.r{revision}.attempt-{number}.json"
+    return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.attempt-{number}.json"
 
 
 def is_attempt(key: str) -> bool:
@@ -94,11 +92,11 @@ def is_part_of(key: str, run: str) -> bool:
     return key.startswith(f"{part_folder(run)}/")
 
 
-def part_key(run: str, iteration: int, stage: Stage, name: str, digest: str) -> str:
+def part_key(run: str, iteration: int, stage: str, name: str, digest: str) -> str:
     """A write-once part. Its digest stands before the extension, so equal content has an equal key."""
     stem, dot, extension = name.rpartition(".")
     stem, suffix = (stem, f".{extension}") if dot else (name, "")
-    return f"{run}/parts/{iteration:06d}/{stage.value}/{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
+    return f"{run}/parts/{iteration:06d}/{stage}/{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
 
 
 def lease_folder(run: str) -> str:

@@ -12,7 +12,7 @@ from storage import layout, records
 from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StorageError
-from storage.ids import Stage
+from storage.ids import StageName
 
 FORMAT_VERSION = 1
 
@@ -76,7 +76,7 @@ class Manifest(BaseModel):
     """Id of the run."""
     iteration: int
     """0 is the preparation, RL iterations start at 1."""
-    stage: Stage
+    stage: StageName
     """Which step."""
     revision: int = 0
     """Rises only when someone asks for a finished stage to be done again."""
@@ -162,12 +162,12 @@ def _conflict(manifest: Manifest, winner: Manifest) -> CommitConflict:
     return CommitConflict(f"{fact}. Two processes drive this run; let one of them finish")
 
 
-def find(root: Root, run: str, iteration: int, stage: Stage) -> Manifest | None:
+def find(root: Root, run: str, iteration: int, stage: str) -> Manifest | None:
     """The newest revision of a stage's manifest, or None if the stage did not happen."""
     return next(reversed(list(revisions(root, run, iteration, stage))), None)
 
 
-def revisions(root: Root, run: str, iteration: int, stage: Stage) -> Iterator[Manifest]:
+def revisions(root: Root, run: str, iteration: int, stage: str) -> Iterator[Manifest]:
     """All revisions of a stage's manifest, from the first."""
     for revision in itertools.count():
         try:
@@ -176,7 +176,7 @@ def revisions(root: Root, run: str, iteration: int, stage: Stage) -> Iterator[Ma
             return
 
 
-def need(root: Root, run: str, iteration: int, stage: Stage) -> Manifest:
+def need(root: Root, run: str, iteration: int, stage: str) -> Manifest:
     """Like `find`, for a stage that must have happened.
 
     Raises:

@@ -10,7 +10,6 @@ from storage import kill_points, layout
 from storage.backends.root import Root
 from storage.digest import bytes_digest, file_digest
 from storage.errors import DigestMismatch, NotCommitted, PartMissing, StorageError
-from storage.ids import Stage
 from storage.kill_points import Point
 from storage.manifest import Manifest, Part
 from storage.meter import measured
@@ -29,7 +28,7 @@ class PartWriter:
     root: Root
     run: str
     iteration: int
-    stage: Stage
+    stage: str
 
     @measured()
     def write_bytes(self, name: str, data: bytes | pa.Buffer, rows: int | None = None) -> Part:

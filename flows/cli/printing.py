@@ -81,7 +81,7 @@ def of_shown(shown: Shown, in_detail: bool) -> list[str]:
         rows.append(
             (
                 str(one.iteration),
-                one.stage.value,
+                one.stage,
                 stage.digest[:12],
                 str(len(one.parts)),
                 size(sum(part.bytes for part in one.parts)),
@@ -196,7 +196,7 @@ def _step(step: Step) -> tuple[str, ...]:
     return (
         step.origin.run if step.origin else step.run,
         str(step.iteration),
-        step.stage.value,
+        step.stage,
         step.digest[:12],
         str(step.rows or "-"),
         size(step.bytes),

@@ -13,7 +13,7 @@ from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
-from storage.ids import Stage, check_run_name
+from storage.ids import check_run_name
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.upkeep.archive import compact
@@ -25,6 +25,7 @@ from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.run import RunConfig, apply_override, changed_meaning, parse_config
 from tasks.config.stored import stored_config
+from tasks.stages.names import WORKFLOW, Stage
 
 _DECIDED = ("model", "data", "warmup")
 _BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
@@ -106,10 +107,10 @@ def lineage_command(
     with Output(json=json) as output:
         if sample is None:
             assert weights is not None
-            of = of_weights(store, run, weights)
+            of = of_weights(store, WORKFLOW, run, weights)
             output.result(of, lines.of_weights_lineage(of))
         else:
-            found = of_sample(store, run, *parse_sample(sample))
+            found = of_sample(store, WORKFLOW, run, *parse_sample(sample))
             output.result(found, lines.of_sample_lineage(found))
     return 0
 
@@ -152,7 +153,7 @@ def gc_command(
             raise InputError(f"{option} {value} cannot be used: give a number from 1 on")
     store = _open(root, run)
     with hold(store, run, "ratchet gc") if apply else nullcontext():
-        found = collect(store, run, Retention(newest=keep_newest, every=keep_every), apply=apply)
+        found = collect(store, WORKFLOW, run, Retention(newest=keep_newest, every=keep_every), apply=apply)
     with Output(json=json) as output:
         output.result(found, lines.of_collection(found))
     return 0
@@ -178,7 +179,7 @@ def fork_command(
     """
     store = _open(root, parent)
     config = _forked_config(store, parent, check_run_name(run), settings)
-    made = fork(store, parent, at, run, config.digest, config)
+    made = fork(store, WORKFLOW, parent, at, run, config.digest, config)
     with Output(json=json) as output:
         output.result(made, lines.of_fork(made))
     return 0
@@ -213,7 +214,7 @@ def compact_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = Fals
     run
         Id of the run.
     """
-    archive = compact(open_root(root), run)
+    archive = compact(open_root(root), WORKFLOW, run)
     with Output(json=json) as output:
         output.result(archive, lines.of_archive(archive))
     return 0

@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from flows.views.history import evaluation_due, stages_of
 from storage import layout
 from storage.backends.root import Root
-from storage.ids import Stage
 from storage.manifest import Manifest, find
 from storage.parts import materialize, read_table
 from storage.schema import EVALUATION, REWARD, ROLLOUT
 from storage.unfinished import read_piece
+from tasks.stages.names import Stage
 from trainer_core.state.comparison import compare_states
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
@@ -88,7 +88,7 @@ class Pair:
         for iteration in range(iterations + 1):
             due = evaluation_due(iteration, iterations, evaluated_every)
             for stage in stages_of(iteration):
-                if stage is not Stage.EVALUATE or due:
+                if stage != Stage.EVALUATE or due:
                     planted = plant if iteration == iterations else None
                     found = self._stage(iteration, stage, tally, planted)
                     differences += [Difference(iteration=iteration, stage=stage, what=what) for what in found]
@@ -102,7 +102,7 @@ class Pair:
         tally.update(manifests=1)
         if stage in _TABLES:
             yield from self._tables(left, right, tally)
-        if stage is Stage.TRAIN and not self._given_up(left, right):
+        if stage == Stage.TRAIN and not self._given_up(left, right):
             yield from self._states(left, right, tally, plant)
         yield from _metrics(left, right, tally)
         yield from _facts(left, right)
@@ -115,7 +115,7 @@ class Pair:
         return any(not root.exists(part.key) for root, manifest in pairs for part in manifest.parts)
 
     def _tables(self, left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:
-        schema = _TABLES[left.stage]
+        schema = _TABLES[Stage(left.stage)]
         ours, theirs = read_table(self.left, left, schema), read_table(self.right, right, schema)
         tally.update(rows=ours.num_rows)
         if ours.num_rows != theirs.num_rows:
@@ -142,7 +142,7 @@ def lend_rollouts(source: Root, target: Root, run: str) -> None:
     """
     for key in filter(layout.is_piece, source.keys(layout.manifest_folder(run))):
         place = layout.place_of(key)
-        if place is not None and place[1] is Stage.ROLLOUT:
+        if place is not None and place[1] == Stage.ROLLOUT:
             part = read_piece(source, key)
             target.put_if_absent(part.key, source.read_buffer(part.key))
             target.put_if_absent(key, source.read_bytes(key))

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import kill_points, layout
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.kill_points import Point
+from tasks.stages.names import Stage
 
 FLOW, NODE = "flow", "node"
 """Victims that are always there: the process that drives the run, and the Ray node under its workers."""
@@ -101,7 +101,7 @@ class FaultFolder:
         if place is None or (point is Point.MID_PART and not layout.is_part(key)):
             return
         iteration, stage = place
-        here = Reached(stage=stage, iteration=iteration, point=point, process=os.getpid())
+        here = Reached(stage=Stage(stage), iteration=iteration, point=point, process=os.getpid())
         self._append(_REACHED, here.model_dump_json())
         delivered = self.delivered()
         for fault in self.planned():

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from flows.proof.faults import FLOW, NODE, Fault
 from flows.views.history import evaluation_due, stages_of
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.kill_points import Point
 from tasks.config.run import RunConfig
+from tasks.stages.names import Stage
 
 
 def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[Fault, ...]:
@@ -35,7 +35,7 @@ def possible(config: RunConfig, regenerate: bool) -> Iterator[Fault]:
     """Every point at which a process of the run is sure to be there to be killed, in the order of work."""
     for iteration in range(config.run.iterations + 1):
         for stage in stages_of(iteration):
-            if stage is Stage.EVALUATE and not evaluation_due(iteration, config.run.iterations, config.evaluate.every):
+            if stage == Stage.EVALUATE and not evaluation_due(iteration, config.run.iterations, config.evaluate.every):
                 continue
             for point in _points(stage, stored=not regenerate):
                 for victim in _victims(config, stage, point):
@@ -44,7 +44,7 @@ def possible(config: RunConfig, regenerate: bool) -> Iterator[Fault]:
 
 def _points(stage: Stage, stored: bool) -> list[Point]:
     absent = {
-        Point.MID_PART: stage is Stage.WEIGHT_SYNC or (stage is Stage.ROLLOUT and stored),
+        Point.MID_PART: stage == Stage.WEIGHT_SYNC or (stage == Stage.ROLLOUT and stored),
         Point.UPLOAD: stage not in (Stage.TRAIN, Stage.PREPARE),
     }
     return [point for point in Point if not absent.get(point, False)]
@@ -73,7 +73,7 @@ def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:
         if (fault.stage, fault.iteration, fault.point) not in there:
             raise InputError(
                 f"--at {fault}: this run of {config.run.iterations} iterations never comes by that point"
-                + (" (with stored rollouts nothing is sampled: --regenerate)" if fault.stage is Stage.ROLLOUT else "")
+                + (" (with stored rollouts nothing is sampled: --regenerate)" if fault.stage == Stage.ROLLOUT else "")
             )
         if fault.victim not in victims:
             raise InputError(f"--at {fault}: this run has no process {fault.victim!r}, only {', '.join(victims)}")

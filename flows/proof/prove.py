@@ -18,11 +18,11 @@ from flows.proof.kills import check, chosen
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
-from storage.ids import Stage
 from storage.kill_points import Point
 from storage.manifest import find
 from tasks.config.environment import with_faults
 from tasks.config.run import RunConfig
+from tasks.stages.names import Stage
 
 RUN = "proof"
 """Id of the run, in both of its roots."""

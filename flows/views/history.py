@@ -9,8 +9,8 @@ from datetime import timedelta
 from pydantic import BaseModel, ConfigDict
 
 from storage.backends.root import Root
-from storage.ids import Stage
 from storage.manifest import Manifest, find
+from tasks.stages.names import Stage
 
 PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
 """Stages of iteration 0, in their order; its `train` is the supervised warm-up."""
@@ -113,8 +113,8 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
     rewards, trained = metrics.get(Stage.REWARD, {}), metrics.get(Stage.TRAIN, {})
     return IterationRecord(
         iteration=manifests[0].iteration,
-        done=tuple(manifest.stage for manifest in manifests),
-        stage_seconds={stage: values["seconds"] for stage, values in metrics.items() if "seconds" in values},
+        done=tuple(Stage(manifest.stage) for manifest in manifests),
+        stage_seconds={Stage(stage): values["seconds"] for stage, values in metrics.items() if "seconds" in values},
         seconds=_seconds(manifests, before),
         reward=rewards.get("reward_mean"),
         accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flows.views.history import IterationRecord
 from flows.views.status import RunStatus
-from storage.ids import Stage
+from tasks.stages.names import Stage
 
 _REFRESH_PER_SECOND = 4
 _BAR = 24

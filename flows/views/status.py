@@ -16,8 +16,9 @@ from flows.views.history import (
 )
 from storage import layout
 from storage.backends.root import Root
-from storage.ids import Stage, check_run_name
+from storage.ids import check_run_name
 from tasks.config.stored import stored_config
+from tasks.stages.names import Stage
 
 
 class StageStatus(BaseModel):

@@ -25,13 +25,13 @@ import torch
 
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, RatchetError
-from storage.ids import Stage
 from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
 from storage.reader import flat, read_table
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import SAMPLES, write_archive
 from storage.upkeep.catalog import contents
+from tasks.stages.names import Stage
 
 GROUP = 16
 PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 64, 1024, 32_000

@@ -17,7 +17,7 @@ from storage import layout
 from storage.backends.root import Root
 from storage.digest import file_digest
 from storage.errors import InputError
-from storage.ids import Stage
+from storage.ids import Workflow
 from storage.manifest import Manifest
 from storage.reader import read_table
 from storage.schema import REWARD, ROLLOUT
@@ -47,7 +47,7 @@ class Archive(BaseModel):
     """Size of the parts with the same content."""
 
 
-def compact(root: Root, run: str) -> Archive:
+def compact(root: Root, workflow: Workflow, run: str) -> Archive:
     """Write the archive of all iterations that have a rollout; the same content gives the same file.
 
     Raises:
@@ -55,8 +55,8 @@ def compact(root: Root, run: str) -> Archive:
     """
     check_run(root, run)
     newest = contents(root, run).newest
-    rollouts = [manifest for manifest in newest if manifest.stage is Stage.ROLLOUT]
-    rewards = {manifest.iteration: manifest for manifest in newest if manifest.stage is Stage.REWARD}
+    rollouts = [manifest for manifest in newest if manifest.stage == workflow.samples]
+    rewards = {manifest.iteration: manifest for manifest in newest if manifest.stage == workflow.scores}
     if not rollouts:
         raise InputError(f"run {run!r} has no rollout yet, so there is nothing to archive")
     span = range(rollouts[0].iteration, rollouts[-1].iteration + 1)

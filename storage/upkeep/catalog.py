@@ -9,14 +9,13 @@ from pydantic import BaseModel, ConfigDict
 from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.ids import Stage, check_run_name
+from storage.ids import check_run_name
 from storage.manifest import Manifest, Part, load
 from storage.ownership.lease import holder
 from storage.parallel import each
 from storage.unfinished import read_piece
 
 _READERS = 8
-_ORDER = {stage: number for number, stage in enumerate(Stage)}
 
 
 class Retired(BaseModel):
@@ -79,7 +78,7 @@ class RunSummary(BaseModel):
     """Id of the run."""
     iteration: int | None
     """Newest iteration that has a committed stage."""
-    stage: Stage | None
+    stage: str | None
     """Last committed stage of it."""
     finished: datetime | None
     """When that was (UTC)."""
@@ -118,7 +117,7 @@ def contents(root: Root, run: str) -> Contents:
     pieces = [key for key in keys if layout.is_piece(key)]
     parts = dict(zip(pieces, each(lambda key: read_piece(root, key), pieces, _READERS), strict=True))
     retired = {whole: records.read(root, key, Retired) for key, whole in retired_keys.items()}
-    return Contents(run, dict(sorted(manifests.items(), key=lambda item: _place(item[1]))), retired, parts)
+    return Contents(run, in_order(manifests), retired, parts)
 
 
 def named_parts(root: Root, runs: Iterable[str]) -> set[str]:
@@ -135,7 +134,7 @@ def _summary(root: Root, run: str) -> RunSummary:
     keys = [key for key in root.keys(layout.manifest_folder(run)) if layout.is_manifest(key)]
     folders = sorted({key.rpartition("/")[0] for key in keys})
     newest = [load(root, key) for key in keys if folders and key.startswith(f"{folders[-1]}/")]
-    last = max(newest, key=_place, default=None)
+    last = next(reversed(in_order({one.stage: one for one in newest}).values()), None)
     entry, origin = holder(root, run), load(root, keys[0]).origin if keys else None
     return RunSummary(
         run=run,
@@ -147,5 +146,19 @@ def _summary(root: Root, run: str) -> RunSummary:
     )
 
 
-def _place(manifest: Manifest) -> tuple[int, int, int]:
-    return manifest.iteration, _ORDER[manifest.stage], manifest.revision
+def in_order(manifests: Mapping[str, Manifest]) -> dict[str, Manifest]:
+    """The same manifests in the order of work: by iteration, and in it each after those that it was made from."""
+    known = {manifest.digest: manifest for manifest in manifests.values()}
+    steps: dict[str, int] = {}
+
+    def step(digest: str) -> int:
+        if digest not in steps:
+            one = known[digest]
+            before = [key for key in one.inputs.values() if key in known and known[key].iteration == one.iteration]
+            steps[digest] = 1 + max(map(step, before), default=0)
+        return steps[digest]
+
+    def place(one: Manifest) -> tuple[int, int, datetime, int]:
+        return one.iteration, step(one.digest), one.finished, one.revision
+
+    return dict(sorted(manifests.items(), key=lambda item: place(item[1])))

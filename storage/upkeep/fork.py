@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import CommitConflict, InputError, StorageError
-from storage.ids import Stage, check_run_name
+from storage.ids import Workflow, check_run_name
 from storage.manifest import Manifest, Origin, commit
 from storage.upkeep.catalog import Contents, Retired, check_run, contents
 
@@ -29,7 +29,9 @@ class Forked(BaseModel):
     """Size of the parts that both name."""
 
 
-def fork(root: Root, parent: str, iteration: int, run: str, config_digest: str, config: BaseModel) -> Forked:
+def fork(
+    root: Root, workflow: Workflow, parent: str, iteration: int, run: str, config_digest: str, config: BaseModel
+) -> Forked:
     """Make run `run` from the iterations 0 to `iteration` of `parent`; done again, it completes what a crash left.
 
     Args:
@@ -44,33 +46,33 @@ def fork(root: Root, parent: str, iteration: int, run: str, config_digest: str, 
         raise InputError(f"run {run!r} is in {root.url} already: give the fork another name with --run")
     past = contents(root, parent)
     shared = [manifest for manifest in past.newest if manifest.iteration <= iteration]
-    _check_complete(past, shared, iteration)
+    _check_complete(past, workflow, shared, iteration)
     digests: dict[str, str] = {}
     for manifest in shared:
         copy = _copy(manifest, run, config_digest, digests)
         _publish(root, copy, run)
         digests[manifest.digest] = copy.digest
     _take_over_retirements(root, past, shared, run, digests)
-    _check_kept(root, parent, iteration)
+    _check_kept(root, workflow, parent, iteration)
     if not records.publish(root, layout.run_config_key(run), config):
         raise InputError(f"run {run!r} was made by another process just now: give the fork another name with --run")
     parts = {part.key: part.bytes for manifest in shared for part in manifest.parts}
     return Forked(run=run, parent=parent, iteration=iteration, manifests=len(shared), shared_bytes=sum(parts.values()))
 
 
-def _check_complete(past: Contents, shared: list[Manifest], iteration: int) -> None:
-    if any(one.iteration == iteration and one.stage is Stage.WEIGHT_SYNC for one in shared):
+def _check_complete(past: Contents, workflow: Workflow, shared: list[Manifest], iteration: int) -> None:
+    if any(one.iteration == iteration and one.stage == workflow.ends_iteration for one in shared):
         return
-    synced = [one.iteration for one in past.newest if one.stage is Stage.WEIGHT_SYNC]
+    synced = [one.iteration for one in past.newest if one.stage == workflow.ends_iteration]
     there = f"iterations 0 to {max(synced)} are" if synced else "no iteration is"
     raise InputError(f"iteration {iteration} of run {past.run!r} is not complete; {there}. Choose another with --at")
 
 
-def _check_kept(root: Root, parent: str, iteration: int) -> None:
+def _check_kept(root: Root, workflow: Workflow, parent: str, iteration: int) -> None:
     # after our manifests are written: a retention of the parent at this moment sees them, or we see its record
     past = contents(root, parent)
-    kept = [manifest.iteration for manifest in past.kept.values() if manifest.stage is Stage.TRAIN]
-    state = next(one for one in past.newest if one.iteration == iteration and one.stage is Stage.TRAIN)
+    kept = [manifest.iteration for manifest in past.kept.values() if manifest.stage == workflow.holds_state]
+    state = next(one for one in past.newest if one.iteration == iteration and one.stage == workflow.holds_state)
     if iteration not in kept or not all(root.exists(part.key) for part in state.parts):
         raise InputError(
             f"the train state of iteration {iteration} of run {parent!r} is not kept; those of {kept} are. "

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.ids import Stage
+from storage.ids import Workflow
 from storage.manifest import Manifest, Origin
 from storage.parts import read_parts
 from storage.reader import read_table
@@ -25,7 +25,7 @@ class Step(BaseModel):
 
     run: str
     iteration: int
-    stage: Stage
+    stage: str
     digest: str
     """Identity of its manifest."""
     inputs: dict[str, str]
@@ -93,7 +93,7 @@ class SampleLineage(BaseModel):
     """Training steps that learned from it, also those of forks."""
 
 
-def of_weights(root: Root, run: str, version: int) -> WeightsLineage:
+def of_weights(root: Root, workflow: Workflow, run: str, version: int) -> WeightsLineage:
     """The origin of weight version `version`.
 
     Raises:
@@ -101,14 +101,14 @@ def of_weights(root: Root, run: str, version: int) -> WeightsLineage:
     """
     check_run(root, run)
     newest = contents(root, run).newest
-    made = _stage(newest, version, Stage.TRAIN)
+    made = _stage(newest, version, workflow.holds_state)
     if made is None:
-        there = [manifest.iteration for manifest in newest if manifest.stage is Stage.TRAIN]
+        there = [manifest.iteration for manifest in newest if manifest.stage == workflow.holds_state]
         raise InputError(f"run {run!r} has no weights of version {version}, only {there}")
     ancestors = list(_ancestors(made, {manifest.digest: manifest for manifest in newest}))
     rollout = next((one for one in ancestors if one.digest == made.inputs.get("rollout")), None)
     reward = next((one for one in ancestors if one.digest == made.inputs.get("reward")), None)
-    sync = _stage(newest, version, Stage.WEIGHT_SYNC)
+    sync = _stage(newest, version, workflow.ends_iteration)
     return WeightsLineage(
         run=run,
         version=version,
@@ -120,7 +120,9 @@ def of_weights(root: Root, run: str, version: int) -> WeightsLineage:
     )
 
 
-def of_sample(root: Root, run: str, iteration: int, prompt_id: str, sample_id: int) -> SampleLineage:
+def of_sample(
+    root: Root, workflow: Workflow, run: str, iteration: int, prompt_id: str, sample_id: int
+) -> SampleLineage:
     """Origin and use of one sample.
 
     Raises:
@@ -128,22 +130,22 @@ def of_sample(root: Root, run: str, iteration: int, prompt_id: str, sample_id: i
     """
     check_run(root, run)
     newest = contents(root, run).newest
-    rollout = _stage(newest, iteration, Stage.ROLLOUT)
+    rollout = _stage(newest, iteration, workflow.samples)
     if rollout is None:
         raise InputError(f"run {run!r} has no rollout of iteration {iteration}")
     sample = _one_row(read_table(root, rollout), prompt_id, sample_id)
     if sample is None:
         raise InputError(f"iteration {iteration} of run {run!r} has no sample {sample_id} of prompt {prompt_id!r}")
-    reward = _stage(newest, iteration, Stage.REWARD)
+    reward = _stage(newest, iteration, workflow.scores)
     score = _one_row(read_table(root, reward), prompt_id, sample_id) if reward else None
     version = sample["weight_version"]
-    sync = _stage(newest, version, Stage.WEIGHT_SYNC)
+    sync = _stage(newest, version, workflow.ends_iteration)
     return SampleLineage(
         run=run,
         iteration=iteration,
         prompt_id=prompt_id,
         sample_id=sample_id,
-        prompt=_prompt_text(root, _stage(newest, 0, Stage.PREPARE), prompt_id),
+        prompt=_prompt_text(root, _stage(newest, 0, workflow.prepares), prompt_id),
         response_tokens=len(sample["response_tokens"]),
         finish_reason=sample["finish_reason"],
         seed=sample["seed"],
@@ -152,7 +154,7 @@ def of_sample(root: Root, run: str, iteration: int, prompt_id: str, sample_id: i
         rollout=rollout.digest,
         reward=score["reward"] if score else None,
         reward_status=score["status"] if score else None,
-        used_by=tuple(_users(root, rollout)),
+        used_by=tuple(_users(root, workflow, rollout)),
     )
 
 
@@ -179,14 +181,14 @@ def _ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> Iterator[Ma
             open_ends += [known[digest] for digest in one.inputs.values() if digest in known]
 
 
-def _users(root: Root, rollout: Manifest) -> Iterator[Step]:
+def _users(root: Root, workflow: Workflow, rollout: Manifest) -> Iterator[Step]:
     """Training steps on these rollouts, or on a fork's manifest of the same parts."""
     keys = {part.key for part in rollout.parts}
     for run in runs(root):
         newest = contents(root, run).newest
-        same = {one.digest for one in newest if one.stage is Stage.ROLLOUT and {p.key for p in one.parts} & keys}
+        same = {one.digest for one in newest if one.stage == workflow.samples and {p.key for p in one.parts} & keys}
         for one in newest:
-            if one.stage is Stage.TRAIN and same & set(one.inputs.values()):
+            if one.stage == workflow.holds_state and same & set(one.inputs.values()):
                 yield _step(one)
 
 
@@ -206,7 +208,7 @@ def _step(manifest: Manifest) -> Step:
     )
 
 
-def _stage(manifests: Sequence[Manifest], iteration: int, stage: Stage) -> Manifest | None:
+def _stage(manifests: Sequence[Manifest], iteration: int, stage: str) -> Manifest | None:
     return next((one for one in manifests if (one.iteration, one.stage) == (iteration, stage)), None)
 
 

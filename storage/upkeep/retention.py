@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.ids import Stage
+from storage.ids import Workflow
 from storage.manifest import Manifest, revisions
 from storage.upkeep.catalog import Contents, Retired, contents, named_parts
 
@@ -77,7 +77,13 @@ class Collection(BaseModel):
 
 
 def collect(
-    root: Root, run: str, retention: Retention = KEEP_ALL, *, apply: bool = False, now: datetime | None = None
+    root: Root,
+    workflow: Workflow,
+    run: str,
+    retention: Retention = KEEP_ALL,
+    *,
+    apply: bool = False,
+    now: datetime | None = None,
 ) -> Collection:
     """Find what may go of a run's own objects; with `apply`, remove it. Hold the run's lease to apply.
 
@@ -86,7 +92,11 @@ def collect(
     """
     moment = now or datetime.now(UTC)
     stored = contents(root, run)
-    given_up = {key: manifest for key, manifest in _states(stored) if not _keeps(stored, retention, manifest)}
+    given_up = {
+        key: manifest
+        for key, manifest in _states(stored, workflow)
+        if not _keeps(stored, workflow, retention, manifest)
+    }
     if apply:
         for key, manifest in given_up.items():
             _retire(root, key, manifest, retention, moment)
@@ -97,7 +107,7 @@ def collect(
     return Collection(run=run, applied=apply, garbage=tuple(garbage))
 
 
-def give_up(root: Root, run: str, retention: Retention, served: int) -> Collection:
+def give_up(root: Root, workflow: Workflow, run: str, retention: Retention, served: int) -> Collection:
     """Remove the one train state that newly served weights have pushed out of retention, if there is one.
 
     What `collect` does for all states, without reading the whole root: one look-up for each other run, because a fork
@@ -109,13 +119,17 @@ def give_up(root: Root, run: str, retention: Retention, served: int) -> Collecti
     iteration = served - (retention.newest or 0)
     garbage: list[Garbage] = []
     if iteration > 0 and not retention.keeps(iteration, served):
-        manifests = list(revisions(root, run, iteration, Stage.TRAIN))
+        stage = workflow.holds_state
+        manifests = list(revisions(root, run, iteration, stage))
         for manifest in manifests:
-            key = layout.manifest_key(run, iteration, Stage.TRAIN, manifest.revision)
+            key = layout.manifest_key(run, iteration, stage, manifest.revision)
             _retire(root, key, manifest, retention, datetime.now(UTC))
         others = [other for other in root.folders() if other != run]
         named = {
-            part.key for other in others for one in revisions(root, other, iteration, Stage.TRAIN) for part in one.parts
+            part.key
+            for other in others
+            for one in revisions(root, other, iteration, workflow.holds_state)
+            for part in one.parts
         }
         own = {part.key: part for one in manifests for part in one.parts if layout.is_part_of(part.key, run)}
         garbage = [
@@ -126,13 +140,13 @@ def give_up(root: Root, run: str, retention: Retention, served: int) -> Collecti
     return Collection(run=run, applied=True, garbage=tuple(garbage))
 
 
-def _states(stored: Contents) -> Iterator[tuple[str, Manifest]]:
-    return ((key, manifest) for key, manifest in stored.kept.items() if manifest.stage is Stage.TRAIN)
+def _states(stored: Contents, workflow: Workflow) -> Iterator[tuple[str, Manifest]]:
+    return ((key, manifest) for key, manifest in stored.kept.items() if manifest.stage == workflow.holds_state)
 
 
-def _keeps(stored: Contents, retention: Retention, state: Manifest) -> bool:
+def _keeps(stored: Contents, workflow: Workflow, retention: Retention, state: Manifest) -> bool:
     # a state is not the newest before its weights are served: until then the one before may be needed again
-    served = (manifest.iteration for manifest in stored.kept.values() if manifest.stage is Stage.WEIGHT_SYNC)
+    served = (manifest.iteration for manifest in stored.kept.values() if manifest.stage == workflow.ends_iteration)
     return retention.keeps(state.iteration, max(served, default=0))
 
 

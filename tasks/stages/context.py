@@ -6,12 +6,13 @@ from pathlib import Path
 
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
-from storage.ids import Stage, check_run_name
+from storage.ids import check_run_name
 from storage.manifest import Fence, Manifest
 from storage.parts import PartWriter
 from storage.write_behind import Outbox
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
+from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, StageResult, run_stage
 from tasks.workers.fleet import Fleet
 

@@ -2,13 +2,13 @@
 
 import pyarrow as pa
 
-from storage.ids import Stage
 from storage.manifest import Manifest
 from storage.parts import PartWriter
 from storage.schema import EVALUATION, fingerprint
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.engine import Sampling
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.prepare import model_directory, prompts
 from tasks.stages.reward import records_of, score_samples
 from tasks.stages.served_weights import ensure_served

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.ids import Stage
 from storage.layout import STATE
 from storage.manifest import Manifest, Part, need
 from storage.parts import PartWriter, materialize, read_part
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.prepare import model_directory
 from tasks.stages.stage import StageResult
 from tasks.workers.trainers import TrainerGroup

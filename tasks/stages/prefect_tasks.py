@@ -13,7 +13,6 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from storage.ids import Stage
 from storage.manifest import Manifest
 from tasks.stages import evaluate as evaluate_stage
 from tasks.stages import prepare as prepare_stage
@@ -23,6 +22,7 @@ from tasks.stages import train as train_stage
 from tasks.stages import warm_up as warm_up_stage
 from tasks.stages import weight_sync as weight_sync_stage
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.stage import StageResult
 
 REUSED = "Completed (reused)"

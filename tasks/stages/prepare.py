@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.parts import PartWriter, materialize, read_parts
 from storage.schema import PROMPTS, fingerprint
@@ -22,6 +21,7 @@ from tasks.data.generated import generate_addition, generate_model, generate_tok
 from tasks.data.prompts import Record, check_lengths, prompt_table, read_records
 from tasks.data.tokenizer import TextCodec
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, StageResult
 
 MODEL = "model/"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from storage.errors import StageFailed
-from storage.ids import Stage
 from storage.manifest import Manifest
 from storage.parts import PartWriter, read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
@@ -16,6 +15,7 @@ from tasks.rewards.pool import Sample, Score, ScoringOrder, score_in_processes
 from tasks.rewards.resolve import resolve_reward
 from tasks.rewards.worker import score
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.prepare import model_directory, prompts
 from tasks.stages.stage import StageOutput, StageResult
 

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.parallel import each
 from storage.parts import PartWriter, read_parts
@@ -22,6 +21,7 @@ from tasks.data.prompts import draw, repetitions
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.engine import Sampling
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.prepare import model_directory, prompts
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, StageResult

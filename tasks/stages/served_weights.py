@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from storage.errors import SyncMismatch
-from storage.ids import Stage
 from storage.manifest import Manifest, need
 from tasks.engine.engine import weights_digest
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import ensure_state, learner
+from tasks.stages.names import Stage
 from tasks.stages.prepare import model_directory
 from tasks.workers.fleet import EngineHandle
 from tasks.workers.scratch import scratch

@@ -18,7 +18,6 @@ from storage import kill_points, layout, meter
 from storage.attempts import begin
 from storage.backends.root import Root
 from storage.errors import CommitConflict
-from storage.ids import Stage
 from storage.kill_points import Point
 from storage.manifest import Fence, Manifest, Part, commit, find
 from storage.parts import PartWriter
@@ -118,7 +117,7 @@ def _key(writer: PartWriter) -> str:
 
 
 def committed(
-    root: Root, run: str, iteration: int, stage: Stage, inputs: Mapping[str, str], config_digest: str
+    root: Root, run: str, iteration: int, stage: str, inputs: Mapping[str, str], config_digest: str
 ) -> Manifest | None:
     """The stage's manifest if it was made from these inputs under this configuration; None if there is none.
 

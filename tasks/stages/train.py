@@ -4,11 +4,11 @@ import time
 
 import psutil
 
-from storage.ids import Stage
 from storage.manifest import Manifest
 from storage.parts import PartWriter
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import adopted, ensure_reference, ensure_state, save_state
+from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, StageResult
 from tasks.workers.trainers import CONTINUED
 from trainer_core.batches.reading import read_samples

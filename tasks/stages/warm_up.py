@@ -2,11 +2,11 @@
 
 import pyarrow as pa
 
-from storage.ids import Stage
 from storage.manifest import Manifest
 from storage.parts import PartWriter
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import adopted, learner, save_state
+from tasks.stages.names import Stage
 from tasks.stages.prepare import prompts
 from tasks.stages.stage import StageOutput, StageResult
 from trainer_core.batches.sequences import SupervisedExamples

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from storage.errors import SyncMismatch
-from storage.ids import Stage
 from storage.manifest import Manifest, find
 from tasks.config.run import SyncSection
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import ensure_state
+from tasks.stages.names import Stage
 from tasks.stages.prepare import prompts
 from tasks.stages.served_weights import deliver, engines_of
 from tasks.stages.stage import StageOutput, StageResult

@@ -17,10 +17,10 @@ from flows.proof.faults import Fault, Reached
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import StorageError
-from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.parts import is_intact
 from storage.upkeep.catalog import Contents, contents
+from tasks.stages.names import Stage
 from tests.faults.journal import Entry, read_journal
 from tests.faults.small_run import Plan, is_running
 from tests.faults.small_stages import RUN

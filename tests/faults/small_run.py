@@ -22,12 +22,12 @@ from flows.views.history import evaluation_due, first_incomplete
 from storage import kill_points, layout, records
 from storage.backends.root import open_root
 from storage.errors import RatchetError
-from storage.ids import Stage
 from storage.kill_points import Point
 from storage.manifest import Manifest, need
 from storage.ownership.lease import hold
 from storage.write_behind import Outbox
 from tasks.config.code_version import code_version
+from tasks.stages.names import Stage
 from tests.faults import small_stages as stages
 from tests.faults.journal import Journal
 from tests.faults.processes import NODE, Fleet
@@ -112,7 +112,7 @@ class Observer:
 
     def _first_piece(self, key: str, stage: Stage) -> bool:
         """A rollout is killed in its second piece, when the first is recorded."""
-        if stage is not Stage.ROLLOUT or not layout.is_part(key):
+        if stage != Stage.ROLLOUT or not layout.is_part(key):
             return False
         self._parts += 1
         return self._parts % PIECES == 1

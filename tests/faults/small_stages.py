@@ -10,13 +10,13 @@ import pyarrow as pa
 
 from storage.backends.root import Root
 from storage.digest import value_digest
-from storage.ids import Stage
 from storage.layout import STATE
 from storage.manifest import Fence, Manifest, Part, need
 from storage.parts import PartWriter, materialize, read_part, read_table
 from storage.schema import EVALUATION, PROMPTS, REWARD, ROLLOUT, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.write_behind import Outbox
+from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, StageResult, run_stage
 from tests.faults.journal import Journal
 from tests.faults.processes import Fleet, Group

@@ -14,13 +14,13 @@ import pytest
 
 from flows.proof.faults import FLOW, Fault
 from storage import layout
-from storage.ids import Stage
 from storage.kill_points import Point
 from storage.manifest import Manifest
 from storage.parts import read_table
 from storage.schema import ROLLOUT
 from storage.upkeep.verify import Fault as Flaw
 from storage.upkeep.verify import verify
+from tasks.stages.names import Stage
 from tests.faults.processes import NODE, WORKERS
 from tests.faults.running import Attempt, Look, SmallRun
 from tests.faults.small_run import ITERATIONS
@@ -170,7 +170,7 @@ def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
     place = (fault.iteration, fault.stage)
     parts = outcome.between.there(outcome.end.manifests[place].parts)
     assert (place in outcome.between.manifests) == (fault.point is Point.COMMITTED)
-    if fault.stage is Stage.ROLLOUT:
+    if fault.stage == Stage.ROLLOUT:
         recorded = {Point.STARTED: 0, Point.MID_PART: 1}.get(fault.point, PIECES)
         assert len(outcome.between.pieces) == recorded
     match fault.point:
@@ -199,7 +199,7 @@ def check_nothing_is_done_twice(outcome: Outcome) -> None:
 
 def check_rows(look: Look) -> None:
     """As many rows as asked for, and none twice."""
-    rollouts = [manifest for (_, stage), manifest in look.manifests.items() if stage is Stage.ROLLOUT]
+    rollouts = [manifest for (_, stage), manifest in look.manifests.items() if stage == Stage.ROLLOUT]
     assert len(rollouts) == ITERATIONS
     for manifest in rollouts:
         assert len(set(rows_of(look, manifest))) == len(rows_of(look, manifest)) == PIECES * GROUPS_PER_PIECE * SAMPLES

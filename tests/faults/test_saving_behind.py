@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from flows.proof.faults import Fault
-from storage.ids import Stage
 from storage.kill_points import Point
 from storage.upkeep.verify import verify
+from tasks.stages.names import Stage
 from tests.faults.running import SmallRun, watched
 from tests.faults.small_stages import PIECES, RUN
 

@@ -10,10 +10,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server.temporary import TemporaryServer, drain
 from flows.views.history import stages_of
 from storage.backends.root import Root, open_root
-from storage.ids import Stage
 from storage.manifest import commit
 from tasks.config.run import RunConfig, parse_config
 from tasks.config.stored import record_config
+from tasks.stages.names import Stage
 from tests.flows.runs import MINIMAL, MakeRun, make_manifest
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from flows.views.history import stages_of
-from storage.ids import Stage
 from storage.manifest import Manifest
+from tasks.stages.names import Stage
 
 MINIMAL = """
 [run]

@@ -16,13 +16,13 @@ from flows.run import advance, complete, next_iteration
 from flows.views.progress import Progress
 from storage.backends.root import Root
 from storage.errors import LeaseHeld, StorageUnavailable, WorkerLost
-from storage.ids import Stage
 from storage.manifest import Manifest, commit, find, need
 from storage.ownership.lease import check_free, hold
 from storage.write_behind import Outbox
 from tasks.config.run import RunConfig
 from tasks.stages import prefect_tasks as stages
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.prefect_tasks import StageTask
 from tasks.stages.stage import StageOutput, StageResult
 

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 
 from storage.backends.root import open_root
-from storage.ids import Stage
 from storage.manifest import Manifest, need
+from tasks.stages.names import Stage
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"

@@ -12,12 +12,12 @@ from flows.proof.compare import Comparison, Pair
 from flows.proof.faults import Fault
 from flows.proof.prove import RUN
 from storage.backends.root import Root, open_root
-from storage.ids import Stage
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.parts import read_table
 from storage.schema import ROLLOUT
 from storage.upkeep.verify import verify
+from tasks.stages.names import Stage
 from tests.integration.command import TINY, Finished, finish, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -10,10 +10,10 @@ from flows.cli.app import execute
 from flows.proof.compare import Pair
 from storage import layout
 from storage.backends.root import Root, open_root
-from storage.ids import Stage
 from storage.manifest import find, need
 from storage.parts import read_table
 from storage.schema import ROLLOUT
+from tasks.stages.names import Stage
 from tests.integration.command import PIECES, TINY, descendants, finish, ratchet, start, still_running
 from tests.storage.s3 import BUCKET, s3_server
 

@@ -9,10 +9,10 @@ from pydantic import BaseModel
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.ids import Stage
 from storage.manifest import Manifest, commit, find
 from storage.parts import PartWriter
 from storage.schema import PROMPTS, REWARD, ROLLOUT
+from tasks.stages.names import Stage
 from tests.storage.tables import list_column, manifest, rollout_table
 
 GROUPS, SAMPLES = 4, 3
@@ -74,8 +74,8 @@ def put(root, run, iteration, stage, inputs, table=None, schema=None, data=None)
             parts,
             run=run,
             inputs={role: one.digest for role, one in inputs.items()},
-            facts={"weight_version": iteration - (stage is Stage.ROLLOUT), "weights_digest": f"w{iteration}"},
-            metrics={"seconds": 1.5, "reward_mean": 0.25} if stage is Stage.REWARD else {"seconds": 0.5},
+            facts={"weight_version": iteration - (stage == Stage.ROLLOUT), "weights_digest": f"w{iteration}"},
+            metrics={"seconds": 1.5, "reward_mean": 0.25} if stage == Stage.REWARD else {"seconds": 0.5},
             writer="host:1",
         ),
     )

@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 import numpy as np
 import pyarrow as pa
 
-from storage.ids import Stage
 from storage.manifest import Manifest, Part
 from storage.schema import ROLLOUT
+from tasks.stages.names import Stage
 
 TIME = datetime(2026, 1, 1, tzinfo=UTC)
 

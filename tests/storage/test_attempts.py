@@ -9,7 +9,7 @@ import pytest
 from storage import layout
 from storage.attempts import begin
 from storage.backends.root import Root
-from storage.ids import Stage
+from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
 
 

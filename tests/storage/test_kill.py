@@ -13,6 +13,7 @@ from storage.backends.root import open_root
 from storage.upkeep.catalog import contents
 from storage.upkeep.retention import collect
 from storage.upkeep.verify import verify
+from tasks.stages.names import WORKFLOW
 from tests.storage.worker import ITERATIONS, PIECES, STAGES
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def test_a_kill_anywhere_changes_nothing_in_the_end(tmp_path):
         rerun_after_kill(folder, point)
         root = open_root(str(folder / "root"))
         assert identities(folder) == expected
-        collect(root, "run", apply=True, now=LATER)
+        collect(root, WORKFLOW, "run", apply=True, now=LATER)
         assert verify(root, "run").findings == ()
         assert not [key for key in root.keys("") if layout.is_temporary(key)]
 

@@ -14,9 +14,9 @@ from storage.errors import (
     SchemaMismatch,
     StorageError,
 )
-from storage.ids import Stage
 from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
 from storage.records import seal, unseal
+from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
 from tests.storage.tables import TIME, manifest
 

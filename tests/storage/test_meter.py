@@ -4,11 +4,11 @@ import threading
 import time
 
 from storage import meter
-from storage.ids import Stage
 from storage.manifest import commit
 from storage.parallel import each
 from storage.parts import PartWriter, materialize
 from storage.write_behind import Outbox
+from tasks.stages.names import Stage
 from tests.storage.tables import manifest
 
 

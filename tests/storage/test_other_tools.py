@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from storage.backends.root import Root, open_root
-from storage.ids import Stage
 from storage.manifest import need
 from storage.reader import read_table, row_views
 from storage.upkeep.archive import compact
+from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import GROUPS, SAMPLES, make_run
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "storage.md"
@@ -25,7 +25,7 @@ def root(tmp_path, monkeypatch) -> Root:
     monkeypatch.chdir(tmp_path)
     store = open_root("runs")
     make_run(store, "demo", iterations=2)
-    compact(store, "demo")
+    compact(store, WORKFLOW, "demo")
     return store
 
 

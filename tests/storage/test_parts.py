@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 
 from storage.errors import DigestMismatch, PartMissing, SchemaMismatch, StorageError
-from storage.ids import Stage
 from storage.parts import PartWriter, is_intact, materialize, read_part, read_parts, read_table
 from storage.reader import flat
 from storage.schema import REWARD, ROLLOUT, fingerprint
+from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
 from tests.storage.tables import manifest, rollout_table
 

@@ -9,10 +9,10 @@ import pytest
 
 from storage import parts, reader
 from storage.errors import SchemaMismatch, StorageError
-from storage.ids import Stage
 from storage.parts import PartWriter
 from storage.reader import flat, read_table, row_views
 from storage.schema import ROLLOUT
+from tasks.stages.names import Stage
 from tests.storage.tables import manifest, rollout_table
 
 

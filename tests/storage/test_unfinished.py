@@ -4,9 +4,9 @@ import pytest
 
 from storage import layout
 from storage.errors import DigestMismatch
-from storage.ids import Stage
 from storage.parts import PartWriter
 from storage.unfinished import find_piece, keep_piece
+from tasks.stages.names import Stage
 
 
 def test_a_piece_is_found_again_by_name(any_root):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from storage import layout, records
 from storage.backends.root import open_root
-from storage.ids import Stage
 from storage.manifest import Manifest, commit, find
 from storage.ownership.lease import hold
 from storage.parts import PartWriter
 from storage.unfinished import find_piece, keep_piece
+from tasks.stages.names import Stage
 from tests.storage.runs import DOCUMENT
 from tests.storage.tables import manifest
 
@@ -38,7 +38,7 @@ def do(root, iteration: int, stage: Stage, before: Manifest | None) -> Manifest:
     sys.stdout.write(f"done {stage} {iteration}\n")
     sys.stdout.flush()
     writer = PartWriter(root, "run", iteration, stage)
-    if stage is Stage.ROLLOUT:
+    if stage == Stage.ROLLOUT:
         parts = tuple(piece(writer, str(number)) for number in range(PIECES))
     else:
         folder = Path(sys.argv[1]).parent / "scratch"

@@ -12,12 +12,12 @@ from cyclopts import App
 from flows.cli.store import register
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, LeaseHeld
-from storage.ids import Stage
 from storage.manifest import commit, need
 from storage.ownership.lease import acquire
 from storage.ownership.process import this_process
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config, stored_config
+from tasks.stages.names import Stage
 from tests.storage.clocks import elsewhere
 from tests.storage.runs import age, make_run
 from tests.storage.tables import manifest

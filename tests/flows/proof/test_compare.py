@@ -9,10 +9,10 @@ import pytest
 from flows.proof.compare import Pair
 from flows.views.history import stages_of
 from storage.backends.root import Root, open_root
-from storage.ids import Stage
 from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
 from storage.schema import REWARD
+from tasks.stages.names import Stage
 from tests.flows.runs import make_manifest
 
 ROWS = 8
@@ -29,11 +29,11 @@ def make_run(root: Root, change: Change = lambda manifest: manifest, score: floa
     for iteration in (0, 1):
         for stage in stages_of(iteration):
             manifest = make_manifest("a", iteration, stage, writer=root.url)
-            if stage is Stage.REWARD:
+            if stage == Stage.REWARD:
                 table = rewards([0.0] * (ROWS - 1) + [score])
                 part = PartWriter(root, "a", iteration, stage).write_table("rewards.arrow", table, REWARD)
                 manifest = manifest.model_copy(update={"parts": (part,)})
-            if stage is not Stage.TRAIN:
+            if stage != Stage.TRAIN:
                 commit(root, change(manifest))
     return root
 
@@ -44,7 +44,7 @@ def left(tmp_path: Path) -> Root:
 
 
 def differences(left: Root, right: Root) -> list[str]:
-    return [str(found) for found in Pair(left, right, "a").compare(1, 1).differences if found.stage is not Stage.TRAIN]
+    return [str(found) for found in Pair(left, right, "a").compare(1, 1).differences if found.stage != Stage.TRAIN]
 
 
 def test_runs_that_took_other_times_in_other_processes_are_equal(left: Root, tmp_path: Path):
@@ -62,7 +62,7 @@ def test_runs_that_took_other_times_in_other_processes_are_equal(left: Root, tmp
 
 def test_a_metric_that_differs_in_its_last_bit_is_named(left: Root, tmp_path: Path):
     def change(manifest: Manifest) -> Manifest:
-        if manifest.stage is not Stage.EVALUATE or manifest.iteration != 1:
+        if manifest.stage != Stage.EVALUATE or manifest.iteration != 1:
             return manifest
         return manifest.model_copy(update={"metrics": {"accuracy": 1.0000000000000002}})
 
@@ -78,7 +78,7 @@ def test_a_row_that_differs_is_named(left: Root, tmp_path: Path):
 
 def test_a_fact_that_differs_is_named(left: Root, tmp_path: Path):
     def change(manifest: Manifest) -> Manifest:
-        return manifest.model_copy(update={"facts": {"cursor": 4}}) if manifest.stage is Stage.PREPARE else manifest
+        return manifest.model_copy(update={"facts": {"cursor": 4}}) if manifest.stage == Stage.PREPARE else manifest
 
     found = differences(left, make_run(open_root(str(tmp_path / "right")), change))
     assert found[0] == "prepare of iteration 0: cursor: None against 4"

@@ -7,8 +7,8 @@ import pytest
 
 from flows.proof.faults import Fault, FaultFolder, injected
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.kill_points import Point
+from tasks.stages.names import Stage
 
 
 @pytest.mark.parametrize(

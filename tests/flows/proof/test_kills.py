@@ -5,9 +5,9 @@ import pytest
 from flows.proof.faults import Fault
 from flows.proof.kills import chosen, possible
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.kill_points import Point
 from tasks.config.run import RunConfig
+from tasks.stages.names import Stage
 
 
 def prolonged(config: RunConfig, iterations: int = 3) -> RunConfig:

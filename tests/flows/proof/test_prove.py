@@ -9,10 +9,10 @@ import pytest
 from flows.proof.faults import Fault
 from flows.proof.prove import ProofOrder, ProofReport, prove, report_lines
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.kill_points import Point
 from tasks.config.environment import with_faults
 from tasks.config.run import RunConfig
+from tasks.stages.names import Stage
 
 REPORT = {
     "whole": "file:///w", "interrupted": "file:///i", "iterations": 2, "rollouts": "stored",

@@ -12,7 +12,7 @@ from flows.views.history import PLOT, read_history
 from flows.views.status import read_status
 from storage import layout
 from storage.backends.root import Root
-from storage.ids import Stage
+from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from flows.views.history import first_incomplete, read_history, record_of, seconds_per_iteration, synced_iterations
 from storage.backends.root import Root
-from storage.ids import Stage
+from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
 
 

@@ -8,7 +8,7 @@ from flows.views.history import read_history
 from flows.views.progress import Progress, iteration_line, status_lines
 from flows.views.status import read_status
 from storage.backends.root import Root
-from storage.ids import Stage
+from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun
 
 

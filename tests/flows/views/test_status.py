@@ -6,7 +6,7 @@ from flows.views.curves import store_plot
 from flows.views.status import read_status
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.ids import Stage
+from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun
 
 

@@ -282,7 +282,7 @@ def test_a_root_that_may_not_be_written_is_explained():
 def test_a_killed_writer_leaves_no_half_object(root):
     code = (
         "import os, signal, sys\n"
-        "from storage import local\n"
+        "from storage.backends import local\n"
         "from storage.backends.root import open_root\n"
         "def fill(file):\n"
         "    file.write(bytes(1000)); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -12,10 +12,10 @@ import pytest
 
 from storage import layout, records
 from storage.errors import CommitConflict, DigestMismatch, LeaseHeld, LeaseLost
-from storage.ids import Stage
 from storage.manifest import commit, find
 from storage.ownership.lease import Entry, acquire, explain, hold, holder, newest, unlock
 from storage.ownership.process import Clock, Life, Owner, _birth, life, this_process
+from tasks.stages.names import Stage
 from tests.storage.clocks import Time, elsewhere
 from tests.storage.flaky import flaky_root
 from tests.storage.tables import manifest

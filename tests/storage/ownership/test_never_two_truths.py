@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from storage import layout
 from storage.errors import CommitConflict, LeaseHeld, LeaseLost
-from storage.ids import Stage
 from storage.manifest import commit, find
 from storage.ownership.lease import Lease, acquire
+from tasks.stages.names import Stage
 from tests.storage.clocks import Time, elsewhere
 from tests.storage.stepping import SharedStore, Stepper
 from tests.storage.tables import manifest

@@ -5,10 +5,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.reader import read_table
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import SAMPLES, compact
+from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_iteration, make_run, put
 from tests.storage.tables import rollout_table
 
@@ -19,7 +19,7 @@ def read(root, archive):
 
 def test_every_sample_is_there_with_its_score(any_root):
     manifests = make_run(any_root)
-    archive = compact(any_root, "run")
+    archive = compact(any_root, WORKFLOW, "run")
     table = read(any_root, archive).read()
     stored = pa.concat_tables(read_table(any_root, manifests[n, Stage.ROLLOUT]) for n in (1, 2, 3))
     assert table.select(ROLLOUT.names).cast(stored.schema).equals(stored)
@@ -31,7 +31,7 @@ def test_every_sample_is_there_with_its_score(any_root):
 
 def test_the_columns_are_encoded_as_measured(root):
     make_run(root)
-    group = read(root, compact(root, "run")).metadata.row_group(0)
+    group = read(root, compact(root, WORKFLOW, "run")).metadata.row_group(0)
     columns = {group.column(n).path_in_schema: group.column(n) for n in range(group.num_columns)}
     assert {column.compression for column in columns.values()} == {"ZSTD"}
     assert "BYTE_STREAM_SPLIT" in columns["logprobs.list.element"].encodings
@@ -41,17 +41,17 @@ def test_the_columns_are_encoded_as_measured(root):
 
 def test_the_same_content_is_the_same_file(root):
     make_run(root)
-    assert compact(root, "run") == compact(root, "run")
+    assert compact(root, WORKFLOW, "run") == compact(root, WORKFLOW, "run")
     assert len(root.keys("run/archive")) == 1
     make_iteration(root, "run", 4)
-    assert compact(root, "run").rows == 48
+    assert compact(root, WORKFLOW, "run").rows == 48
     assert len(root.keys("run/archive")) == 2
 
 
 def test_a_rollout_that_was_not_scored_yet_has_no_scores(root):
     make_run(root, iterations=1)
     put(root, "run", 2, Stage.ROLLOUT, {}, rollout_table(), ROLLOUT)
-    table = read(root, compact(root, "run")).read()
+    table = read(root, compact(root, WORKFLOW, "run")).read()
     assert table.slice(12)["reward"].null_count == table.slice(12)["status"].null_count == 12
     assert table.schema.names == SAMPLES.names
 
@@ -59,4 +59,4 @@ def test_a_rollout_that_was_not_scored_yet_has_no_scores(root):
 def test_a_run_without_rollouts_has_no_archive(root):
     make_run(root, iterations=0)
     with pytest.raises(InputError, match="no rollout yet"):
-        compact(root, "run")
+        compact(root, WORKFLOW, "run")

@@ -4,12 +4,12 @@ import pytest
 
 from storage import layout
 from storage.errors import InputError, StorageError
-from storage.ids import Stage
 from storage.manifest import commit, find, need
 from storage.upkeep.catalog import contents, runs
 from storage.upkeep.fork import fork
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
+from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import DOCUMENT, make_iteration, make_run
 from tests.storage.stepping import SharedStore, Stepper
 from tests.storage.tables import manifest
@@ -18,7 +18,7 @@ from tests.storage.tables import manifest
 def test_a_fork_goes_on_from_the_shared_past(any_root):
     make_run(any_root, "parent", iterations=3)
     before = set(any_root.keys("parent"))
-    made = fork(any_root, "parent", 2, "child", "c1", DOCUMENT)
+    made = fork(any_root, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
     assert (made.iteration, made.manifests) == (
         2,
         len([m for m in contents(any_root, "parent").newest if m.iteration < 3]),
@@ -34,8 +34,8 @@ def test_a_fork_goes_on_from_the_shared_past(any_root):
 
 def test_each_shared_manifest_says_where_it_comes_from(root):
     make_run(root, "parent", iterations=1)
-    fork(root, "parent", 1, "child", "c1", DOCUMENT)
-    fork(root, "child", 0, "grandchild", "c2", DOCUMENT)
+    fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "child", 0, "grandchild", "c2", DOCUMENT)
     theirs, mine = (need(root, run, 1, Stage.TRAIN) for run in ("parent", "child"))
     assert (mine.origin.run, mine.origin.digest, mine.origin.config_digest) == ("parent", theirs.digest, "c0")
     assert (mine.config_digest, mine.parts, mine.metrics) == ("c1", theirs.parts, theirs.metrics)
@@ -44,13 +44,13 @@ def test_each_shared_manifest_says_where_it_comes_from(root):
 
 def test_a_fork_that_a_crash_cut_short_is_no_run_and_is_completed(root):
     make_run(root, "parent")
-    fork(root, "parent", 2, "whole", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "parent", 2, "whole", "c1", DOCUMENT)
     some = contents(root, "whole").newest[:4]
     for one in some:
         inputs = {role: twin.digest for role, twin in _twins(root, one)}
         commit(root, one.model_copy(update={"run": "child", "inputs": inputs}))
     assert "child" not in runs(root)
-    fork(root, "parent", 2, "child", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
     assert verify(root, "child").findings == ()
 
 
@@ -75,17 +75,17 @@ def test_what_cannot_be_forked_is_refused(root, arguments, reason):
     make_run(root, "taken", 0)
     parent, iteration, run = arguments
     with pytest.raises(InputError, match=reason) as refusal:
-        fork(root, parent, iteration, run, "c1", DOCUMENT)
+        fork(root, WORKFLOW, parent, iteration, run, "c1", DOCUMENT)
     assert refusal.value.exit_code == 2
 
 
 def test_an_iteration_whose_state_is_not_kept_is_refused(root):
     make_run(root, "parent", iterations=4)
-    collect(root, "parent", Retention(newest=1), apply=True)
+    collect(root, WORKFLOW, "parent", Retention(newest=1), apply=True)
     with pytest.raises(InputError, match=r"iteration 2 of run 'parent' is not kept; those of \[0, 4\] are"):
-        fork(root, "parent", 2, "child", "c1", DOCUMENT)
+        fork(root, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
     assert "child" not in runs(root)
-    fork(root, "parent", 4, "other", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "parent", 4, "other", "c1", DOCUMENT)
     assert verify(root, "other").findings == ()
 
 
@@ -93,14 +93,14 @@ def test_a_name_that_was_begun_otherwise_is_refused(root):
     make_run(root, "parent")
     commit(root, manifest(Stage.PREPARE, 0, run="child"))
     with pytest.raises(InputError, match="begun as a fork of something else"):
-        fork(root, "parent", 1, "child", "c1", DOCUMENT)
+        fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
 
 
 def test_a_broken_chain_is_not_shared(root):
     make_run(root, "parent")
     root.remove(layout.manifest_key("parent", 1, Stage.REWARD, 0))
     with pytest.raises(StorageError, match="made from a reward"):
-        fork(root, "parent", 2, "child", "c1", DOCUMENT)
+        fork(root, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
 
 
 @pytest.mark.parametrize("interrupted", ["fork", "retention"])
@@ -115,12 +115,12 @@ def test_a_fork_and_a_retention_at_the_same_moment_see_each_other(interrupted):
 
         def make_fork(at, refused=refused):
             try:
-                fork(at, "parent", 2, "child", "c1", DOCUMENT)
+                fork(at, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
             except InputError as error:
                 refused.append(error)
 
         def retain(at):
-            collect(at, "parent", Retention(newest=1), apply=True)
+            collect(at, WORKFLOW, "parent", Retention(newest=1), apply=True)
 
         first, second = (make_fork, retain) if interrupted == "fork" else (retain, make_fork)
         stepper = Stepper(lambda first=first, gated=gated: first(gated))

@@ -3,18 +3,18 @@
 import pytest
 
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.ownership.lease import acquire
 from storage.ownership.process import this_process
 from storage.upkeep.catalog import summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
+from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import DOCUMENT, make_iteration, make_run
 
 
 def test_weights_come_from_all_that_was_learned(any_root):
     manifests = make_run(any_root)
-    lineage = of_weights(any_root, "run", 2)
+    lineage = of_weights(any_root, WORKFLOW, "run", 2)
     assert lineage.steps[-1].digest == manifests[2, Stage.TRAIN].digest
     places = [(step.iteration, step.stage) for step in lineage.steps]
     stages = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
@@ -32,32 +32,32 @@ def test_weights_come_from_all_that_was_learned(any_root):
 
 def test_the_first_weights_learned_from_no_sample(root):
     make_run(root)
-    lineage = of_weights(root, "run", 0)
+    lineage = of_weights(root, WORKFLOW, "run", 0)
     assert [step.stage for step in lineage.steps] == [Stage.PREPARE, Stage.TRAIN]
     assert (lineage.sampled_by, lineage.prompts, lineage.reward_mean) == (None, (), None)
 
 
 def test_a_sample_knows_what_made_it_and_what_learned_from_it(any_root):
     manifests = make_run(any_root)
-    lineage = of_sample(any_root, "run", 2, "p1", 2)
+    lineage = of_sample(any_root, WORKFLOW, "run", 2, "p1", 2)
     assert (lineage.weight_version, lineage.weights) == (1, manifests[1, Stage.WEIGHT_SYNC].digest)
     assert (lineage.prompt, lineage.reward, lineage.reward_status) == ("text of p1", 0.5, "ok")
     assert [step.digest for step in lineage.used_by] == [manifests[2, Stage.TRAIN].digest]
     assert lineage.rollout == manifests[2, Stage.ROLLOUT].digest
-    assert of_sample(any_root, "run", 2, "p1", 1).reward is None
-    assert of_sample(any_root, "run", 2, "p1", 1).reward_status == "timeout"
+    assert of_sample(any_root, WORKFLOW, "run", 2, "p1", 1).reward is None
+    assert of_sample(any_root, WORKFLOW, "run", 2, "p1", 1).reward_status == "timeout"
 
 
 def test_forks_that_learned_from_a_sample_count(root):
     make_run(root)
-    fork(root, "run", 2, "fork", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "run", 2, "fork", "c1", DOCUMENT)
     make_iteration(root, "fork", 3)
-    assert [(step.run, step.iteration) for step in of_sample(root, "run", 1, "p0", 0).used_by] == [
+    assert [(step.run, step.iteration) for step in of_sample(root, WORKFLOW, "run", 1, "p0", 0).used_by] == [
         ("fork", 1),
         ("run", 1),
     ]
-    assert [step.run for step in of_sample(root, "run", 3, "p0", 0).used_by] == ["run"]
-    steps = of_weights(root, "fork", 2).steps
+    assert [step.run for step in of_sample(root, WORKFLOW, "run", 3, "p0", 0).used_by] == ["run"]
+    steps = of_weights(root, WORKFLOW, "fork", 2).steps
     assert {step.config_digest for step in steps} == {"c0"}
     assert {step.origin.run for step in steps} == {"run"}
 
@@ -65,11 +65,11 @@ def test_forks_that_learned_from_a_sample_count(root):
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda root: of_weights(root, "run", 9), r"no weights of version 9, only \[0, 1\]"),
-        (lambda root: of_weights(root, "nobody", 0), "no run 'nobody'"),
-        (lambda root: of_sample(root, "run", 1, "p9", 0), "no sample 0 of prompt 'p9'"),
-        (lambda root: of_sample(root, "run", 0, "p0", 0), "no rollout of iteration 0"),
-        (lambda root: of_sample(root, "nobody", 0, "p0", 0), "no run 'nobody'"),
+        (lambda root: of_weights(root, WORKFLOW, "run", 9), r"no weights of version 9, only \[0, 1\]"),
+        (lambda root: of_weights(root, WORKFLOW, "nobody", 0), "no run 'nobody'"),
+        (lambda root: of_sample(root, WORKFLOW, "run", 1, "p9", 0), "no sample 0 of prompt 'p9'"),
+        (lambda root: of_sample(root, WORKFLOW, "run", 0, "p0", 0), "no rollout of iteration 0"),
+        (lambda root: of_sample(root, WORKFLOW, "nobody", 0, "p0", 0), "no run 'nobody'"),
     ],
 )
 def test_what_is_not_there_is_said(root, call, reason):
@@ -87,7 +87,7 @@ def test_a_sample_is_named_in_one_word():
 
 def test_runs_in_one_line_each(root):
     make_run(root, "one", 2)
-    fork(root, "one", 1, "two", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "one", 1, "two", "c1", DOCUMENT)
     acquire(root, "two", this_process("me"))
     one, two = summaries(root)
     assert (one.run, one.iteration, one.stage, one.driven_by, one.parent) == ("one", 2, Stage.WEIGHT_SYNC, None, None)

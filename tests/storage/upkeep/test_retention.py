@@ -8,7 +8,6 @@ from storage import layout, records
 from storage.attempts import begin
 from storage.backends.root import open_root
 from storage.errors import DigestMismatch, PartMissing
-from storage.ids import Stage
 from storage.manifest import find, need
 from storage.ownership.lease import acquire, newest
 from storage.ownership.process import this_process
@@ -18,6 +17,7 @@ from storage.upkeep.catalog import Retired, contents
 from storage.upkeep.fork import fork
 from storage.upkeep.retention import Retention, collect, give_up
 from storage.upkeep.verify import verify
+from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import DOCUMENT, age, make_iteration, make_run, put
 
 LATER = datetime.now(UTC) + timedelta(days=2)
@@ -39,7 +39,7 @@ def kept_state(root, iteration):
 def test_a_clean_run_has_no_garbage(any_root):
     make_run(any_root)
     before = any_root.keys("")
-    assert collect(any_root, "run", apply=True, now=LATER).garbage == ()
+    assert collect(any_root, WORKFLOW, "run", apply=True, now=LATER).garbage == ()
     assert any_root.keys("") == before
 
 
@@ -48,9 +48,9 @@ def test_orphans_go_when_they_are_a_day_old(root):
     writer = PartWriter(root, "run", 4, Stage.ROLLOUT)
     old, young = (writer.write_bytes("groups.arrow", data) for data in (b"old", b"young"))
     age(root, old.key)
-    assert keys(collect(root, "run")) == {old.key}
+    assert keys(collect(root, WORKFLOW, "run")) == {old.key}
     assert root.exists(old.key)
-    report = collect(root, "run", apply=True)
+    report = collect(root, WORKFLOW, "run", apply=True)
     assert (keys(report), report.bytes, report.applied) == ({old.key}, 3, True)
     assert not root.exists(old.key)
     assert root.exists(young.key)
@@ -61,12 +61,12 @@ def test_pieces_of_a_stage_in_work_stay_and_go_once_it_is_committed(root):
     writer = PartWriter(root, "run", 4, Stage.ROLLOUT)
     kept = keep_piece(writer, "00000-abc", writer.write_bytes("groups-00000.arrow", b"done"))
     piece = layout.piece_key("run", 4, Stage.ROLLOUT, 0, "00000-abc")
-    assert keys(collect(root, "run", now=LATER)) == set()
+    assert keys(collect(root, WORKFLOW, "run", now=LATER)) == set()
     make_iteration(root, "run", 4)
-    assert keys(collect(root, "run")) == set()
+    assert keys(collect(root, WORKFLOW, "run")) == set()
     for key in (kept.key, piece):
         age(root, key)
-    assert keys(collect(root, "run", apply=True)) == {kept.key, piece}
+    assert keys(collect(root, WORKFLOW, "run", apply=True)) == {kept.key, piece}
     assert verify(root, "run").findings == ()
 
 
@@ -74,11 +74,11 @@ def test_attempts_stay_while_the_stage_is_in_work_and_go_once_it_is_committed(ro
     make_run(root)
     begin(root, "run", 4, Stage.REWARD, "host:1")
     attempt = layout.attempt_key("run", 4, Stage.REWARD, 0, 0)
-    assert keys(collect(root, "run", now=LATER)) == set()
+    assert keys(collect(root, WORKFLOW, "run", now=LATER)) == set()
     make_iteration(root, "run", 4)
-    assert keys(collect(root, "run")) == set()
+    assert keys(collect(root, WORKFLOW, "run")) == set()
     age(root, attempt)
-    assert keys(collect(root, "run", apply=True)) == {attempt}
+    assert keys(collect(root, WORKFLOW, "run", apply=True)) == {attempt}
     assert verify(root, "run").findings == ()
 
 
@@ -86,9 +86,9 @@ def test_what_a_crash_left_half_written_goes(root):
     make_run(root)
     leftover = f"run/parts/{layout.temporary_name('x')}"
     root.replace(leftover, b"half")
-    assert keys(collect(root, "run")) == set()
+    assert keys(collect(root, WORKFLOW, "run")) == set()
     age(root, leftover)
-    assert keys(collect(root, "run", apply=True)) == {leftover}
+    assert keys(collect(root, WORKFLOW, "run", apply=True)) == {leftover}
 
 
 def test_lease_entries_go_but_for_the_newest(root):
@@ -97,7 +97,7 @@ def test_lease_entries_go_but_for_the_newest(root):
     lease.renew()
     for key in root.keys("run/lease"):
         age(root, key)
-    assert keys(collect(root, "run", apply=True)) == {layout.lease_key("run", 1)}
+    assert keys(collect(root, WORKFLOW, "run", apply=True)) == {layout.lease_key("run", 1)}
     assert newest(root, "run").number == 2
     lease.check()
 
@@ -116,13 +116,13 @@ def test_retention_keeps_the_newest_and_every_so_many(root, retention, kept):
     make_run(root, iterations=9)
     states = {iteration: state_key(root, iteration) for iteration in range(10)}
     given_up = {key for iteration, key in states.items() if iteration not in kept}
-    assert keys(collect(root, "run", retention)) == given_up
+    assert keys(collect(root, WORKFLOW, "run", retention)) == given_up
     assert all(root.exists(key) for key in states.values())
-    assert keys(collect(root, "run", retention, apply=True)) == given_up
+    assert keys(collect(root, WORKFLOW, "run", retention, apply=True)) == given_up
     assert {iteration for iteration, key in states.items() if root.exists(key)} == set(kept)
     report = verify(root, "run")
     assert (report.sound, report.findings, report.retired) == (True, (), len(given_up))
-    assert keys(collect(root, "run", retention, apply=True)) == set()
+    assert keys(collect(root, WORKFLOW, "run", retention, apply=True)) == set()
 
 
 def test_what_a_run_goes_on_with_is_kept_wherever_it_stopped(root):
@@ -131,17 +131,17 @@ def test_what_a_run_goes_on_with_is_kept_wherever_it_stopped(root):
     inputs = {"prepare": find(root, "run", 0, Stage.PREPARE)}
     for stage in (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC):
         # until the next weights are served, an engine may need those of iteration 2 once more
-        collect(root, "run", Retention(newest=1), apply=True)
+        collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
         trained = [3] if find(root, "run", 3, Stage.TRAIN) else []
         assert [n for n in range(4) if kept_state(root, n)] == [0, 2, *trained]
         put(root, "run", 3, stage, {**inputs, "state": before}, data=stage.value.encode())
-    collect(root, "run", Retention(newest=1), apply=True)
+    collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
     assert [n for n in range(4) if kept_state(root, n)] == [0, 3]
 
 
 def test_a_state_that_was_given_up_says_so(root, tmp_path):
     make_run(root)
-    collect(root, "run", Retention(newest=1), apply=True)
+    collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
     with pytest.raises(PartMissing, match="retention removed it"):
         materialize(root, need(root, "run", 1, Stage.TRAIN), tmp_path)
     record = records.read(root, layout.retired_key(layout.manifest_key("run", 1, Stage.TRAIN, 0)), Retired)
@@ -154,23 +154,23 @@ def test_a_retention_that_a_crash_cut_short_is_completed(root):
     key = layout.manifest_key("run", 2, Stage.TRAIN, 0)
     record = Retired(manifest=need(root, "run", 2, Stage.TRAIN).digest, keys=(), time=moment, rule="")
     records.publish(root, layout.retired_key(key), record)
-    collect(root, "run", retention, apply=True)
+    collect(root, WORKFLOW, "run", retention, apply=True)
     assert [n for n in range(6) if root.exists(state_key(root, n))] == [0, 5]
 
 
 def test_what_another_run_shares_is_never_removed(root):
     make_run(root, iterations=4)
-    fork(root, "run", 2, "fork", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "run", 2, "fork", "c1", DOCUMENT)
     shared = state_key(root, 2)
     assert shared == state_key(root, 2, "fork")
-    collect(root, "run", Retention(newest=1), apply=True)
+    collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
     assert root.exists(shared)
     assert not root.exists(state_key(root, 3))
     assert verify(root, "run").findings == verify(root, "fork").findings == ()
     # once the fork gives it up as well, the parent's gc may take it
     make_iteration(root, "fork", 3)
-    assert keys(collect(root, "fork", Retention(newest=1), apply=True)) == set()
-    assert shared in keys(collect(root, "run", Retention(newest=1), apply=True))
+    assert keys(collect(root, WORKFLOW, "fork", Retention(newest=1), apply=True)) == set()
+    assert shared in keys(collect(root, WORKFLOW, "run", Retention(newest=1), apply=True))
 
 
 def test_nothing_is_removed_while_it_is_not_known_what_is_named(root):
@@ -180,13 +180,13 @@ def test_nothing_is_removed_while_it_is_not_known_what_is_named(root):
     age(root, orphan.key)
     root.replace(layout.manifest_key("other", 1, Stage.ROLLOUT, 0), b"{}")
     with pytest.raises(DigestMismatch, match="other/manifests"):
-        collect(root, "run", apply=True)
+        collect(root, WORKFLOW, "run", apply=True)
     assert root.exists(orphan.key)
 
 
 def test_contents_know_what_is_kept(root):
     make_run(root, iterations=3)
-    collect(root, "run", Retention(newest=1), apply=True)
+    collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
     stored = contents(root, "run")
     assert len(stored.manifests) - len(stored.kept) == 2
     assert not stored.named & {state_key(root, 1), state_key(root, 2)}
@@ -199,23 +199,23 @@ def test_one_state_after_the_other_is_given_up_as_collect_would(root, retention)
     make_run(one_by_one, iterations=0)
     for iteration in range(1, 8):
         make_iteration(one_by_one, "run", iteration)
-        give_up(one_by_one, "run", retention, iteration)
+        give_up(one_by_one, WORKFLOW, "run", retention, iteration)
         assert verify(one_by_one, "run").sound
-    collect(at_once, "run", retention, apply=True)
+    collect(at_once, WORKFLOW, "run", retention, apply=True)
     assert [one_by_one.exists(state_key(one_by_one, n)) for n in range(8)] == [
         at_once.exists(state_key(at_once, n)) for n in range(8)
     ]
-    assert collect(one_by_one, "run", retention, apply=True).garbage == ()
+    assert collect(one_by_one, WORKFLOW, "run", retention, apply=True).garbage == ()
 
 
 def test_a_state_that_a_fork_shares_is_given_up_and_stays(root):
     make_run(root)
-    fork(root, "run", 1, "fork", "c1", DOCUMENT)
-    report = give_up(root, "run", Retention(newest=2), 3)
+    fork(root, WORKFLOW, "run", 1, "fork", "c1", DOCUMENT)
+    report = give_up(root, WORKFLOW, "run", Retention(newest=2), 3)
     assert report.garbage == ()
     assert root.exists(state_key(root, 1))
     assert verify(root, "fork").sound
     # the other way round: a fork gives up nothing of its parent's
     make_iteration(root, "fork", 2)
-    assert give_up(root, "fork", Retention(newest=1), 2).garbage == ()
+    assert give_up(root, WORKFLOW, "fork", Retention(newest=1), 2).garbage == ()
     assert root.exists(state_key(root, 1))

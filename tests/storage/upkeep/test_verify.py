@@ -6,13 +6,13 @@ import pytest
 
 from storage import layout
 from storage.attempts import begin
-from storage.ids import Stage
 from storage.ownership.lease import acquire
 from storage.ownership.process import this_process
 from storage.parts import PartWriter
 from storage.unfinished import keep_piece
 from storage.upkeep.archive import compact
 from storage.upkeep.verify import Fault, verify
+from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_run, put
 
 
@@ -37,7 +37,7 @@ def test_a_run_as_it_was_written_is_sound(any_root):
 
 def test_a_flipped_bit_in_any_part_or_manifest_is_named(root):
     make_run(root, iterations=1)
-    compact(root, "run")
+    compact(root, WORKFLOW, "run")
     source = random.Random(0)
     for key in root.keys("run"):
         good = root.read_bytes(key)

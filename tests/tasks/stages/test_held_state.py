@@ -9,12 +9,12 @@ import pytest
 
 from storage.backends.root import Root, open_root
 from storage.errors import PartMissing
-from storage.ids import Stage
 from storage.manifest import Manifest, Origin, commit
 from storage.parts import PartWriter
 from tasks.config.run import parse_config
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import STATE, ensure_reference, ensure_state
+from tasks.stages.names import Stage
 from tests.storage.tables import manifest
 from tests.tasks.config.test_run import MINIMAL
 from trainer_core.config import OptimizerConfig

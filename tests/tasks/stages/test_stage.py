@@ -2,8 +2,8 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import CommitConflict
-from storage.ids import Stage
 from storage.parts import PartWriter
+from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, run_stage
 
 

@@ -5,10 +5,10 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import StageFailed
-from storage.ids import Stage
 from storage.manifest import Manifest
 from storage.parts import PartWriter
 from storage.schema import REWARD, ROLLOUT
+from tasks.stages.names import Stage
 from trainer_core.batches.reading import read_samples
 
 # (prompt id, sample id, prompt tokens, response tokens)

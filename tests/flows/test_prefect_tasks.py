@@ -12,8 +12,8 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import TaskRun
 
 from storage.errors import InputError
-from storage.ids import Stage
 from storage.manifest import Manifest
+from tasks.stages.names import Stage
 from tasks.stages.prefect_tasks import REUSED, StageTask
 from tasks.stages.stage import StageResult
 from tests.flows.runs import make_manifest
