@@ -14,7 +14,7 @@ from storage.parts import open_table, read_part_buffer
 from storage.schema import stored_schema
 
 
-def read_table(root: Root, manifest: Manifest, columns: Sequence[str] | None = None) -> pa.Table:
+def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | None = None) -> pa.Table:
     """All table parts of a stage in the manifest's order, in the schema that the parts name.
 
     Raises:

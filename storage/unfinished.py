@@ -9,7 +9,7 @@ from storage.manifest import Part
 from storage.parts import PartWriter
 
 
-class Piece(BaseModel):
+class PieceRecord(BaseModel):
     """Record that a part of a stage in work is done."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,13 +31,13 @@ def find_piece(writer: PartWriter, name: str) -> Part | None:
 def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
     """Record `part` as piece `name`; returns the part of the writer that was first."""
     key = _key(writer, name)
-    return part if records.publish(writer.root, key, Piece(part=part)) else read_piece(writer.root, key)
+    return part if records.publish(writer.root, key, PieceRecord(part=part)) else read_piece(writer.root, key)
 
 
 def read_piece(root: Root, key: str) -> Part:
     """The part that the record at `key` names; raises as `records.read`."""
     where = f"{root.url}/{key}"
-    return records.parse(records.unseal(root.read_bytes(key), where), Piece, where).part
+    return records.parse(records.unseal(root.read_bytes(key), where), PieceRecord, where).part
 
 
 def _key(writer: PartWriter, name: str) -> str:

@@ -17,7 +17,7 @@ from tasks.stages.prepare import prompt_tables, text_codec
 from trainer_core.config import check_layout
 
 
-def check_run(config: RunConfig, root: Root) -> None:
+def check_config(config: RunConfig, root: Root) -> None:
     """Refuse a run that cannot work.
 
     Raises:

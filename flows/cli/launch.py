@@ -19,7 +19,7 @@ from flows.views.status import RunStatus, read_status
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ownership.lease import check_free
-from tasks.checks import check_run, check_scratch
+from tasks.checks import check_config, check_scratch
 from tasks.config.run import RunConfig
 from tasks.stages.context import open_run
 
@@ -35,7 +35,7 @@ class Order:
     """The command that continues the run."""
 
 
-class RunSummary(BaseModel):
+class RunResult(BaseModel):
     """The result of `ratchet run` and `ratchet demo`, as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,7 +73,7 @@ def launch(order: Order, output: Output) -> int:
     """
     root = open_root(order.root)
     check_scratch()
-    check_run(order.config, root)
+    check_config(order.config, root)
     open_run(order.config, order.root, order.run)
     _quieten_prefect()
     signals = Signals()
@@ -101,10 +101,10 @@ def launch(order: Order, output: Output) -> int:
     return 0
 
 
-def summarise(status: RunStatus, meter: MemoryMeter) -> RunSummary:
+def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:
     """The result of this process."""
-    shared = set(RunSummary.model_fields) & set(RunStatus.model_fields)
-    return RunSummary(
+    shared = set(RunResult.model_fields) & set(RunStatus.model_fields)
+    return RunResult(
         **status.model_dump(include=shared),
         seconds_total=round(time.time() - psutil.Process().create_time(), 2),
         peak_rss_gib=round(meter.peak_gib, 3),

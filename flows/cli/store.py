@@ -17,7 +17,7 @@ from storage.ids import check_run_name
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.upkeep.archive import compact
-from storage.upkeep.catalog import check_run, contents, summaries
+from storage.upkeep.catalog import contents, require_run, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
@@ -75,7 +75,7 @@ def show_command(
         Show this stage of it alone: prepare, rollout, reward, train, weight-sync or evaluate.
     """
     store = open_root(root)
-    check_run(store, run)
+    require_run(store, run)
     stored = contents(store, run)
     chosen = [one for one in stored.newest if iteration in (None, one.iteration) and stage in (None, one.stage)]
     if not chosen and iteration is not None:
@@ -239,7 +239,7 @@ def bench_storage_command(
 
 def _open(root: str, run: str) -> Root:
     store = open_root(root)
-    check_run(store, run)
+    require_run(store, run)
     return store
 
 

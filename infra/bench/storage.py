@@ -27,7 +27,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, RatchetError
 from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
-from storage.reader import flat, read_table
+from storage.reader import flat, read_stored_table
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import SAMPLES, write_archive
 from storage.upkeep.catalog import contents
@@ -163,8 +163,8 @@ def measure(folder: Path, samples: int, repeats: int) -> dict[str, float]:
     write = cpu_seconds(lambda repeat: written(root, table, repeat, "zstd"), repeats)
     write_raw = cpu_seconds(lambda repeat: written(root, table, 100 + repeat, None), repeats)
     raw, packed = written(root, table, 100, None), written(root, table, 0, "zstd")
-    read = cpu_seconds(lambda _: tensor_views(read_table(root, raw)), repeats)
-    read_packed = cpu_seconds(lambda _: tensor_views(read_table(root, packed)), repeats)
+    read = cpu_seconds(lambda _: tensor_views(read_stored_table(root, raw)), repeats)
+    read_packed = cpu_seconds(lambda _: tensor_views(read_stored_table(root, packed)), repeats)
     jsonl, lists = baselines(folder, table.slice(0, min(BASELINE_SAMPLES, samples)), repeats)
     return {
         "samples": samples,

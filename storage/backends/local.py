@@ -23,7 +23,7 @@ from storage.kill_points import Point
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 # Linux asks for page-cache memory in blocks as large as the write, and from 2 MB on they are hard to find: 86 MB in one
 # write took 13 times the CPU time of the same in pieces (ext4, kernel 6.18)
-PIECE = 1 << 20
+CHUNK_BYTES = 1 << 20
 _unflushed: set[Path] = set()  # folders that this process has made, and whose names may not be on the disk yet
 _flushing = threading.Lock()
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
@@ -38,9 +38,9 @@ def put_if_absent(target: Path, data: memoryview, durable: bool = True) -> bool:
 
     def write(file: BinaryIO) -> None:
         half = len(data) // 2
-        write_in_pieces(file, data[:half])
+        write_in_chunks(file, data[:half])
         kill_points.reached(Point.MID_PART, str(target))
-        write_in_pieces(file, data[half:])
+        write_in_chunks(file, data[half:])
 
     return _publish(target, write, durable=durable)
 
@@ -53,7 +53,7 @@ def put_file_if_absent(target: Path, source: Path) -> bool:
 
     def copy(file: BinaryIO) -> None:
         with source.open("rb") as reader:
-            shutil.copyfileobj(reader, file, PIECE)
+            shutil.copyfileobj(reader, file, CHUNK_BYTES)
         kill_points.reached(Point.MID_PART, str(target))
 
     return _publish(target, copy, source)
@@ -62,16 +62,16 @@ def put_file_if_absent(target: Path, source: Path) -> bool:
 def replace(target: Path, data: memoryview) -> None:
     """Write `data` at `target` in one step, whatever stood there."""
     _make_folders(target.parent)
-    with _temporary(target.parent, lambda file: write_in_pieces(file, data)) as temporary:
+    with _temporary(target.parent, lambda file: write_in_chunks(file, data)) as temporary:
         _flush_names(target.parent)
         temporary.replace(target)
     _sync(target.parent)
 
 
-def write_in_pieces(file: IO[bytes], data: memoryview) -> None:
-    """Write all of `data`, never more than PIECE bytes in one call; why, stands there."""
-    for start in range(0, len(data), PIECE):
-        file.write(data[start : start + PIECE])
+def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
+    """Write all of `data` in chunks of CHUNK_BYTES bytes; see there for the reason."""
+    for start in range(0, len(data), CHUNK_BYTES):
+        file.write(data[start : start + CHUNK_BYTES])
 
 
 def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True) -> bool:

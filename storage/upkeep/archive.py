@@ -19,9 +19,9 @@ from storage.digest import file_digest
 from storage.errors import InputError
 from storage.ids import Workflow
 from storage.manifest import Manifest
-from storage.reader import read_table
+from storage.reader import read_stored_table
 from storage.schema import REWARD, ROLLOUT
-from storage.upkeep.catalog import check_run, contents
+from storage.upkeep.catalog import contents, require_run
 
 TABLE = "samples"
 _FLOATS = ("logprobs",)
@@ -53,7 +53,7 @@ def compact(root: Root, workflow: Workflow, run: str) -> Archive:
     Raises:
         InputError: the run is not there, or has no rollout.
     """
-    check_run(root, run)
+    require_run(root, run)
     newest = contents(root, run).newest
     rollouts = [manifest for manifest in newest if manifest.stage == workflow.samples]
     rewards = {manifest.iteration: manifest for manifest in newest if manifest.stage == workflow.scores}
@@ -91,11 +91,11 @@ def _leaf(field: pa.Field) -> str:
 
 def _scored(root: Root, rollout: Manifest, reward: Manifest | None) -> pa.Table:
     """Samples of one iteration, each with its own score."""
-    samples = read_table(root, rollout)
+    samples = read_stored_table(root, rollout)
     if reward is None:
         scores = [pa.nulls(samples.num_rows, REWARD.field(name).type) for name in _SCORES]
     else:
-        scored = read_table(root, reward)
+        scored = read_stored_table(root, reward)
         rows = pc.index_in(_names(samples), value_set=_names(scored))  # pyright: ignore[reportAttributeAccessIssue]
         scores = [scored[name].take(rows) for name in _SCORES]
     return pa.table([*samples.columns, *scores], schema=SAMPLES)

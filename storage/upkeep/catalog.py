@@ -93,7 +93,7 @@ def runs(root: Root) -> list[str]:
     return [name for name in root.folders() if root.exists(layout.run_config_key(name))]
 
 
-def check_run(root: Root, run: str) -> None:
+def require_run(root: Root, run: str) -> None:
     """Refuse a run that is not there.
 
     Raises:

@@ -9,7 +9,7 @@ from storage.backends.root import Root
 from storage.errors import CommitConflict, InputError, StorageError
 from storage.ids import Workflow, check_run_name
 from storage.manifest import Manifest, Origin, commit
-from storage.upkeep.catalog import Contents, Retired, check_run, contents
+from storage.upkeep.catalog import Contents, Retired, contents, require_run
 
 
 class Forked(BaseModel):
@@ -41,7 +41,7 @@ def fork(
     Raises:
         InputError: there is no such run, the iteration is not complete or not kept, or the new name is taken.
     """
-    check_run(root, parent)
+    require_run(root, parent)
     if root.exists(layout.run_config_key(check_run_name(run))):
         raise InputError(f"run {run!r} is in {root.url} already: give the fork another name with --run")
     past = contents(root, parent)

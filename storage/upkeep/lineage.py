@@ -13,9 +13,9 @@ from storage.errors import InputError
 from storage.ids import Workflow
 from storage.manifest import Manifest, Origin
 from storage.parts import read_parts
-from storage.reader import read_table
+from storage.reader import read_stored_table
 from storage.schema import PROMPTS
-from storage.upkeep.catalog import check_run, contents, runs
+from storage.upkeep.catalog import contents, require_run, runs
 
 
 class Step(BaseModel):
@@ -99,7 +99,7 @@ def of_weights(root: Root, workflow: Workflow, run: str, version: int) -> Weight
     Raises:
         InputError: the run or the version is not there.
     """
-    check_run(root, run)
+    require_run(root, run)
     newest = contents(root, run).newest
     made = _stage(newest, version, workflow.holds_state)
     if made is None:
@@ -128,16 +128,16 @@ def of_sample(
     Raises:
         InputError: the run or the sample is not there.
     """
-    check_run(root, run)
+    require_run(root, run)
     newest = contents(root, run).newest
     rollout = _stage(newest, iteration, workflow.samples)
     if rollout is None:
         raise InputError(f"run {run!r} has no rollout of iteration {iteration}")
-    sample = _one_row(read_table(root, rollout), prompt_id, sample_id)
+    sample = _one_row(read_stored_table(root, rollout), prompt_id, sample_id)
     if sample is None:
         raise InputError(f"iteration {iteration} of run {run!r} has no sample {sample_id} of prompt {prompt_id!r}")
     reward = _stage(newest, iteration, workflow.scores)
-    score = _one_row(read_table(root, reward), prompt_id, sample_id) if reward else None
+    score = _one_row(read_stored_table(root, reward), prompt_id, sample_id) if reward else None
     version = sample["weight_version"]
     sync = _stage(newest, version, workflow.ends_iteration)
     return SampleLineage(
@@ -220,7 +220,7 @@ def _fact[T](manifest: Manifest | None, name: str, kind: type[T]) -> T | None:
 def _prompts(root: Root, rollout: Manifest | None) -> tuple[str, ...]:
     if rollout is None:
         return ()
-    return tuple(read_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist())
+    return tuple(read_stored_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist())
 
 
 def _one_row(table: pa.Table, prompt_id: str, sample_id: int) -> dict[str, Any] | None:

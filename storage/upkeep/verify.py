@@ -20,7 +20,7 @@ from storage.upkeep.catalog import Contents, Retired, named_parts
 _READERS = 4
 
 
-class Fault(StrEnum):
+class Problem(StrEnum):
     """What can be wrong with an object."""
 
     DAMAGED = "damaged"
@@ -38,7 +38,7 @@ class Finding(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    fault: Fault
+    fault: Problem
     key: str
     """Key below the storage root."""
     detail: str
@@ -65,7 +65,7 @@ class Verification(BaseModel):
     @property
     def sound(self) -> bool:
         """Whether everything that is needed is there and right; orphans do no harm."""
-        return all(finding.fault is Fault.ORPHANED for finding in self.findings)
+        return all(finding.fault is Problem.ORPHANED for finding in self.findings)
 
 
 def verify(root: Root, run: str) -> Verification:
@@ -102,7 +102,7 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
             elif layout.is_attempt(key):
                 records.read(root, key, Attempt)
         except (DigestMismatch, SchemaMismatch) as error:
-            findings.append(Finding(fault=Fault.DAMAGED, key=key, detail=str(error)))
+            findings.append(Finding(fault=Problem.DAMAGED, key=key, detail=str(error)))
     return Contents(run, manifests, retired, pieces), findings
 
 
@@ -110,9 +110,9 @@ def _part(root: Root, part: Part) -> Finding | None:
     try:
         read_part_buffer(root, part)
     except DigestMismatch as error:
-        return Finding(fault=Fault.DAMAGED, key=part.key, detail=str(error))
+        return Finding(fault=Problem.DAMAGED, key=part.key, detail=str(error))
     except PartMissing as error:
-        return Finding(fault=Fault.MISSING, key=part.key, detail=str(error))
+        return Finding(fault=Problem.MISSING, key=part.key, detail=str(error))
     return None
 
 
@@ -121,11 +121,11 @@ def _config(root: Root, run: str) -> Iterator[Finding]:
     try:
         json.loads(records.unseal_older(root.read_bytes(key), f"{root.url}/{key}"))
     except NotCommitted:
-        yield Finding(fault=Fault.MISSING, key=key, detail="the run has no configuration")
+        yield Finding(fault=Problem.MISSING, key=key, detail="the run has no configuration")
     except DigestMismatch as error:
-        yield Finding(fault=Fault.DAMAGED, key=key, detail=str(error))
+        yield Finding(fault=Problem.DAMAGED, key=key, detail=str(error))
     except ValueError as error:
-        yield Finding(fault=Fault.DAMAGED, key=key, detail=f"the configuration is not JSON: {error}")
+        yield Finding(fault=Problem.DAMAGED, key=key, detail=f"the configuration is not JSON: {error}")
 
 
 def _inputs(stored: Contents) -> Iterator[Finding]:
@@ -134,14 +134,14 @@ def _inputs(stored: Contents) -> Iterator[Finding]:
         for role, digest in manifest.inputs.items():
             if digest not in known:
                 detail = f"its input {role!r} was manifest {digest}, which the run does not have"
-                yield Finding(fault=Fault.UNKNOWN_INPUT, key=key, detail=detail)
+                yield Finding(fault=Problem.UNKNOWN_INPUT, key=key, detail=detail)
 
 
 def _archives(root: Root, run: str) -> Iterator[Finding]:
     for key in root.keys(layout.archive_folder(run)):
         digest = bytes_digest(root.read_buffer(key))
         if not layout.is_temporary(key) and not digest.startswith(layout.digest_in_name(key) or "?"):
-            yield Finding(fault=Fault.DAMAGED, key=key, detail=f"its digest is {digest}: write it again with compact")
+            yield Finding(fault=Problem.DAMAGED, key=key, detail=f"its digest is {digest}: write it again with compact")
 
 
 def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
@@ -151,4 +151,4 @@ def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
         unnamed -= named_parts(root, [other for other in root.folders() if other != run])
     for key in sorted(unnamed):
         detail = f"{there[key].bytes} bytes of {there[key].modified:%Y-%m-%d %H:%M} that no manifest names"
-        yield Finding(fault=Fault.ORPHANED, key=key, detail=detail)
+        yield Finding(fault=Problem.ORPHANED, key=key, detail=detail)

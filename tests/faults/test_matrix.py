@@ -18,8 +18,7 @@ from storage.kill_points import Point
 from storage.manifest import Manifest
 from storage.parts import read_table
 from storage.schema import ROLLOUT
-from storage.upkeep.verify import Fault as Flaw
-from storage.upkeep.verify import verify
+from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import Stage
 from tests.faults.processes import NODE, WORKERS
 from tests.faults.running import Attempt, Look, SmallRun
@@ -215,6 +214,6 @@ def check_storage(outcome: Outcome) -> None:
     found = verify(outcome.end.root, RUN)
     assert found.sound, found.findings
     for finding in found.findings:
-        assert finding.fault is Flaw.ORPHANED
+        assert finding.fault is Problem.ORPHANED
         assert layout.is_temporary(finding.key)
         assert finding.key in outcome.between.keys

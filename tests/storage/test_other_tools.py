@@ -10,7 +10,7 @@ import pytest
 
 from storage.backends.root import Root, open_root
 from storage.manifest import need
-from storage.reader import read_table, row_views
+from storage.reader import read_stored_table, row_views
 from storage.upkeep.archive import compact
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import GROUPS, SAMPLES, make_run
@@ -34,7 +34,7 @@ def rollout(root) -> pa.Table:
     """What the examples read, by our own reader."""
     manifest = need(root, "demo", 1, Stage.ROLLOUT)
     assert len(manifest.parts) > 1
-    return read_table(root, manifest)
+    return read_stored_table(root, manifest)
 
 
 def carried_out(tool: str) -> dict[str, Any]:
@@ -88,6 +88,6 @@ def test_duckdb_reads_the_parts(rollout):
 def test_duckdb_reads_the_archive(root):
     rewards = carried_out("DuckDB, on the archive")["rewards"].fetchall()
     for iteration, mean, count in rewards:
-        ours = read_table(root, need(root, "demo", iteration, Stage.REWARD), ["reward"])["reward"].drop_null()
+        ours = read_stored_table(root, need(root, "demo", iteration, Stage.REWARD), ["reward"])["reward"].drop_null()
         assert (mean, count) == (pytest.approx(np.mean(ours.to_numpy())), GROUPS * SAMPLES)
     assert [iteration for iteration, _, _ in rewards] == [1, 2]

@@ -10,7 +10,7 @@ import pytest
 from storage import parts, reader
 from storage.errors import SchemaMismatch, StorageError
 from storage.parts import PartWriter
-from storage.reader import flat, read_table, row_views
+from storage.reader import flat, read_stored_table, row_views
 from storage.schema import ROLLOUT
 from tasks.stages.names import Stage
 from tests.storage.tables import manifest, rollout_table
@@ -25,13 +25,13 @@ def stored(root, *tables, compression="zstd"):
 def test_the_parts_themselves_say_which_table_they_are(any_root):
     tables = [rollout_table(seed=seed) for seed in range(2)]
     stage = stored(any_root, *tables)
-    assert read_table(any_root, stage).equals(pa.concat_tables(tables))
-    assert read_table(any_root, stage, ["seed"]).schema.names == ["seed"]
+    assert read_stored_table(any_root, stage).equals(pa.concat_tables(tables))
+    assert read_stored_table(any_root, stage, ["seed"]).schema.names == ["seed"]
 
 
 def test_a_stage_without_tables_cannot_be_read_as_one(root):
     with pytest.raises(StorageError, match="rollout of iteration 1 of run run has no table"):
-        read_table(root, manifest())
+        read_stored_table(root, manifest())
 
 
 def test_a_table_that_nobody_knows_is_refused(root):
@@ -39,7 +39,7 @@ def test_a_table_that_nobody_knows_is_refused(root):
     table = pa.Table.from_arrays([pa.array([1], pa.int32())], schema=schema)
     part = PartWriter(root, "run", 1, Stage.ROLLOUT).write_table("poems.arrow", table, schema)
     with pytest.raises(SchemaMismatch, match=f"{part.key} holds table 'poems'"):
-        read_table(root, manifest(parts=(part,)))
+        read_stored_table(root, manifest(parts=(part,)))
 
 
 @pytest.mark.parametrize("slices", [[(0, 12)], [(0, 5), (5, 7)], [(3, 4), (7, 0), (7, 5)]], ids=len)
@@ -63,7 +63,9 @@ def test_an_empty_column_is_flat_too():
 def test_views_of_stored_rows_copy_nothing(root):
     stage = stored(root, rollout_table(300), compression=None)
     before = pa.total_allocated_bytes()
-    columns = [row_views(read_table(root, stage)[name]) for name in ("prompt_tokens", "response_tokens", "logprobs")]
+    columns = [
+        row_views(read_stored_table(root, stage)[name]) for name in ("prompt_tokens", "response_tokens", "logprobs")
+    ]
     assert pa.total_allocated_bytes() - before < 10_000
     assert [len(views) for views in columns] == [900] * 3
 

@@ -6,7 +6,7 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable
-from tasks.checks import check_run, check_scratch
+from tasks.checks import check_config, check_scratch
 from tasks.config.run import GeneratedModel, load_config
 from tasks.config.stored import stored_config
 from tasks.data.generated import generate_model
@@ -40,7 +40,7 @@ def given_data(tmp_path, lines, *more):
 
 
 def test_a_good_configuration_passes(tmp_path):
-    check_run(config_with(tmp_path), open_root(str(tmp_path / "runs")))
+    check_config(config_with(tmp_path), open_root(str(tmp_path / "runs")))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_good_configuration_passes(tmp_path):
 def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(InputError) as caught:
-        check_run(config_with(tmp_path, override), open_root(str(tmp_path / "runs")))
+        check_config(config_with(tmp_path, override), open_root(str(tmp_path / "runs")))
     assert fact in str(caught.value)
 
 
@@ -77,7 +77,7 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
 )
 def test_bad_data_is_refused_before_anything_starts(tmp_path, lines, fact):
     with pytest.raises(InputError) as caught:
-        check_run(given_data(tmp_path, lines), open_root(str(tmp_path / "runs")))
+        check_config(given_data(tmp_path, lines), open_root(str(tmp_path / "runs")))
     assert fact in str(caught.value)
 
 
@@ -88,7 +88,7 @@ def test_given_data_and_model_pass(tmp_path):
     text = BASE.replace("[model.generate]\nmax_positions = 64", f'[model]\nsource = "{model}"')
     text = text.replace("[data.generate]\nheld_out = 32", f'[data]\ntrain = "{tmp_path}/p.jsonl"')
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
-    check_run(config_with(tmp_path, "evaluate.every=0", text=text), open_root(str(tmp_path / "runs")))
+    check_config(config_with(tmp_path, "evaluate.every=0", text=text), open_root(str(tmp_path / "runs")))
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
@@ -96,14 +96,14 @@ def test_a_model_directory_without_a_model(tmp_path, name):
     (tmp_path / "empty").mkdir()
     text = BASE.replace("[model.generate]\nmax_positions = 64", f'[model]\nsource = "{tmp_path / name}"')
     with pytest.raises(InputError, match="give a Hugging Face directory"):
-        check_run(config_with(tmp_path, text=text), open_root(str(tmp_path / "runs")))
+        check_config(config_with(tmp_path, text=text), open_root(str(tmp_path / "runs")))
 
 
 def test_a_root_that_cannot_be_written(tmp_path):
     blocking = tmp_path / "file"
     blocking.write_text("not a folder")
     with pytest.raises(StorageUnavailable) as caught:
-        check_run(config_with(tmp_path), open_root(str(blocking)))
+        check_config(config_with(tmp_path), open_root(str(blocking)))
     assert caught.value.exit_code == 2
 
 

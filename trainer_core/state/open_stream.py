@@ -2,7 +2,7 @@
 
 from typing import IO
 
-from storage.backends.local import write_in_pieces
+from storage.backends.local import write_in_chunks
 
 
 class OpenStream:
@@ -13,7 +13,7 @@ class OpenStream:
 
     def write(self, data: memoryview) -> int:
         """Write all of `data`; a large tensor in pieces."""
-        write_in_pieces(self._stream, data)
+        write_in_chunks(self._stream, data)
         return len(data)
 
     def flush(self) -> None:

@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import InputError
-from storage.reader import read_table
+from storage.reader import read_stored_table
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import SAMPLES, compact
 from tasks.stages.names import WORKFLOW, Stage
@@ -21,7 +21,7 @@ def test_every_sample_is_there_with_its_score(any_root):
     manifests = make_run(any_root)
     archive = compact(any_root, WORKFLOW, "run")
     table = read(any_root, archive).read()
-    stored = pa.concat_tables(read_table(any_root, manifests[n, Stage.ROLLOUT]) for n in (1, 2, 3))
+    stored = pa.concat_tables(read_stored_table(any_root, manifests[n, Stage.ROLLOUT]) for n in (1, 2, 3))
     assert table.select(ROLLOUT.names).cast(stored.schema).equals(stored)
     expected = [None if sample == 1 else sample / 4 for sample in stored["sample_id"].to_pylist()]
     assert table["reward"].to_pylist() == expected

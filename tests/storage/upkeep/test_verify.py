@@ -11,7 +11,7 @@ from storage.ownership.process import this_process
 from storage.parts import PartWriter
 from storage.unfinished import keep_piece
 from storage.upkeep.archive import compact
-from storage.upkeep.verify import Fault, verify
+from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_run, put
 
@@ -43,7 +43,7 @@ def test_a_flipped_bit_in_any_part_or_manifest_is_named(root):
         good = root.read_bytes(key)
         flip(root, key, source)
         report = verify(root, "run")
-        assert (Fault.DAMAGED, key) in {(finding.fault, finding.key) for finding in report.findings}
+        assert (Problem.DAMAGED, key) in {(finding.fault, finding.key) for finding in report.findings}
         assert not report.sound
         root.replace(key, good)
     assert verify(root, "run").sound
@@ -54,20 +54,20 @@ def test_everything_that_is_missing_is_named(root):
     rollout = manifests[1, Stage.ROLLOUT]
     for part in rollout.parts:
         root.remove(part.key)
-    assert found(root) == {(Fault.MISSING, part.key) for part in rollout.parts}
+    assert found(root) == {(Problem.MISSING, part.key) for part in rollout.parts}
     manifest_key = layout.manifest_key("run", 1, Stage.ROLLOUT, 0)
     root.remove(manifest_key)
     users = [layout.manifest_key("run", 1, stage, 0) for stage in (Stage.REWARD, Stage.TRAIN)]
-    assert found(root) == {(Fault.UNKNOWN_INPUT, key) for key in users}
+    assert found(root) == {(Problem.UNKNOWN_INPUT, key) for key in users}
     root.remove(layout.run_config_key("run"))
-    assert (Fault.MISSING, layout.run_config_key("run")) in found(root)
+    assert (Problem.MISSING, layout.run_config_key("run")) in found(root)
 
 
 def test_parts_that_nothing_names_are_named_and_do_no_harm(root):
     make_run(root)
     orphan = PartWriter(root, "run", 4, Stage.ROLLOUT).write_bytes("groups.arrow", b"left by a crash")
     report = verify(root, "run")
-    assert found(root) == {(Fault.ORPHANED, orphan.key)}
+    assert found(root) == {(Problem.ORPHANED, orphan.key)}
     assert report.sound
 
 
@@ -77,13 +77,13 @@ def test_pieces_of_a_stage_in_work_are_needed_and_checked(root):
     part = keep_piece(writer, "00000-abc", writer.write_bytes("groups-00000.arrow", b"done"))
     assert found(root) == set()
     root.replace(part.key, b"d0ne")
-    assert found(root) == {(Fault.DAMAGED, part.key)}
+    assert found(root) == {(Problem.DAMAGED, part.key)}
     root.remove(part.key)
-    assert found(root) == {(Fault.MISSING, part.key)}
+    assert found(root) == {(Problem.MISSING, part.key)}
     # once the stage is committed without it, it is nothing but an orphan
     writer.write_bytes("groups-00000.arrow", b"done")
     put(root, "run", 4, Stage.ROLLOUT, {})
-    assert found(root) == {(Fault.ORPHANED, part.key)}
+    assert found(root) == {(Problem.ORPHANED, part.key)}
 
 
 def test_a_damaged_record_of_an_attempt_is_named(root):
@@ -92,7 +92,7 @@ def test_a_damaged_record_of_an_attempt_is_named(root):
     begin(root, "run", 4, Stage.ROLLOUT, "host:1")
     assert found(root) == set()
     flip(root, key, random.Random(0))
-    assert found(root) == {(Fault.DAMAGED, key)}
+    assert found(root) == {(Problem.DAMAGED, key)}
 
 
 def test_a_run_in_work_is_verified_without_fuss(root):
@@ -107,7 +107,7 @@ def test_a_run_in_work_is_verified_without_fuss(root):
 def test_a_damaged_configuration_is_named(root, content):
     make_run(root, iterations=0)
     root.replace(layout.run_config_key("run"), content)
-    assert found(root) == {(Fault.DAMAGED, layout.run_config_key("run"))}
+    assert found(root) == {(Problem.DAMAGED, layout.run_config_key("run"))}
 
 
 def test_a_configuration_of_an_earlier_version_carries_no_checksum(root):

@@ -8,7 +8,7 @@ import pytest
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import DigestMismatch, InputError, SchemaMismatch
-from storage.upkeep.verify import Fault, verify
+from storage.upkeep.verify import Problem, verify
 from tasks.config.run import RunConfig, parse_config
 from tasks.config.stored import record_config, stored_config
 from tests.tasks.config.test_run import MINIMAL
@@ -55,7 +55,7 @@ def test_each_flipped_bit_is_refused_with_the_key(config):
         root.replace(KEY, bytes(damaged))
         with pytest.raises(DigestMismatch, match=KEY):
             stored_config(root, "run")
-        assert [(one.fault, one.key) for one in verify(root, "run").findings] == [(Fault.DAMAGED, KEY)]
+        assert [(one.fault, one.key) for one in verify(root, "run").findings] == [(Problem.DAMAGED, KEY)]
 
 
 def test_a_record_of_an_earlier_version_is_read(root, config):
