@@ -1,69 +1,65 @@
-"""The sentences: what a run is made of, stage by stage. Only manifests pass between them."""
+"""The sentences: what a run is made of, stage by stage. Only manifests pass between them, as views with types."""
 
 from dataclasses import dataclass
-from functools import partial
 
 from flows.views.history import evaluation_due
-from flows.views.progress import Progress
-from storage.manifest import Manifest, need
-from tasks.stages import prefect_tasks as stages
+from storage.manifest import need
 from tasks.stages.context import RunContext
+from tasks.stages.evaluate import evaluate
 from tasks.stages.names import Stage
-from tasks.stages.prefect_tasks import StageTask
+from tasks.stages.prepare import prepare
+from tasks.stages.reward import reward
+from tasks.stages.rollout import rollout
+from tasks.stages.train import train
+from tasks.stages.views import Prepared, Served, Trained
+from tasks.stages.warm_up import warm_up
+from tasks.stages.weight_sync import weight_sync
 
 
 @dataclass(frozen=True)
 class Position:
-    """What one iteration leaves for the next; all of it is committed."""
+    """What one iteration leaves for the next; all of it is committed, or on its way there."""
 
-    prepared: Manifest
-    trained: Manifest
-    synced: Manifest
+    prepared: Prepared
+    trained: Trained
+    served: Served
 
 
-def begin(context: RunContext, progress: Progress) -> Position:
+def begin(run: RunContext) -> Position:
     """Iteration 0: model and data become part of the run, the warm-up makes the first state, the engines serve it."""
-    do = partial(_announced, context, progress, 0)
-    prepared = do(stages.prepare)
-    trained = do(stages.warm_up, prepared)
-    synced = do(stages.weight_sync, prepared, trained)
-    if _evaluation_due(context, 0):
-        do(stages.evaluate, prepared, synced)
-    return Position(prepared, trained, synced)
+    prepared = prepare(run, 0)
+    trained = warm_up(run, 0, prepared)
+    served = weight_sync(run, 0, prepared, trained)
+    if _evaluation_due(run, 0):
+        evaluate(run, 0, prepared, served)
+    return Position(prepared, trained, served)
 
 
-def iterate(context: RunContext, progress: Progress, iteration: int, before: Position) -> Position:
+def iterate(run: RunContext, iteration: int, before: Position) -> Position:
     """One RL iteration, from the weights served to the next weights served."""
-    do, prepared = partial(_announced, context, progress, iteration), before.prepared
-    rollouts = do(stages.rollout, prepared, before.synced)
-    rewards = do(stages.reward, prepared, rollouts)
-    trained = do(stages.train, prepared, rollouts, rewards, before.trained)
-    synced = do(stages.weight_sync, prepared, trained)
-    if _evaluation_due(context, iteration):
-        do(stages.evaluate, prepared, synced)
-    return Position(prepared, trained, synced)
+    prepared = before.prepared
+    rollouts = rollout(run, iteration, prepared, before.served)
+    rewards = reward(run, iteration, prepared, rollouts)
+    trained = train(run, iteration, prepared, rollouts, rewards, before.trained)
+    served = weight_sync(run, iteration, prepared, trained)
+    if _evaluation_due(run, iteration):
+        evaluate(run, iteration, prepared, served)
+    return Position(prepared, trained, served)
 
 
-def position_after(context: RunContext, iteration: int) -> Position:
-    """Where a run stands that has done `iteration`, from its manifests.
+def position_after(run: RunContext, iteration: int) -> Position:
+    """Where a run is that has done `iteration`, from its manifests.
 
     Raises:
         NotCommitted: it has not.
     """
-    root, run = context.root, context.run
+    root, name = run.root, run.run
     return Position(
-        prepared=need(root, run, 0, Stage.PREPARE),
-        trained=need(root, run, iteration, Stage.TRAIN),
-        synced=need(root, run, iteration, Stage.WEIGHT_SYNC),
+        prepared=Prepared(need(root, name, 0, Stage.PREPARE)),
+        trained=Trained(need(root, name, iteration, Stage.TRAIN)),
+        served=Served(need(root, name, iteration, Stage.WEIGHT_SYNC)),
     )
 
 
-def _announced(
-    context: RunContext, progress: Progress, iteration: int, stage: StageTask, *inputs: Manifest
-) -> Manifest:
-    with progress.stage(iteration, stage.stage):
-        return stage(context, iteration, *inputs)
-
-
-def _evaluation_due(context: RunContext, iteration: int) -> bool:
-    return evaluation_due(iteration, context.config.run.iterations, context.config.evaluate.every)
+def _evaluation_due(run: RunContext, iteration: int) -> bool:
+    return evaluation_due(iteration, run.config.run.iterations, run.config.evaluate.every)

@@ -1,28 +1,30 @@
-"""A run as a Prefect flow. It goes on where the manifests end, so running it again continues it."""
+"""A run as a Prefect flow, whole: it checks, sets its process up, continues where the manifests end, and reports.
+
+Whoever starts it (command line, deployment, test), nothing has to be done before or after.
+"""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prefect import flow
 
-from flows.iteration import begin, iterate, position_after
+from flows.driving import complete, next_iteration
+from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
 from flows.views.artifacts import publish
 from flows.views.curves import store_plot
-from flows.views.history import first_incomplete, read_iteration, record_of
 from flows.views.progress import Progress
 from flows.views.status import read_status
-from storage.backends.root import Root
-from storage.errors import Overtaken
-from storage.ownership.lease import Lease, hold
-from storage.upkeep.retention import Retention, collect, give_up
+from storage.backends.root import Root, open_root
+from storage.ids import check_run_name
+from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
-from tasks.config.environment import Settings
+from tasks.checks import check_config, check_scratch
+from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
-from tasks.stages.context import RunContext, open_run
-from tasks.stages.names import WORKFLOW
+from tasks.config.stored import record_config
+from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.scratch import scratch, sweep
@@ -34,24 +36,6 @@ def process_cluster() -> Cluster:
     return Cluster(Settings.from_environment())
 
 
-@contextmanager
-def open_context(name: str, root: Root, config: RunConfig, lease: Lease) -> Iterator[RunContext]:
-    """The room a run works in; its processes and scratch files are gone at the end, those of a killed one now."""
-    sweep()
-    with (
-        scratch() as folder,
-        process_cluster() as cluster,
-        Fleet(name, config, cluster) as fleet,
-        injected(cluster.settings.faults, fleet.processes),
-        Outbox() as outbox,
-    ):
-        yield RunContext(name, root, config, fleet, folder, lease, outbox)
-
-
-Room = Callable[[str, Root, RunConfig, Lease], AbstractContextManager[RunContext]]
-"""From run, root, configuration and lease to the room that stages work in."""
-
-
 @flow(name="ratchet", flow_run_name="{name}", persist_result=False)
 def run(name: str, root: str, config: RunConfig) -> None:
     """Do the iterations of a run that are not complete yet, then publish what came of it.
@@ -61,62 +45,49 @@ def run(name: str, root: str, config: RunConfig) -> None:
         root: URL of the storage root.
         config: the resolved configuration; `config.run.iterations` says how far to go.
     """
-    store, _ = open_run(config, root, name)
+    store, digest = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
-        complete(name, store, config, progress)
+        complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
         progress.say("drawing the curves")
         png = store_plot(store, name, read_status(store, name).history)
         publish(read_status(store, name), png)
 
 
-def complete(name: str, root: Root, config: RunConfig, progress: Progress, room: Room = open_context) -> None:
-    """Do what is missing of a run, under its lease.
+def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
+    """Set this process up, refuse what cannot work, and record what the run is made from, or that it is unchanged.
 
-    A stage that its former driver published after all, with another result, is taken as it is, and the run goes on from
-    there.
+    Returns:
+        The storage root, and the identity of the configuration that the run was recorded with.
+
+    Raises:
+        InputError: something of the configuration cannot be used, or the run was started with another meaning.
+        LeaseHeld: a process of this machine drives the run.
+        StorageUnavailable: the root cannot be written.
     """
-    while next_iteration(root, name, config) <= config.run.iterations:
-        try:
-            with hold(root, name, "ratchet run") as lease, room(name, root, config, lease) as context:
-                advance(context, progress, next_iteration(root, name, config))
-        except Overtaken as fact:
-            progress.say(f"{fact}")
+    prepare_process()
+    check_run_name(name)
+    check_scratch()
+    store = open_root(root)
+    check_config(config, store)
+    digest = record_config(store, name, config)
+    if next_iteration(store, name, config) <= config.run.iterations:
+        check_free(store, name)
+    return store, digest
 
 
-def next_iteration(root: Root, name: str, config: RunConfig) -> int:
-    """The iteration to go on with; beyond the last if the run is complete."""
-    return first_incomplete(root, name, config.run.iterations, config.evaluate.every)
-
-
-def advance(context: RunContext, progress: Progress, first: int) -> None:
-    """Do the iterations from `first` to the last; what they leave is durable when it returns."""
-    context.outbox.add(partial(tidy, context))
-    position = begin(context, progress) if first == 0 else position_after(context, first - 1)
-    if first == 0:
-        context.outbox.add(partial(conclude, context, progress, 0))
-    for iteration in range(max(first, 1), context.config.run.iterations + 1):
-        position = iterate(context, progress, iteration, position)
-        context.outbox.add(partial(conclude, context, progress, iteration))
-    context.outbox.settle()
-
-
-def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
-    """Report an iteration, all of which is published, and give up the train state that need not be kept any longer."""
-    root, run = context.root, context.run
-    before = read_iteration(root, run, iteration - 1)[-1] if iteration else None
-    progress.finished(record_of(read_iteration(root, run, iteration), before))
-    retention = _retention(context)
-    if retention is not None:
-        give_up(root, WORKFLOW, run, retention, iteration)
-
-
-def tidy(context: RunContext) -> None:
-    """Give up what an earlier process did not come to, or an earlier configuration kept."""
-    retention = _retention(context)
-    if retention is not None:
-        collect(context.root, WORKFLOW, context.run, retention, apply=True)
-
-
-def _retention(context: RunContext) -> Retention | None:
-    section = context.config.storage
-    return None if section.keep_newest is None else Retention(newest=section.keep_newest, every=section.keep_every)
+@contextmanager
+def open_context(
+    name: str, root: Root, config: RunConfig, config_digest: str, progress: Progress, lease: Lease
+) -> Iterator[RunContext]:
+    """What stages work with; its processes and scratch files are gone at the end, those of a killed one now."""
+    sweep()
+    with (
+        scratch() as folder,
+        process_cluster() as cluster,
+        Fleet(name, config, cluster) as fleet,
+        injected(cluster.settings.faults, fleet.processes),
+        Outbox() as outbox,
+    ):
+        yield RunContext(
+            name, root, config, config_digest, fleet, folder, lease, outbox, performer=as_task, announce=progress.begins
+        )

@@ -12,8 +12,8 @@ from storage.backends.root import Root
 from storage.errors import InputError
 from tasks.config.environment import Settings
 from tasks.config.run import GeneratedModel, RunConfig
+from tasks.data.sources import prompt_tables, text_codec
 from tasks.rewards.resolve import resolve_reward
-from tasks.stages.prepare import prompt_tables, text_codec
 from trainer_core.config import check_layout
 
 

@@ -1,160 +1,194 @@
-"""The learner as the task layer sees it. Importing this module imports neither torch nor Megatron."""
+"""One trainer rank. It imports Megatron, which must find the platform prepared: make one with `start_trainer`."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_core.batches.sequences import Samples, SupervisedExamples
+from storage.errors import InputError, RatchetError
+from trainer_core.algorithms.grpo import PolicyPhase
+from trainer_core.algorithms.reference import Reference
+from trainer_core.algorithms.supervised import SupervisedPhase
+from trainer_core.batches.sequences import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
+from trainer_core.model import rng
+from trainer_core.model.mesh import join, leave
+from trainer_core.model.model import build_model
+from trainer_core.model.optimizer import Optimizer
+from trainer_core.model.passes import Passes
+from trainer_core.platform.platform import Platform, quietly
+from trainer_core.protocol import Generators, LoadedState, TrainerProtocol
+from trainer_core.state.checkpoint import Saver, load_state, load_weights
+from trainer_core.state.facts import StateFacts, check_modules, read_facts
+from trainer_core.weights.export import export_weights
 from trainer_core.weights.records import TensorRecord
 
 
-class Trainer:
-    """One rank of the learner.
+class Trainer(TrainerProtocol):
+    """Model, optimizer, random generators, reference and identity of one rank.
 
-    Every public method is a collective: all ranks call it, in the same order, with the same arguments.
+    `TrainerProtocol` documents the operations.
     """
 
-    def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec) -> None:
-        """Bring Megatron up on `rank.device`, meet the other ranks and build the model without weights.
-
-        Raises:
-            InputError: if the model is missing or cannot take the layout, or the device is not there.
-        """
-        from trainer_core.platform.platform import prepare, use_deterministic_kernels
-
-        platform = prepare(rank.device, rank.local_rank)
-        if rank.chooses_kernels:
-            use_deterministic_kernels()
-
-        from trainer_core.learner import Learner  # imports Megatron, which must find the platform prepared
-
-        self._learner = Learner(model_dir, config, rank, platform)
+    def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
+        """Meet the other ranks and build the model without weights; raises as `start_trainer`."""
+        self._config = config
+        self._transformer_engine = platform.transformer_engine
+        self._mesh = join(rank, config.parallel, platform)
+        rng.seed_rank(config.seed)
+        self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
+        self._passes = Passes(self._model, self._mesh, config.micro_batch_size)
+        self._saver = Saver()
+        self._optimizer: Optimizer | None = None
+        self._reference: Reference | None = None
+        self._reference_identity: str | None = None
         self._identity: str | None = None
+        self._generators: Generators = "continued"
+        self._step = 0
 
-    @property
     def identity(self) -> str | None:
-        """Identity of the committed state that this rank holds; None once its weights differ from any."""
+        """See `TrainerProtocol.identity`."""
         return self._identity
 
     def adopt(self, identity: str) -> None:
-        """Record that what this rank holds has been committed, or was loaded, under this identity."""
+        """See `TrainerProtocol.adopt`."""
         self._identity = identity
 
+    def generators(self) -> Generators:
+        """See `TrainerProtocol.generators`."""
+        return self._generators
+
     def import_model(self) -> None:
-        """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start afresh."""
+        """See `TrainerProtocol.import_model`."""
         self._identity = None
-        self._learner.import_model()
+        with quietly():
+            self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+        self._optimizer = Optimizer(self._model, self._config.optimizer)
+        rng.seed_rank(self._config.seed)
+        self._generators = "continued"
+        self._step = 0
 
-    def load(self, directory: str, fresh_optimizer: bool = False) -> dict[str, object]:
-        """Continue from a state that `save` wrote, under the same or another layout.
-
-        Under the same layout training goes on bit by bit as if it had not been interrupted. Under another one the
-        random generators are seeded anew.
-
-        Args:
-            directory: local folder with all files of the state; with a fresh optimizer those that
-                `facts.needed_for_weights` names are enough.
-            fresh_optimizer: take the weights alone and start this trainer's optimizer from zero.
-
-        Returns:
-            step: updates since the import; rng: "restored" or "reseeded"; saved_parallel: the layout that saved it;
-            optimizer_updates and optimizer: of the optimizer that the state holds.
-
-        Raises:
-            StorageError: if there is no state.
-            InputError: if the state's optimizer is configured otherwise than this trainer's, or Transformer Engine
-                saved it and is not here, or the other way round.
-        """
+    def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
+        """See `TrainerProtocol.load`."""
         self._identity = None
-        return self._learner.load(directory, fresh_optimizer)
+        facts = read_facts(directory)
+        check_modules(directory, facts, self._transformer_engine)
+        restore_rng = facts.parallel == self._config.parallel and not fresh_optimizer
+        rng.seed_rank(self._config.seed + facts.step)
+        if fresh_optimizer:
+            load_weights(directory, self._model, self._mesh)
+            self._optimizer = Optimizer(self._model, self._config.optimizer)
+        else:
+            self._optimizer = self._continued(facts)
+            load_state(directory, self._model, self._optimizer, self._mesh, restore_rng)
+        self._step = facts.step
+        self._generators = "restored" if restore_rng else "reseeded"
+        return LoadedState(
+            facts.step, self._generators, facts.parallel, facts.optimizer, optimizer_updates=facts.optimizer_updates
+        )
+
+    def _continued(self, facts: StateFacts) -> Optimizer:
+        if facts.precision != self._config.precision:
+            raise InputError(
+                f"the state is in {facts.precision} and the trainer computes in {self._config.precision}; "
+                "use the state's precision, or load it with a fresh optimizer"
+            )
+        if facts.optimizer != self._config.optimizer:
+            raise InputError(
+                f"the state holds the optimizer {facts.optimizer} and the trainer is asked for "
+                f"{self._config.optimizer}; use the state's settings, or load it with a fresh optimizer"
+            )
+        return Optimizer(self._model, self._config.optimizer)
 
     def save(self, directory: str) -> list[str]:
-        """Write weights, optimizer, schedule, step counter and RNG into an empty local folder.
-
-        Returns the names of the files that this rank has written and must store.
-        """
-        return self._learner.save(directory)
+        """See `TrainerProtocol.save`."""
+        optimizer = self._live_optimizer()
+        facts = StateFacts(
+            step=self._step,
+            optimizer_updates=optimizer.updates,
+            optimizer=optimizer.config,
+            parallel=self._config.parallel,
+            precision=self._config.precision,
+            transformer_engine=self._transformer_engine,
+        )
+        return self._saver.save(directory, self._model, optimizer, self._mesh, facts)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
-        """Train on one iteration's samples with the objective of `TrainerConfig.policy` (GRPO).
-
-        Advantages are taken within prompt groups; old log-probabilities are this trainer's own. Samples that are not
-        usable take no part.
-
-        Args:
-            samples: all samples of the iteration, on every rank.
-            temperature: the temperature they were sampled at; the trainer's logits are divided by it.
-            reference: whether to compare with the weights of `load_reference`; must be set if kl_coefficient > 0.
-
-        Returns:
-            The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
-            learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
-            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if asked for;
-            engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; tokens: response
-            tokens; steps: updates.
-
-        Raises:
-            InputError: if a sequence is longer than max_length, or no reference is there where one is needed.
-            StageFailed: if no sample is usable.
-            NumericsError: if a loss or gradient norm is not finite; that update is not applied.
-        """
+        """See `TrainerProtocol.train_policy`."""
         self._identity = None
-        return self._learner.train_policy(samples, temperature, reference)
+        self._check_length(samples)
+        phase = PolicyPhase(
+            self._passes, self._live_optimizer(), self._config.policy, temperature, (self._config.seed, self._step)
+        )
+        reference_logprobs = self._reference_logprobs(samples, temperature) if reference else None
+        if self._config.policy.kl_coefficient and reference_logprobs is None:
+            raise InputError(
+                f"policy.kl_coefficient is {self._config.policy.kl_coefficient} and no reference is used; "
+                "load a reference, or set the coefficient to 0"
+            )
+        report = phase.run(samples, reference_logprobs)
+        self._step += int(report["steps"])
+        self._generators = "continued"
+        return report
 
     def train_supervised(
         self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None = None
     ) -> dict[str, float]:
-        """Take `steps` updates of maximum likelihood on batches of `batch_size` examples in a seeded order.
-
-        Args:
-            examples: all examples, on every rank.
-            steps: updates; 0 leaves the weights as they are.
-            batch_size: examples per update, over all ranks.
-            optimizer: if given, these updates use a fresh optimizer of this configuration, and afterwards the trainer
-                holds a fresh one of `TrainerConfig.optimizer`, so that neither moments nor schedule leak from one phase
-                into the next. If not, the trainer's optimizer goes on.
-
-        Returns:
-            The same on every rank: first_loss and loss (mean nats per response token, of the first and last batch),
-            grad_norm (mean), learning_rate (last), steps, tokens.
-
-        Raises:
-            NumericsError: if a loss or gradient norm is not finite; that update is not applied.
-        """
+        """See `TrainerProtocol.train_supervised`."""
         self._identity = None
-        return self._learner.train_supervised(examples, steps, batch_size, optimizer)
+        self._check_length(examples)
+        if optimizer is not None:
+            self._optimizer = Optimizer(self._model, optimizer)
+        phase = SupervisedPhase(self._passes, self._live_optimizer(), self._config.seed)
+        report = phase.run(examples, steps, batch_size)
+        if optimizer is not None:
+            self._optimizer = Optimizer(self._model, self._config.optimizer)
+        self._step += int(report["steps"])
+        return report
 
     def logprobs(self, sequences: Sequence[NDArray[np.int32]], temperature: float = 1.0) -> list[NDArray[np.float32]]:
-        """Log-probability of every token but the first of each sequence given those before it.
+        """See `TrainerProtocol.logprobs`."""
+        whole = as_sequences(sequences)
+        self._check_length(whole)
+        padded = whole.padded()
+        with rng.undisturbed():
+            scores = self._passes.score(padded, np.arange(len(sequences)), temperature)
+        return [row[:width] for row, width in zip(scores.logprobs, padded.widths, strict=True)]
 
-        Nats, float32, (len(sequence) - 1,) each, under softmax(logits / temperature); every rank gets all.
-        """
-        return self._learner.logprobs(sequences, temperature)
+    def reference(self) -> str | None:
+        """See `TrainerProtocol.reference`."""
+        return self._reference_identity
 
-    def load_reference(self, directory: str) -> None:
-        """Keep the weights of a saved state as the frozen reference of the KL term.
-
-        `directory` holds at least the files that `facts.needed_for_weights` names.
-
-        Raises:
-            StorageError: if there is no state.
-            InputError: if Transformer Engine saved it and is not here, or the other way round.
-        """
-        self._learner.load_reference(directory)
+    def load_reference(self, directory: str, identity: str) -> None:
+        """See `TrainerProtocol.load_reference`."""
+        self._reference_identity = None
+        check_modules(directory, read_facts(directory), self._transformer_engine)
+        self._reference = Reference(directory, self._model, self._mesh)
+        self._reference_identity = identity
 
     def export(self, directory: str) -> list[TensorRecord]:
-        """Write the live weights under their Hugging Face names as safetensors files into `directory`.
-
-        Rank 0 writes, and returns one record per tensor in the order written; other ranks return []. A layer is never
-        divided between files.
-
-        Raises:
-            StorageUnavailable: on rank 0, if the files cannot be written.
-        """
-        return self._learner.export(directory)
+        """See `TrainerProtocol.export`."""
+        return export_weights(directory, self._model, self._mesh)
 
     def close(self) -> None:
-        """Leave the process groups; the trainer is of no use afterwards."""
-        self._learner.close()
+        """See `TrainerProtocol.close`."""
+        leave()
+
+    def _reference_logprobs(self, samples: Samples, temperature: float) -> Matrix:
+        if self._reference is None:
+            raise InputError("a reference is asked for and none is loaded; call load_reference first")
+        with self._reference.in_place():
+            return self._passes.score(samples.padded(), np.flatnonzero(samples.usable), temperature).logprobs
+
+    def _check_length(self, sequences: Sequences) -> None:
+        longest = int(sequences.lengths.max(initial=0))
+        if longest > self._config.max_length:
+            raise InputError(
+                f"a sequence has {longest} tokens and the trainer's max_length is {self._config.max_length}; "
+                "shorten prompts or responses, or raise max_length"
+            )
+
+    def _live_optimizer(self) -> Optimizer:
+        if self._optimizer is None:
+            raise RatchetError("the trainer holds no weights yet; call import_model or load first")
+        return self._optimizer

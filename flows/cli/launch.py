@@ -9,19 +9,16 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.cli.memory import MemoryMeter
 from flows.cli.signals import Signals
-from flows.run import next_iteration, process_cluster, run
+from flows.driving import next_iteration
+from flows.run import process_cluster, ready, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.curves import store_plot
 from flows.views.history import read_history
 from flows.views.output import Output
 from flows.views.progress import closing_lines
 from flows.views.status import RunStatus, read_status
-from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
-from storage.ownership.lease import check_free
-from tasks.checks import check_config, check_scratch
 from tasks.config.run import RunConfig
-from tasks.stages.context import open_run
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,7 @@ def launch(order: Order, output: Output) -> int:
     Raises:
         RatchetError: whatever stops the run.
     """
-    root = open_root(order.root)
-    check_scratch()
-    check_config(order.config, root)
-    open_run(order.config, order.root, order.run)
+    root, _ = ready(order.run, order.root, order.config)  # before anything starts; the flow asks again
     _quieten_prefect()
     signals = Signals()
     try:
@@ -83,7 +77,6 @@ def launch(order: Order, output: Output) -> int:
             if first > order.config.run.iterations:
                 store_plot(root, order.run, read_history(root, order.run))
             else:
-                check_free(root, order.run)
                 output.say(f"run {order.run} begins at iteration {first}; Ray and Prefect are coming up")
                 _run_flow(order, signals)
     except (KeyboardInterrupt, ValueError) as end:

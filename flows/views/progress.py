@@ -1,8 +1,7 @@
 """What the person sees while a run goes on: one line that lives, and one line for every finished iteration."""
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console
@@ -55,14 +54,12 @@ class Progress:
         self._begin(text)
         self._print(text)
 
-    @contextlib.contextmanager
-    def stage(self, iteration: int, stage: Stage) -> Iterator[None]:
-        """Show a stage while it is being done."""
+    def begins(self, iteration: int, stage: Stage) -> None:
+        """Show the stage that is being done from now on."""
         self._finished = max(iteration - 1, 0)
         self._begin(f"iteration {iteration}: {stage}")
         if iteration == 0 and not self._console.is_terminal:
             self._print(f"iteration 0: {stage}")  # the slow start: processes come up, the model is warmed up
-        yield
 
     def finished(self, record: IterationRecord) -> None:
         """Print the line of a finished iteration."""

@@ -204,6 +204,15 @@ class EngineSection(Section):
     """Capture CUDA graphs: faster steps, a start that takes a minute longer. Without effect on CPU."""
 
 
+class WorkersSection(Section):
+    """How long processes that compute may take before they count as lost; it changes no result."""
+
+    start_deadline_s: float = Field(default=1800.0, gt=0)
+    """Seconds for trainer ranks or an engine to come up: imports, the model, CUDA graphs."""
+    call_deadline_s: float = Field(default=14400.0, gt=0)
+    """Seconds for one call: all training of an iteration, the samples of one stored part, saving a state."""
+
+
 class StorageSection(Section):
     """How long train states are kept. The state of iteration 0 and the newest always are."""
 
@@ -241,6 +250,7 @@ class RunConfig(Section):
     sync: SyncSection = SyncSection()
     evaluate: EvaluateSection = EvaluateSection()
     engine: EngineSection = EngineSection()
+    workers: WorkersSection = WorkersSection()
     device: DeviceSection = DeviceSection()
     storage: StorageSection = StorageSection()
 
@@ -253,6 +263,7 @@ class RunConfig(Section):
         runtime: dict[str, Any] = {
             "run": {"name", "iterations"},
             "engine": True,
+            "workers": True,
             "device": True,
             "storage": True,
             "evaluate": True,

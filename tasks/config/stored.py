@@ -23,14 +23,17 @@ def stored_config(root: Root, run: str) -> RunConfig:
     return records.parse(records.unseal_older(data, where), RunConfig, where)
 
 
-def record_config(root: Root, run: str, config: RunConfig) -> None:
+def record_config(root: Root, run: str, config: RunConfig) -> str:
     """Record what a run is made from, or check that it is continued unchanged.
+
+    Returns:
+        Identity of the recorded configuration, which every manifest of the run carries.
 
     Raises:
         InputError: the run was started with another meaning.
     """
     if records.publish(root, layout.run_config_key(run), config):
-        return
+        return config.digest
     stored = stored_config(root, run)
     if stored.digest != config.digest:
         lines = "\n".join(f"  {line}" for line in changed_meaning(stored.meaning(), config.meaning()))
@@ -38,3 +41,4 @@ def record_config(root: Root, run: str, config: RunConfig) -> None:
             f"run {run!r} exists in {root.url} and was started with another meaning:\n{lines}\n"
             "Continue it with its own configuration, or start a new run with another --run"
         )
+    return stored.digest

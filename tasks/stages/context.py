@@ -1,20 +1,41 @@
-"""The room a run works in: where it is stored, what it is made from, who computes."""
+"""What a run works with: where it is stored, what it is made from, who computes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from storage.backends.root import Root, open_root
-from storage.errors import InputError
-from storage.ids import check_run_name
-from storage.manifest import Fence, Manifest
-from storage.parts import PartWriter
+from storage.backends.root import Root
+from storage.manifest import Fence
 from storage.write_behind import Outbox
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config
 from tasks.stages.names import Stage
-from tasks.stages.stage import StageOutput, StageResult, run_stage
-from tasks.workers.fleet import Fleet
+from tasks.workers.protocol import Workers
+
+if TYPE_CHECKING:
+    from tasks.stages.stage import Performed
+    from tasks.stages.views import View
+
+
+class Outcome(Protocol):
+    """What came of a stage: a Prefect state, or what was done in place."""
+
+    def result(self) -> "View":
+        """The view of the stage's manifest, or what the stage raised."""
+        ...
+
+
+Performer = Callable[[int, Callable[[], "Performed"], tuple["View", ...]], Outcome]
+"""Does the work of a stage where it can be seen, given the iteration, the work and the inputs that it is made from."""
+
+
+def directly(_stage: Stage) -> Performer:
+    """Do a stage in place, seen by nobody."""
+    return lambda _iteration, work, _inputs: work()
+
+
+def unannounced(_iteration: int, _stage: Stage) -> None:
+    """Tell nobody which stage begins."""
 
 
 @dataclass(frozen=True)
@@ -24,36 +45,16 @@ class RunContext:
     run: str
     root: Root
     config: RunConfig
-    fleet: Fleet
+    config_digest: str
+    """Identity of the configuration under which the run was recorded; every manifest of the run carries it."""
+    workers: Workers
     scratch: Path
+    """Local folder for files that are on their way."""
     fence: Fence | None = None
     """The lease under which this process drives the run; a commit without it is refused."""
     outbox: Outbox = field(default_factory=Outbox)
     """What is stored and published behind the stages."""
-
-    def stage(
-        self, iteration: int, stage: Stage, inputs: Mapping[str, Manifest], body: Callable[[PartWriter], StageOutput]
-    ) -> StageResult:
-        """Do a stage of this run, or return what is committed; `body` is given where to put its parts."""
-        writer = PartWriter(self.root, self.run, iteration, stage)
-        return run_stage(writer, self.config.digest, inputs, lambda: body(writer), self.fence, self.outbox)
-
-
-def open_run(config: RunConfig, root_url: str, run: str | None = None) -> tuple[Root, str]:
-    """Open the storage of a run and record what it is made from, or check that it is continued unchanged.
-
-    Returns:
-        The root and the run's id.
-
-    Raises:
-        InputError: no id is given, or the run exists and was started with another meaning.
-        StorageUnavailable: the root cannot be written.
-    """
-    name = run or config.run.name
-    if name is None:
-        raise InputError("the run has no id: set run.name in the configuration or give --run NAME")
-    check_run_name(name)
-    root = open_root(root_url)
-    root.check_writable()
-    record_config(root, name, config)
-    return root, name
+    performer: Callable[[Stage], Performer] = directly
+    """How a stage is done: as a Prefect task in a flow, else directly."""
+    announce: Callable[[int, Stage], None] = unannounced
+    """Is told of each stage before it is done."""

@@ -1,7 +1,7 @@
 """Stage `rollout`: the engines sample responses to the next prompts.
 
-Prompt groups become durable piece by piece, so a crash costs the piece in work. Each sample has a seed of its own, made
-from its place in the run, so that a piece generated again asks for the same samples.
+Prompt groups become durable piece by piece, so a crash costs the piece in progress. Each sample has a seed of its own,
+made from its place in the run, so that a piece generated again asks for the same samples.
 """
 
 import hashlib
@@ -12,32 +12,55 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage.manifest import Manifest, Part
+from storage.digest import value_digest
+from storage.errors import StageFailed
+from storage.manifest import Part
 from storage.parallel import each
-from storage.parts import PartWriter, read_parts
+from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from tasks.data.prompts import draw, repetitions
-from tasks.data.tokenizer import TextCodec
-from tasks.engine.engine import Sampling
-from tasks.stages.context import RunContext
+from tasks.engine.protocol import Sampling, token_rows
 from tasks.stages.names import Stage
-from tasks.stages.prepare import model_directory, prompts
+from tasks.stages.prepared import prompts, text_codec
 from tasks.stages.served_weights import ensure_served
-from tasks.stages.stage import StageOutput, StageResult
-from tasks.workers.fleet import EngineHandle
+from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.views import Prepared, Rollouts, Served
+from tasks.workers.engines import EngineHandle
+
+_SAMPLED = ["response_tokens", "logprobs", "finish_reason"]
 
 
-def rollout(context: RunContext, iteration: int, prepared: Manifest, synced: Manifest) -> StageResult:
-    """Sample `rollout.samples` responses to each of the next `rollout.prompts` prompts with the synced weights."""
-    inputs = {"prepare": prepared, "weights": synced}
-    return context.stage(iteration, Stage.ROLLOUT, inputs, lambda writer: _sample(context, writer, prepared, synced))
+@stage(Stage.ROLLOUT, ("prepare", "weights"), Rollouts)
+def rollout(work: Work, prepared: Prepared, served: Served) -> StageOutput:
+    """Sample `rollout.samples` responses to each of the next `rollout.prompts` prompts with the served weights."""
+    engines = ensure_served(work.context, prepared, served)
+    sampler = _Sampler(work, served, sampling(work, prepared))
+    groups = drawn(work, prepared, served)
+    clock = time.perf_counter()
+    pieces = each(
+        lambda index: sampler.piece(engines[index % len(engines)], index, groups[index]),
+        range(len(groups)),
+        len(engines),
+    )
+    seconds = time.perf_counter() - clock
+    kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
+    repeated = {} if kept is None else sampler.sample_again(engines[0], pieces[kept], groups[kept])
+    samples = pa.concat_tables([piece.table for piece in pieces])
+    _check_rows(samples, groups, work.config.rollout.samples)
+    work.context.outbox.settle()  # samples count only once the state that made them is durable
+    return StageOutput(
+        parts=tuple(piece.part for piece in pieces),
+        schema_fingerprint=fingerprint(ROLLOUT),
+        facts={"cursor": served.cursor + work.config.rollout.prompts, "weight_version": served.weight_version},
+        metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated},
+    )
 
 
-def sampling(context: RunContext, prepared: Manifest) -> Sampling:
+def sampling(work: Work, prepared: Prepared) -> Sampling:
     """How the run samples."""
-    section = context.config.rollout
-    stop = TextCodec.from_directory(model_directory(context, prepared)).stop_tokens
+    section = work.config.rollout
+    stop = text_codec(work.context, prepared).stop_tokens
     return Sampling(
         temperature=section.temperature, top_p=section.top_p, max_tokens=section.max_tokens, stop_token_ids=stop
     )
@@ -49,47 +72,19 @@ def sample_seed(run_seed: int, position: int, sample: int) -> int:
     return int.from_bytes(digest) >> 2
 
 
-def _sample(context: RunContext, writer: PartWriter, prepared: Manifest, synced: Manifest) -> StageOutput:
-    section = context.config.rollout
-    engines = ensure_served(context, prepared, synced)
-    work = _Work(context, writer, synced, sampling(context, prepared))
-    table = prompts(context, prepared, "train")
-    cursor = number(synced.facts["cursor"])
-    rows = draw(table.num_rows, cursor, section.prompts, context.config.run.seed, context.config.data.shuffle)
-    repeats = repetitions(rows)
-    starts = range(0, len(rows), section.groups_per_part)
-    clock = time.perf_counter()
-
-    def chosen(index: int) -> Chosen:
-        place = slice(starts[index], starts[index] + section.groups_per_part)
-        return Chosen(table.take(rows[place]), repeats[place], cursor + place.start)
-
-    pieces = each(
-        lambda index: work.piece(engines[index % len(engines)], index, chosen(index)), range(len(starts)), len(engines)
-    )
-    seconds = time.perf_counter() - clock
-    parts = tuple(piece.part for piece in pieces)
-    kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
-    repeated = {} if kept is None else work.sample_again(engines[0], pieces[kept], chosen(kept))
-    samples = pa.concat_tables([piece.table for piece in pieces])
-    context.outbox.settle()  # they count only once the state that made them is durable
-    return StageOutput(
-        parts=parts,
-        schema_fingerprint=fingerprint(ROLLOUT),
-        facts={"cursor": cursor + section.prompts, "weight_version": synced.facts["weight_version"]},
-        metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated},
-    )
-
-
 @dataclass(frozen=True)
-class Chosen:
+class Groups:
     """The prompts of one piece."""
 
     prompts: pa.Table
     repeats: NDArray[np.int64]
-    """(groups,) how often each prompt stands earlier in this rollout: its samples are numbered on from there."""
+    """(groups,) how often each prompt is drawn earlier in this rollout: its samples are numbered on from there."""
     position: int
     """Prompts drawn since the run began, before the first of these."""
+
+    def sample_ids(self, samples: int) -> NDArray[np.int64]:
+        """Numbers of the samples within their prompt groups, (groups * samples,)."""
+        return (self.repeats[:, None] * samples + np.arange(samples)).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -101,67 +96,101 @@ class Piece:
     kept: bool
 
 
+def drawn(work: Work, prepared: Prepared, served: Served) -> list[Groups]:
+    """The next prompts, cut into pieces of `rollout.groups_per_part` groups."""
+    table, section = prompts(work.context, prepared, "train"), work.config.rollout
+    seed, shuffle = work.config.run.seed, work.config.data.shuffle
+    rows = draw(table.num_rows, served.cursor, section.prompts, seed, shuffle)
+    repeats = repetitions(rows)
+    places = [slice(start, start + section.groups_per_part) for start in range(0, len(rows), section.groups_per_part)]
+    return [Groups(table.take(rows[place]), repeats[place], served.cursor + place.start) for place in places]
+
+
 @dataclass(frozen=True)
-class _Work:
+class _Sampler:
     """What every piece of one rollout has in common."""
 
-    context: RunContext
-    writer: PartWriter
-    synced: Manifest
+    work: Work
+    served: Served
     how: Sampling
 
-    def piece(self, engine: EngineHandle, index: int, chosen: Chosen) -> Piece:
-        """One piece: taken from storage if it was generated before with the same weights, else generated now."""
-        name = f"{index:05d}-{self.synced.digest[:12]}"
-        kept = find_piece(self.writer, name)
+    def piece(self, engine: EngineHandle, index: int, groups: Groups) -> Piece:
+        """One piece: taken from storage if it was generated before from all the same, else generated now."""
+        writer, name = self.work.writer, self._name(groups)
+        kept = find_piece(writer, name)
         if kept is not None:
             return Piece(kept, self._stored(kept), kept=True)
-        table = self._generate(engine, chosen)
-        part = self.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
-        first = keep_piece(self.writer, name, part)
+        table = self._generate(engine, groups)
+        part = writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
+        first = keep_piece(writer, name, part)
         return Piece(first, table if first == part else self._stored(first), kept=False)
 
-    def _stored(self, part: Part) -> pa.Table:
-        return read_parts(self.writer.root, [part], ROLLOUT)
+    def _name(self, groups: Groups) -> str:
+        """The groups of a piece, and a digest of everything else that decides its samples.
 
-    def sample_again(self, engine: EngineHandle, kept: Piece, chosen: Chosen) -> dict[str, float]:
-        """Generate a piece of an earlier process once more, and count the samples that come out bit for bit the same.
+        The run's configuration and its prompts are fixed; what may change between two starts is in the digest.
+        """
+        first = groups.position - self.served.cursor
+        decides = [self.served.digest, self.work.config.engine.precision]
+        return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(decides)[:16]}"
+
+    def _stored(self, part: Part) -> pa.Table:
+        return read_parts(self.work.root, [part], ROLLOUT)
+
+    def sample_again(self, engine: EngineHandle, kept: Piece, groups: Groups) -> dict[str, float]:
+        """Generate a piece of an earlier process once more, and count the samples that are bit for bit the same.
 
         What a crash lost cannot be compared; what the same process left can, so it is known whether the engine gives
         the same samples for the same seeds.
         """
-        columns = ["response_tokens", "logprobs", "finish_reason"]
-        before = kept.table.select(columns).combine_chunks()
-        again = self._generate(engine, chosen).select(columns).combine_chunks()
+        before = kept.table.select(_SAMPLED).combine_chunks()
+        again = self._generate(engine, groups).select(_SAMPLED).combine_chunks()
         equal = sum(before.slice(row, 1).equals(again.slice(row, 1)) for row in range(before.num_rows))
         return {"sampled_again": float(before.num_rows), "sampled_again_equal": float(equal)}
 
-    def _generate(self, engine: EngineHandle, chosen: Chosen) -> pa.Table:
-        config, groups = self.context.config, range(chosen.prompts.num_rows)
-        n, first = config.rollout.samples, chosen.position
-        repeated = chosen.prompts.take(np.repeat(np.arange(len(groups)), n))
-        seeds = [sample_seed(config.run.seed, first + group, sample) for group in groups for sample in range(n)]
-        batch = engine.generate(repeated["prompt_tokens"].to_pylist(), seeds, self.how)
+    def _generate(self, engine: EngineHandle, groups: Groups) -> pa.Table:
+        config, count = self.work.config, groups.prompts.num_rows
+        n, first = config.rollout.samples, groups.position
+        repeated = groups.prompts.take(np.repeat(np.arange(count), n))
+        seeds = [sample_seed(config.run.seed, first + group, sample) for group in range(count) for sample in range(n)]
+        batch = engine.generate(token_rows(repeated["prompt_tokens"]), seeds, self.how)
         columns = {
             "prompt_id": repeated["prompt_id"],
             "prompt_tokens": repeated["prompt_tokens"],
-            "sample_id": pa.array((chosen.repeats[:, None] * n + np.arange(n)).reshape(-1)),  # (groups * n,)
+            "sample_id": pa.array(groups.sample_ids(n)),
             "seed": pa.array(seeds, pa.int64()),
-            **{name: batch.column(name) for name in ("response_tokens", "logprobs", "finish_reason")},
+            **{name: batch.column(name) for name in _SAMPLED},
             **self._constants(len(seeds)),
         }
         return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)
 
     def _constants(self, rows: int) -> dict[str, pa.Array]:
         values = {
-            "run": self.writer.run,
-            "iteration": self.writer.iteration,
-            "weight_version": self.synced.facts["weight_version"],
+            "run": self.work.writer.run,
+            "iteration": self.work.iteration,
+            "weight_version": self.served.weight_version,
             "temperature": self.how.temperature,
             "top_p": self.how.top_p,
             "max_tokens": self.how.max_tokens,
         }
         return {name: pa.repeat(pa.scalar(value, ROLLOUT.field(name).type), rows) for name, value in values.items()}
+
+
+def _check_rows(samples: pa.Table, groups: list[Groups], count: int) -> None:
+    """Refuse samples that are not, one for one, those that were asked for.
+
+    Raises:
+        StageFailed: rows are missing, doubled or of other prompts.
+    """
+    names = pa.concat_tables([one.prompts.select(["prompt_id"]) for one in groups])["prompt_id"]
+    expected = names.take(np.repeat(np.arange(len(names)), count)).combine_chunks()
+    numbers = np.concatenate([one.sample_ids(count) for one in groups])
+    same = samples["prompt_id"].combine_chunks().equals(expected)
+    if not (same and np.array_equal(samples["sample_id"].to_numpy(), numbers)):
+        raise StageFailed(
+            f"the pieces of this rollout hold {samples.num_rows} samples that are not the {len(expected)} that were "
+            "asked for; nothing was committed. Look at the pieces with `ratchet verify`, and report this as a defect"
+        )
 
 
 def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
@@ -179,10 +208,3 @@ def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
         "response_length": float(lengths.mean()),
         "truncated": float(truncated),
     }
-
-
-def number(value: object) -> int:
-    """A whole number from a manifest's facts."""
-    if not isinstance(value, int):
-        raise TypeError(f"a whole number was stored, {value!r} was read")
-    return value

@@ -1,19 +1,19 @@
-"""Moving the learner's weights into the engines, and proving that they arrived."""
+"""Moving the trainer's weights into the engines, and proving that they arrived."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from storage.errors import SyncMismatch
-from storage.manifest import Manifest, need
-from tasks.engine.engine import weights_digest
+from storage.manifest import need
+from tasks.engine.protocol import weights_digest
 from tasks.stages.context import RunContext
-from tasks.stages.held_state import ensure_state, learner
+from tasks.stages.held_state import ensure_state, trainers
 from tasks.stages.names import Stage
-from tasks.stages.prepare import model_directory
-from tasks.workers.fleet import EngineHandle
+from tasks.stages.prepared import model_directory
+from tasks.stages.views import Prepared, Served, Trained
+from tasks.workers.engines import EngineHandle
 from tasks.workers.scratch import scratch
 from tasks.workers.trainers import TrainerGroup
-from trainer_core.weights.records import TensorRecord
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Delivery:
     bytes: int
 
 
-def engines_of(context: RunContext, prepared: Manifest) -> list[EngineHandle]:
+def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
     """The run's engines, started if they are not there, with the trainer ranks beside them."""
-    learner(context, prepared)
-    return context.fleet.engines(model_directory(context, prepared))
+    trainers(context, prepared)
+    return context.workers.engines(model_directory(context, prepared))
 
 
-def ensure_served(context: RunContext, prepared: Manifest, synced: Manifest) -> list[EngineHandle]:
-    """Engines that hold the weights which the weight-sync stage `synced` recorded.
+def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
+    """Engines that hold the weights which the weight-sync stage `served` recorded.
 
     An engine that is new, or holds something else, gets them from the train state of that iteration.
 
@@ -41,17 +41,17 @@ def ensure_served(context: RunContext, prepared: Manifest, synced: Manifest) -> 
         SyncMismatch: the state on storage gives other weights than were recorded.
     """
     engines = engines_of(context, prepared)
-    wanted = (synced.iteration, synced.facts["weights_digest"])
+    wanted = (served.weight_version, served.weights_digest)
     if all((held.weight_version, held.weights_digest) == wanted for held in (e.identity() for e in engines)):
         return engines
-    context.outbox.settle()
-    trained = need(context.root, synced.run, synced.iteration, Stage.TRAIN)
+    context.outbox.settle()  # what is to be loaded may still be on its way to storage
+    trained = Trained(need(context.root, served.manifest.run, served.weight_version, Stage.TRAIN))
     group = ensure_state(context, prepared, trained)
-    delivery = deliver(engines, group, synced.iteration)
-    if delivery.weights_digest != synced.facts["weights_digest"]:
+    delivery = deliver(engines, group, served.weight_version)
+    if delivery.weights_digest != served.weights_digest:
         raise SyncMismatch(
-            f"the state of iteration {synced.iteration} exports weights {delivery.weights_digest}, but "
-            f"{synced.facts['weights_digest']} were served when it was committed. Check the store with ratchet verify"
+            f"the state of iteration {served.weight_version} exports weights {delivery.weights_digest}, but "
+            f"{served.weights_digest} were served when it was committed. Check the store with `ratchet verify`"
         )
     return engines
 
@@ -63,7 +63,7 @@ def deliver(engines: list[EngineHandle], group: TrainerGroup, version: int) -> D
         SyncMismatch: an engine did not receive exactly the tensors that were sent.
     """
     with scratch(memory=True) as folder:  # the engine is another process of this host
-        records: list[TensorRecord] = group.call("export", str(folder))[0]
+        records = group.export(folder)
         digest = weights_digest({record.name: record.digest for record in records})
         with ThreadPoolExecutor(len(engines)) as pool:
             receipts = list(pool.map(lambda engine: engine.receive(str(folder), version, records), engines))

@@ -1,9 +1,10 @@
-"""The one rule of every stage: committed already with the same inputs means done; else do the work, then commit.
+"""The one rule of every stage: committed already from the same inputs means done; else do the work, then commit.
 
 A train state may be stored behind the stages that follow. Its stage then returns a manifest that is still to be
 published, and what is made from it is published after it, in the order of an outbox.
 """
 
+import inspect
 import os
 import socket
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from typing import Concatenate, cast
 
 from pydantic import JsonValue
 
@@ -21,8 +23,31 @@ from storage.errors import CommitConflict
 from storage.kill_points import Point
 from storage.manifest import Fence, Manifest, Part, commit, find
 from storage.parts import PartWriter
-from storage.write_behind import Outbox
 from tasks.config.code_version import code_version
+from tasks.config.run import RunConfig
+from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
+from tasks.stages.views import View
+
+
+@dataclass(frozen=True)
+class Work:
+    """One stage that is being done."""
+
+    context: RunContext
+    iteration: int
+    writer: PartWriter
+    """Where its parts go."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        return self.context.config
+
+    @property
+    def root(self) -> Root:
+        """The run's storage."""
+        return self.context.root
 
 
 @dataclass(frozen=True)
@@ -34,70 +59,126 @@ class StageOutput:
     facts: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     store: Callable[[], None] | None = None
-    """Stores the parts, if that is still to be done; called once, by the outbox if there is one."""
+    """Stores the parts, if that is still to be done; called once, by the outbox."""
+    identified: Callable[[str], None] | None = None
+    """Is told the digest of the manifest, once that is known and its publication is under way."""
 
 
 @dataclass(frozen=True)
-class StageResult:
+class Performed:
     """A finished stage, and whether it was committed before."""
 
-    manifest: Manifest
+    view: View
     reused: bool
     pending: bool = False
     """Whether its manifest is still to be published by the outbox."""
 
+    def result(self) -> View:
+        """The view of its manifest."""
+        return self.view
 
-def run_stage(
-    writer: PartWriter,
-    config_digest: str,
-    inputs: Mapping[str, Manifest],
-    body: Callable[[], StageOutput],
-    fence: Fence | None = None,
-    outbox: Outbox | None = None,
-) -> StageResult:
-    """Return the manifest of a stage, doing `body` only if there is none made from the same inputs.
 
-    With an outbox that is at work, or for parts that are still to be stored, the manifest is published from there,
-    after everything that was added before. What then goes wrong is raised by the outbox.
+class StageFunction[**P, V: View]:
+    """A stage: called with the run, the iteration and the views of its inputs, it gives the view of its own manifest.
 
-    Raises:
-        CommitConflict: the stage is committed, but from other inputs or by a competing writer with another result.
-        LeaseLost: another process drives the run by now; nothing was committed.
+    Between the caller's line and the first line of the stage's body are three frames of ours: this call, the task that
+    makes it visible, and `perform`.
     """
-    digests = {role: manifest.digest for role, manifest in inputs.items()}
-    done = committed(writer.root, writer.run, writer.iteration, writer.stage, digests, config_digest)
-    if done is not None:
-        return StageResult(done, reused=True)
-    kill_points.reached(Point.STARTED, _key(writer))
-    started, clock, begun = datetime.now(UTC), time.perf_counter(), meter.seconds()
-    process = f"{socket.gethostname()}:{os.getpid()}"
-    attempt = begin(writer.root, writer.run, writer.iteration, writer.stage, process)
-    output = body()
-    manifest = Manifest(
-        run=writer.run,
-        iteration=writer.iteration,
-        stage=writer.stage,
-        schema_fingerprint=output.schema_fingerprint,
-        parts=output.parts,
-        inputs=digests,
-        config_digest=config_digest,
-        code_version=code_version(),
-        facts=dict(output.facts),
-        metrics={
-            **output.metrics,
-            "seconds": time.perf_counter() - clock,
-            "storage_seconds": meter.seconds() - begun,
-        },
-        attempt=attempt,
-        writer=process,
-        started=started,
-        finished=datetime.now(UTC),
-    )
-    publish = partial(_publish, writer, manifest, output.store, fence)
-    if outbox is None or (output.store is None and outbox.idle):
-        return StageResult(publish(), reused=False)
-    outbox.add(publish)
-    return StageResult(manifest, reused=False, pending=True)
+
+    def __init__(
+        self, stage: Stage, roles: tuple[str, ...], view: type[V], body: Callable[Concatenate[Work, P], StageOutput]
+    ) -> None:
+        self.stage, self.view = stage, view
+        self._roles, self._body = roles, body
+        self._signature = inspect.signature(body)
+
+    def __call__(self, context: RunContext, iteration: int, *inputs: P.args, **named: P.kwargs) -> V:
+        """Do the stage, or return what is committed.
+
+        Raises:
+            CommitConflict: the stage is committed, but from other inputs or by a competing writer with another result.
+            LeaseLost: another process drives the run by now; nothing was committed.
+        """
+        context.announce(iteration, self.stage)
+        ordered = self._signature.bind(None, *inputs, **named).args[1:]
+        work = partial(self.perform, context, iteration, ordered)
+        return cast(V, context.performer(self.stage)(iteration, work, ordered).result())
+
+    def perform(self, context: RunContext, iteration: int, inputs: tuple[View, ...]) -> Performed:
+        """Do the body only if no manifest is committed that was made from the same inputs."""
+        digests = {role: view.digest for role, view in zip(self._roles, inputs, strict=True)}
+        writer = PartWriter(context.root, context.run, iteration, self.stage)
+        done = committed(context.root, context.run, iteration, self.stage, digests, context.config_digest)
+        if done is not None:
+            return Performed(self.view(done), reused=True)
+        attempt = _Attempt.begin(writer)
+        output = self._body(Work(context, iteration, writer), *inputs)  # pyright: ignore[reportCallIssue]
+        manifest = attempt.manifest(output, digests, context.config_digest)
+        return self._commit(context, writer, manifest, output)
+
+    def _commit(self, context: RunContext, writer: PartWriter, manifest: Manifest, output: StageOutput) -> Performed:
+        publish = partial(_publish, writer, manifest, output.store, context.fence)
+        pending = output.store is not None or not context.outbox.idle
+        if pending:
+            context.outbox.add(publish)
+        else:
+            manifest = publish()
+        if output.identified is not None:
+            output.identified(manifest.digest)
+        return Performed(self.view(manifest), reused=False, pending=pending)
+
+
+def stage[**P, V: View](
+    name: Stage, roles: tuple[str, ...], view: type[V]
+) -> Callable[[Callable[Concatenate[Work, P], StageOutput]], StageFunction[P, V]]:
+    """Make a stage of a function from `Work` and the views of its inputs to a `StageOutput`.
+
+    Args:
+        name: of the stage.
+        roles: names of the inputs in its manifest, in the order of the parameters. They are stored: they never change.
+        view: what the stages that follow see.
+    """
+    return lambda body: StageFunction(name, roles, view, body)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The beginning of work on a stage, and what a manifest says of it."""
+
+    writer: PartWriter
+    number: int
+    started: datetime
+    clock: float
+    waited: float
+
+    @classmethod
+    def begin(cls, writer: PartWriter) -> "_Attempt":
+        kill_points.reached(Point.STARTED, _key(writer))
+        started, clock, waited = datetime.now(UTC), time.perf_counter(), meter.seconds()
+        number = begin(writer.root, writer.run, writer.iteration, writer.stage, _process())
+        return cls(writer, number, started, clock, waited)
+
+    def manifest(self, output: StageOutput, inputs: dict[str, str], config_digest: str) -> Manifest:
+        return Manifest(
+            run=self.writer.run,
+            iteration=self.writer.iteration,
+            stage=self.writer.stage,
+            schema_fingerprint=output.schema_fingerprint,
+            parts=output.parts,
+            inputs=inputs,
+            config_digest=config_digest,
+            code_version=code_version(),
+            facts=dict(output.facts),
+            metrics={
+                **output.metrics,
+                "seconds": time.perf_counter() - self.clock,
+                "storage_seconds": meter.seconds() - self.waited,
+            },
+            attempt=self.number,
+            writer=_process(),
+            started=self.started,
+            finished=datetime.now(UTC),
+        )
 
 
 def _publish(writer: PartWriter, manifest: Manifest, store: Callable[[], None] | None, fence: Fence | None) -> Manifest:
@@ -114,6 +195,10 @@ def _publish(writer: PartWriter, manifest: Manifest, store: Callable[[], None] |
 
 def _key(writer: PartWriter) -> str:
     return layout.manifest_key(writer.run, writer.iteration, writer.stage, 0)
+
+
+def _process() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def committed(

@@ -4,45 +4,27 @@ import time
 
 import psutil
 
-from storage.manifest import Manifest
-from storage.parts import PartWriter
-from tasks.stages.context import RunContext
-from tasks.stages.held_state import adopted, ensure_reference, ensure_state, save_state
+from tasks.stages.held_state import ensure_reference, ensure_state, saved
 from tasks.stages.names import Stage
-from tasks.stages.stage import StageOutput, StageResult
-from tasks.workers.trainers import CONTINUED
+from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.views import Prepared, Rewards, Rollouts, Trained
 from trainer_core.batches.reading import read_samples
 
 
-def train(
-    context: RunContext, iteration: int, prepared: Manifest, rollouts: Manifest, rewards: Manifest, state: Manifest
-) -> StageResult:
+@stage(Stage.TRAIN, ("prepare", "rollout", "reward", "state"), Trained)
+def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, state: Trained) -> StageOutput:
     """Take the policy steps of one iteration, starting from `state`, and save what results.
 
     The data cursor travels with the state: prompts count as consumed once they are trained on.
     """
-    inputs = {"prepare": prepared, "rollout": rollouts, "reward": rewards, "state": state}
-
-    def body(writer: PartWriter) -> StageOutput:
-        return _train(context, writer, prepared, rollouts, rewards, state)
-
-    return adopted(context, context.stage(iteration, Stage.TRAIN, inputs, body))
-
-
-def _train(
-    context: RunContext, writer: PartWriter, prepared: Manifest, rollouts: Manifest, rewards: Manifest, state: Manifest
-) -> StageOutput:
+    context = work.context
     group = ensure_state(context, prepared, state)
-    rng = group.call("rng")[0]
+    generators = group.generators()
     ensure_reference(context, prepared, group)
-    samples = read_samples(context.root, rollouts, rewards)
-    referenced = context.config.train.policy.kl_coefficient > 0
-    metrics = group.call("train_policy", samples, context.config.rollout.temperature, referenced)[0]
-    resumed = {} if rng == CONTINUED else {"process_to_gradient_s": time.time() - psutil.Process().create_time()}
-    saved = save_state(context, group, writer)
-    return StageOutput(
-        parts=saved.parts,
-        facts={"cursor": rollouts.facts["cursor"], "rng": "reseeded" if rng == "reseeded" else "continued"},
-        metrics={**metrics, **resumed, "save_seconds": saved.seconds},
-        store=saved.store,
-    )
+    samples = read_samples(work.root, rollouts.manifest, rewards.manifest)
+    referenced = work.config.train.policy.kl_coefficient > 0
+    metrics = group.train_policy(samples, work.config.rollout.temperature, referenced)
+    if generators != "continued":
+        metrics = {**metrics, "process_to_gradient_s": time.time() - psutil.Process().create_time()}
+    rng = "reseeded" if generators == "reseeded" else "continued"
+    return saved(work, group, {"cursor": rollouts.cursor, "rng": rng}, metrics)

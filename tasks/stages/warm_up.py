@@ -1,37 +1,29 @@
-"""Stage `train` of iteration 0: the first state of the learner, after supervised steps if any are asked for."""
+"""Stage `train` of iteration 0: the first train state, after supervised steps if any are asked for."""
 
 import pyarrow as pa
 
-from storage.manifest import Manifest
-from storage.parts import PartWriter
-from tasks.stages.context import RunContext
-from tasks.stages.held_state import adopted, learner, save_state
+from tasks.stages.held_state import saved, trainers
 from tasks.stages.names import Stage
-from tasks.stages.prepare import prompts
-from tasks.stages.stage import StageOutput, StageResult
+from tasks.stages.prepared import prompts
+from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.views import Prepared, Trained
 from trainer_core.batches.sequences import SupervisedExamples
 
 
-def warm_up(context: RunContext, prepared: Manifest) -> StageResult:
+@stage(Stage.TRAIN, ("prepare",), Trained)
+def warm_up(work: Work, prepared: Prepared) -> StageOutput:
     """Import the model into the trainer, take `warmup.steps` supervised steps and save the state.
 
     The state that is saved holds a fresh optimizer: the warm-up's moments and schedule do not go on into RL.
     """
-    result = context.stage(0, Stage.TRAIN, {"prepare": prepared}, lambda writer: _warm_up(context, writer, prepared))
-    return adopted(context, result)
-
-
-def _warm_up(context: RunContext, writer: PartWriter, prepared: Manifest) -> StageOutput:
-    section = context.config.warmup
-    group = learner(context, prepared)
-    group.call("import_model")
+    section = work.config.warmup
+    group = trainers(work.context, prepared)
+    group.import_model()
     metrics: dict[str, float] = {}
     if section.steps:
-        examples = _examples(prompts(context, prepared, "warmup"))
-        metrics = group.call("train_supervised", examples, section.steps, section.batch_size, section.optimizer)[0]
-    saved = save_state(context, group, writer)
-    metrics = {**metrics, "save_seconds": saved.seconds}
-    return StageOutput(parts=saved.parts, facts={"cursor": 0}, metrics=metrics, store=saved.store)
+        examples = _examples(prompts(work.context, prepared, "warmup"))
+        metrics = group.train_supervised(examples, section.steps, section.batch_size, section.optimizer)
+    return saved(work, group, {"cursor": 0}, metrics)
 
 
 def _examples(table: pa.Table) -> SupervisedExamples:

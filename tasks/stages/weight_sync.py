@@ -5,40 +5,39 @@ from dataclasses import dataclass
 import numpy as np
 
 from storage.errors import SyncMismatch
-from storage.manifest import Manifest, find
+from storage.manifest import find
 from tasks.config.run import SyncSection
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import ensure_state
 from tasks.stages.names import Stage
-from tasks.stages.prepare import prompts
+from tasks.stages.prepared import prompts
 from tasks.stages.served_weights import deliver, engines_of
-from tasks.stages.stage import StageOutput, StageResult
+from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.views import Prepared, Served, Trained
 
 Logprobs = list[np.ndarray]
 
 
-def weight_sync(context: RunContext, iteration: int, prepared: Manifest, trained: Manifest) -> StageResult:
+@stage(Stage.WEIGHT_SYNC, ("prepare", "train"), Served)
+def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput:
     """Load the weights of `trained` into every engine, prove it by digests and by log-probabilities, and commit."""
-    inputs = {"prepare": prepared, "train": trained}
-    return context.stage(iteration, Stage.WEIGHT_SYNC, inputs, lambda _: _sync(context, iteration, prepared, trained))
-
-
-def _sync(context: RunContext, iteration: int, prepared: Manifest, trained: Manifest) -> StageOutput:
+    context, version = work.context, work.iteration
     group = ensure_state(context, prepared, trained)
     engines = engines_of(context, prepared)
     probe = probe_sequences(context, prepared)
-    before = engines[0].score(probe) if engines[0].identity().weight_version == iteration - 1 else None
-    delivery = deliver(engines, group, iteration)
-    ours: Logprobs = group.call("logprobs", probe)[0]
-    agreement = [agree(engine.score(probe), ours, context.config.sync) for engine in engines]
-    previous = find(context.root, context.run, iteration - 1, Stage.WEIGHT_SYNC) if iteration else None
+    before = engines[0].score(probe) if engines[0].identity().weight_version == version - 1 else None
+    delivery = deliver(engines, group, version)
+    ours: Logprobs = group.logprobs(probe)
+    agreement = [agree(engine.score(probe), ours, work.config.sync) for engine in engines]
+    previous = find(work.root, context.run, version - 1, Stage.WEIGHT_SYNC) if version else None
     if before is not None and previous is not None:
-        _check_change(before, engines[0].score(probe), previous.facts["weights_digest"] != delivery.weights_digest)
+        changed = Served(previous).weights_digest != delivery.weights_digest
+        _check_change(before, engines[0].score(probe), changed)
     return StageOutput(
         facts={
-            "weight_version": iteration,
+            "weight_version": version,
             "weights_digest": delivery.weights_digest,
-            "cursor": trained.facts["cursor"],
+            "cursor": trained.cursor,
         },
         metrics={
             "tensors": float(delivery.tensors),
@@ -74,7 +73,7 @@ def agree(engine: Logprobs, trainer: Logprobs, section: SyncSection) -> Agreemen
     return found
 
 
-def probe_sequences(context: RunContext, prepared: Manifest) -> list[np.ndarray]:
+def probe_sequences(context: RunContext, prepared: Prepared) -> list[np.ndarray]:
     """The fixed probe: the first held-out (or training) prompts with their answers, as int32 token ids."""
     table = prompts(context, prepared, "held_out")
     table = (table if table.num_rows else prompts(context, prepared, "train")).slice(

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from tasks.workers.cluster import NAMESPACE
 _GRACE_S = 5.0  # after one member has failed the others get so long to end their part of the call
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and is taken for alive
 _ATTACH_S = 10.0
+_START = "the start"
 
 
 class WorkerDied(WorkerLost):
@@ -33,10 +35,10 @@ class Host:
         """Make the object."""
         self._held = factory(*arguments)
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the object."""
         self._calls += 1
-        return operator.methodcaller(method, *arguments)(self._held)
+        return operator.methodcaller(method, *arguments, **options)(self._held)
 
     def pid(self) -> int:
         """Id of this process."""
@@ -54,27 +56,32 @@ class WorkerGroup:
         self._labels = list(labels)
         self._actors = list(actors)
         self._starting: list[Any] = []
+        self._start_deadline_s = 0.0
         self._ended = False
 
-    def start(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
+    def start(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> None:
         """Have each member make its object from its own arguments. Does not wait; the first call does."""
+        self._start_deadline_s = deadline_s
         self._starting = [actor.make.remote(factory, own) for actor, own in zip(self._actors, arguments, strict=True)]
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call `method` on every member with the same arguments; one result a member.
+    def submit(self, method: str, *arguments: Any, **options: Any) -> "PendingCall":
+        """Call `method` on every member with the same arguments, without waiting; one result a member.
 
         Raises:
-            WorkerLost: a member died, failed by an error that is none of ours, or the members are out of step. The
-                group is ended.
-            RatchetError: what all members raised, named after the first.
+            WorkerLost: the group has ended.
         """
         if self._ended:
             raise WorkerLost(f"{self._labels[0]} has ended; the next attempt starts a new one")
-        if self._starting:
-            self._gather(self._starting, "the start")
-            self._starting = []
         shared = arguments if len(self._actors) == 1 else [ray.put(argument) for argument in arguments]
-        return self._gather([actor.call.remote(method, *shared) for actor in self._actors], method)
+        references = [actor.call.remote(method, *shared, **options) for actor in self._actors]
+        return PendingCall(self, references, method)
+
+    def gather(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:
+        """Results of a call in the order of members; raises as `Pending.wait`."""
+        if self._starting:
+            self._collect(self._starting, _START, self._start_deadline_s)
+            self._starting = []
+        return self._collect(references, what, deadline_s)
 
     def alive(self) -> bool:
         """Whether no member is known to be dead. A group with a dead member is ended."""
@@ -112,12 +119,13 @@ class WorkerGroup:
         for actor in self._actors:
             ray.kill(actor)
 
-    def _gather(self, references: list[Any], what: str) -> list[Any]:
+    def _collect(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:
         results: dict[Any, Any] = {}
         failures: dict[int, RatchetError] = {}
-        pending = references
+        pending, deadline = references, time.monotonic() + deadline_s
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=_GRACE_S if failures else None)
+            left = max(0.0, deadline - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=min(_GRACE_S, left) if failures else left)
             if not ready:
                 break
             member = references.index(ready[0])
@@ -125,12 +133,33 @@ class WorkerGroup:
                 results[ready[0]] = ray.get(ready[0])
             except ray.exceptions.RayError as error:
                 failures[member] = _explained(error, self._labels[member], what)
-        if not failures:
+        if len(results) == len(references):
             return [results[reference] for reference in references]
+        if not failures:
+            member = references.index(pending[0])
+            failures[member] = self._late(member, what, deadline_s)
         in_step = len(failures) == len(references)
         if not in_step or any(isinstance(failure, WorkerLost) for failure in failures.values()):
             self.end()
         raise _worst([failures[member] for member in sorted(failures)])
+
+    def _late(self, member: int, what: str, deadline_s: float) -> WorkerLost:
+        setting = "start_deadline_s" if what == _START else "call_deadline_s"
+        return WorkerLost(
+            f"{self._labels[member]} did not finish {what} within {deadline_s:g} s and was ended; the next attempt "
+            f"starts a new one. If the work takes that long, raise workers.{setting}"
+        )
+
+
+class PendingCall:
+    """A call that was sent to all members of a group."""
+
+    def __init__(self, group: WorkerGroup, references: list[Any], method: str) -> None:
+        self._group, self._references, self._method = group, references, method
+
+    def wait(self, deadline_s: float) -> list[Any]:
+        """One result a member; raises as `Pending.wait`."""
+        return self._group.gather(self._references, self._method, deadline_s)
 
 
 def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached: bool) -> list[Any]:

@@ -4,61 +4,23 @@ With a Ray of our own they live as long as the flow process. On a cluster (RAY_A
 after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 
 from storage.digest import value_digest
 from storage.errors import WorkerLost
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
-from tasks.engine.engine import Engine, EngineIdentity, EngineSpec, Sampling, SyncReceipt, TokenIds
+from tasks.engine.engine import Engine
+from tasks.engine.protocol import EngineSpec
 from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
 from tasks.workers.cluster import Cluster
-from tasks.workers.trainers import TrainerGroup, rank_labels, start_trainers
+from tasks.workers.engines import EngineHandle
+from tasks.workers.ranks import RankActors, rank_labels, start_trainers
+from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
-from trainer_core.weights.records import TensorRecord
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
-class EngineHandle:
-    """An engine in another process. Every method waits for it and raises what `Engine` raises, or WorkerLost."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    def alive(self) -> bool:
-        """Whether the process is not known to be dead."""
-        return self._group.alive()
-
-    def end(self) -> None:
-        """End the process."""
-        self._group.end()
-
-    def processes(self) -> list[int]:
-        """The process id, as `WorkerGroup.processes`."""
-        return self._group.processes()
-
-    def identity(self) -> EngineIdentity:
-        """See `Engine.identity`."""
-        return self._group.call("identity")[0]
-
-    def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
-        """See `Engine.generate`."""
-        return self._group.call("generate", prompts, seeds, sampling)[0]
-
-    def score(self, sequences: Sequence[TokenIds] | Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """See `Engine.score`."""
-        return self._group.call("score", sequences)[0]
-
-    def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
-        """See `Engine.receive`."""
-        return self._group.call("receive", directory, version, records)[0]
 
 
 class Fleet:
@@ -138,11 +100,6 @@ class Fleet:
             self._trainers = self._trainer_group(str(model_dir), config)
         return self._trainers
 
-    def adopt(self, identity: str) -> None:
-        """Tell the trainer ranks, if there are any, that what they hold is committed under `identity`."""
-        if self._trainers is not None:
-            self._trainers.call("adopt", identity)
-
     def processes(self) -> dict[str, int]:
         """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of a Ray of our own."""
         ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
@@ -186,22 +143,27 @@ class Fleet:
         prefix = f"{role}/{value_digest(spec.model_dump(mode='json', exclude={'model_dir'}))}"
         found = self._found(WorkerGroup, role, prefix, labels)
         if found is not None:
-            return EngineHandle(found)
+            return self._handle(found)
         settings = self._cluster.settings
         card = settings.gpus[place % len(settings.gpus)] if spec.device == "cuda" else None
         environment = engine_environment(spec.device, card, settings.local)
         group = WorkerGroup(labels, spawn(fresh_names(prefix, 1), [environment], detached=not settings.local))
-        group.start(Engine, [(spec,)])
-        return EngineHandle(group)
+        group.start(Engine, [(spec,)], self._config.workers.start_deadline_s)
+        return self._handle(group)
+
+    def _handle(self, group: WorkerGroup) -> EngineHandle:
+        return EngineHandle(group, self._config.workers)
 
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
         role = f"{self._run}/trainers"
         deterministic = self._config.device.deterministic
         prefix = f"{role}/{value_digest({**config.model_dump(mode='json'), 'deterministic': deterministic})}"
-        found = self._found(TrainerGroup, role, prefix, rank_labels(config.parallel.world_size))
-        if found is not None:
-            return found
-        return start_trainers(prefix, model_dir, config, self.device, self._cluster.settings, deterministic)
+        found = self._found(RankActors, role, prefix, rank_labels(config.parallel.world_size))
+        if found is None:
+            deadline_s = self._config.workers.start_deadline_s
+            settings = self._cluster.settings
+            found = start_trainers(prefix, model_dir, config, self.device, settings, deadline_s, deterministic)
+        return TrainerGroup(found, self._config.workers)
 
     def _found[G: WorkerGroup](self, kind: type[G], role: str, prefix: str, labels: list[str]) -> G | None:
         """A usable group which an earlier flow process left on the cluster; those that are of no use are ended."""

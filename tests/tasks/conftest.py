@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from tasks.config.environment import Settings
-from tasks.engine.engine import EngineSpec
+from tasks.engine.protocol import EngineSpec
 from tasks.workers.cluster import Cluster
 from tests.tasks.engine_process import CONTEXT, engine_process
 

@@ -8,5 +8,5 @@ from trainer_core.platform.platform import prepare
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ["HF_HUB_OFFLINE"] = "1"
 prepare("cpu")
-for module in ("trainer_core.learner", "transformers.models.qwen3.modeling_qwen3"):
+for module in ("trainer_core.trainer", "transformers.models.qwen3.modeling_qwen3"):
     importlib.import_module(module)

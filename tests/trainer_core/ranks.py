@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from trainer_core.config import RankSpec, TrainerConfig
-from trainer_core.trainer import Trainer
+from trainer_core.start import start_trainer
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.trainer_core.preload"])
@@ -52,7 +52,7 @@ def _main(pipe: Connection, rank: int, world_size: int, store: str, function: Ca
 def _with_trainer(
     rank: int, world_size: int, store: str, model_dir: str, config: TrainerConfig, body: Callable, args: tuple
 ) -> object:
-    trainer = Trainer(model_dir, config, RankSpec(rank=rank, world_size=world_size, store=store))
+    trainer = start_trainer(model_dir, config, RankSpec(rank=rank, world_size=world_size, store=store))
     result = body(trainer, *args)
     trainer.close()
     return result

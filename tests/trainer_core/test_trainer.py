@@ -121,7 +121,7 @@ def compare_with_reference(trainer, folder, compare):
     trainer.import_model()
     trainer.save(f"{folder}/reference")
     trainer.export(f"{folder}/imported")
-    trainer.load_reference(f"{folder}/reference")
+    trainer.load_reference(f"{folder}/reference", "reference")
     trainer.export(f"{folder}/unmoved")
     metrics = [trainer.train_policy(random_samples(seed), 1.0, reference=compare) for seed in (1, 2)]
     trainer.export(f"{folder}/trained")
@@ -145,7 +145,7 @@ def test_the_reference_is_compared_with_and_leaves_no_trace(model_dir, tmp_path,
 def pull(trainer, folder):
     trainer.import_model()
     trainer.save(f"{folder}/reference")
-    trainer.load_reference(f"{folder}/reference")
+    trainer.load_reference(f"{folder}/reference", "reference")
     samples = random_samples(1)
     trainer.train_policy(samples, 1.0, reference=True)
     flat = replace(samples, rewards=np.ones(16, np.float32))
@@ -249,7 +249,7 @@ def identities(trainer, folder):
     ):
         trainer.adopt("committed")
         change()
-        seen.append(trainer.identity)
+        seen.append(trainer.identity())
     return seen
 
 

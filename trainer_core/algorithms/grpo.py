@@ -29,7 +29,7 @@ class PolicyPhase:
     """Seeds the shuffling into mini-batches; differs from iteration to iteration."""
 
     def run(self, samples: Samples, reference_logprobs: Matrix | None) -> dict[str, float]:
-        """Update the policy and report, see `Trainer.train_policy`. Collective.
+        """Update the policy and report, see `TrainerProtocol.train_policy`. Collective.
 
         Raises:
             StageFailed: if no sample is usable.

@@ -25,7 +25,7 @@ class SupervisedPhase:
     """Seeds the order of the examples."""
 
     def run(self, examples: SupervisedExamples, steps: int, batch_size: int) -> dict[str, float]:
-        """Take `steps` updates and report, see `Trainer.train_supervised`. Collective.
+        """Take `steps` updates and report, see `TrainerProtocol.train_supervised`. Collective.
 
         Raises:
             InputError: if there are no examples.

@@ -9,7 +9,8 @@ import torch
 from safetensors.numpy import save_file
 
 from storage.errors import InputError, SyncMismatch
-from tasks.engine.engine import COMPLETIONS, Engine, EngineSpec, Sampling, weights_digest
+from tasks.engine.engine import Engine
+from tasks.engine.protocol import COMPLETIONS, EngineSpec, Sampling, weights_digest
 from tests.tasks.engine_process import CONTEXT, EOS, VOCABULARY, log_softmax, weights_of
 from trainer_core.weights.digest import tensor_digest
 from trainer_core.weights.records import TensorRecord

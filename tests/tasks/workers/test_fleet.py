@@ -13,7 +13,7 @@ import ray
 from storage.errors import InputError, WorkerLost
 from tasks.config.environment import Settings
 from tasks.config.run import parse_config
-from tasks.engine.engine import Sampling, weights_digest
+from tasks.engine.protocol import Sampling, weights_digest
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.trainers import start_trainers
@@ -97,7 +97,7 @@ LATER_PROCESS = """
 import json, sys
 from tasks.workers.cluster import Cluster
 from tasks.config.run import RunConfig
-from tasks.engine.engine import Sampling
+from tasks.engine.protocol import Sampling
 from tasks.workers.fleet import Fleet
 from tasks.config.environment import Settings
 from trainer_core.weights.records import TensorRecord

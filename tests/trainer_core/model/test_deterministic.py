@@ -8,7 +8,7 @@ import pytest
 from tests.trainer_core.models import random_samples, read_export
 from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
-from trainer_core.trainer import Trainer
+from trainer_core.start import start_trainer
 
 CONFIG = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3), max_length=64, micro_batch_size=64)
 TOLD = """
@@ -55,7 +55,7 @@ def test_megatron_is_told():
 def train(rank, world_size, store, model_dir, folder, deterministic):
     """Metrics of an iteration; its weights are in `folder`."""
     spec = RankSpec(rank=rank, world_size=world_size, store=store, deterministic=deterministic)
-    trainer = Trainer(model_dir, CONFIG, spec)
+    trainer = start_trainer(model_dir, CONFIG, spec)
     trainer.import_model()
     metrics = trainer.train_policy(random_samples(1, groups=64, per_group=8), 1.0)
     trainer.export(folder)

@@ -6,14 +6,14 @@ import pytest
 from storage.errors import InputError
 from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import OptimizerConfig, ParallelConfig, RankSpec, TrainerConfig
-from trainer_core.trainer import Trainer
+from trainer_core.start import start_trainer
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 
 
 def refusal(rank, world_size, store, model_dir, parallel):
     with pytest.raises(InputError) as caught:
-        Trainer(
+        start_trainer(
             model_dir,
             TrainerConfig(parallel=parallel, optimizer=OPTIMIZER, max_length=64),
             RankSpec(rank=rank, world_size=world_size, store=store),

@@ -126,7 +126,7 @@ def test_training_goes_on_bit_by_bit(model_dir, saved, layout):
     folder, uninterrupted = saved(layout)
     resumed = run_trainers(model_dir, configuration(LAYOUTS[layout]), load_train, folder, "resumed")
     for before, after in zip(uninterrupted, resumed, strict=True):
-        assert after["info"]["rng"] == "restored"
+        assert after["info"].rng == "restored"
         assert after["draws"] == before["draws"]
         assert after["metrics"] == before["metrics"]
     assert_bitwise(read_export(f"{folder}/resumed"), read_export(f"{folder}/uninterrupted"))
@@ -144,9 +144,9 @@ def test_a_state_loads_under_another_layout(model_dir, saved, source, target):
     folder, _ = saved(source)
     ranks = run_trainers(model_dir, configuration(LAYOUTS[target]), load_train, folder, target)
     info = ranks[0]["info"]
-    assert info["rng"] == "reseeded"
-    assert info["saved_parallel"] == LAYOUTS[source].model_dump()
-    assert info["step"] == 4
+    assert info.rng == "reseeded"
+    assert info.saved_parallel == LAYOUTS[source]
+    assert info.step == 4
     assert_bitwise(read_export(f"{folder}/{target}-loaded"), read_export(f"{folder}/at-save"))
     # the step after it uses the moments: Adam with lost ones would move weights by the learning rate, 6e-4 here
     resharded, uninterrupted = read_export(f"{folder}/{target}"), read_export(f"{folder}/uninterrupted")
@@ -222,9 +222,9 @@ def load_warmed(trainer, folder, target, fresh_optimizer):
 def test_the_warm_up_leaves_a_fresh_optimizer(model_dir, tmp_path):
     run_trainers(model_dir, configuration(), warm_up_and_save, str(tmp_path))
     (info, metrics), *_ = run_trainers(model_dir, configuration(), load_warmed, str(tmp_path), "resumed", False)
-    assert info["step"] == 3
-    assert info["optimizer_updates"] == 0
-    assert info["optimizer"] == OPTIMIZER.model_dump()
+    assert info.step == 3
+    assert info.optimizer_updates == 0
+    assert info.optimizer == OPTIMIZER
     assert metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 3)  # second update of a warm-up of three
     # a fresh optimizer is what the state holds, so that asking for one changes nothing
     run_trainers(model_dir, configuration(), load_warmed, str(tmp_path), "fresh", True)

@@ -97,7 +97,7 @@ def take_weights(trainer, folder, source):
     """What a reference of that state says of some sequences, and its weights under a fresh optimizer."""
     samples = random_samples(3)
     trainer.import_model()
-    trainer.load_reference(f"{folder}/{source}")
+    trainer.load_reference(f"{folder}/{source}", "reference")
     own = trainer.logprobs([samples.tokens[:12]])[0]
     with trainer._learner._reference.in_place():
         reference = trainer.logprobs([samples.tokens[:12]])[0]
@@ -118,7 +118,7 @@ def test_weights_are_taken_without_the_files_of_the_optimizer(model_dir, saved, 
         for own, reference, info in found:
             assert reference.tobytes() == found[0][1].tobytes()
             assert np.abs(reference - own).max() > 1e-4
-            assert info["step"] == 1
+            assert info.step == 1
     exported = read_export(folder / "exported")
     for name in ("apart", "weights", "together"):
         taken = read_export(folder / f"{name}-taken")

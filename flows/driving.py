@@ -1,0 +1,71 @@
+"""Driving a run under its lease, from where its manifests end to the last iteration. No Prefect and no Ray here."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+
+from flows.iteration import begin, iterate, position_after
+from flows.views.history import first_incomplete, read_iteration, record_of
+from flows.views.progress import Progress
+from storage.backends.root import Root
+from storage.errors import Overtaken
+from storage.ownership.lease import Lease, hold
+from storage.upkeep.retention import Retention, collect, give_up
+from tasks.config.run import RunConfig
+from tasks.stages.context import RunContext
+from tasks.stages.names import WORKFLOW
+
+Opener = Callable[[Lease], AbstractContextManager[RunContext]]
+"""From the lease to the context that stages work in; what it starts ends with the block."""
+
+
+def complete(name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener) -> None:
+    """Do what is missing of a run, under its lease.
+
+    A stage that the process which drove the run before publishes after all, with another result, is taken as it is, and
+    the run continues from it.
+    """
+    while next_iteration(root, name, config) <= config.run.iterations:
+        try:
+            with hold(root, name, "ratchet run") as lease, opener(lease) as context:
+                advance(context, progress, next_iteration(root, name, config))
+        except Overtaken as fact:
+            progress.say(f"{fact}")
+
+
+def next_iteration(root: Root, name: str, config: RunConfig) -> int:
+    """The iteration to continue with; beyond the last if the run is complete."""
+    return first_incomplete(root, name, config.run.iterations, config.evaluate.every)
+
+
+def advance(context: RunContext, progress: Progress, first: int) -> None:
+    """Do the iterations from `first` to the last; what they leave is durable when it returns."""
+    tidy(context)  # before a stage can find an old part and use it
+    position = begin(context) if first == 0 else position_after(context, first - 1)
+    if first == 0:
+        context.outbox.add(partial(conclude, context, progress, 0))
+    for iteration in range(max(first, 1), context.config.run.iterations + 1):
+        position = iterate(context, iteration, position)
+        context.outbox.add(partial(conclude, context, progress, iteration))
+    context.outbox.settle()
+
+
+def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
+    """Report an iteration, all of which is published, and delete the train state that need not be kept any longer."""
+    root, run = context.root, context.run
+    before = read_iteration(root, run, iteration - 1)[-1] if iteration else None
+    progress.finished(record_of(read_iteration(root, run, iteration), before))
+    for retention in _retention(context):
+        give_up(root, WORKFLOW, run, retention, iteration)
+
+
+def tidy(context: RunContext) -> None:
+    """Delete what an earlier process did not come to, or what an earlier configuration kept."""
+    for retention in _retention(context):
+        collect(context.root, WORKFLOW, context.run, retention, apply=True)
+
+
+def _retention(context: RunContext) -> Iterator[Retention]:
+    section = context.config.storage
+    if section.keep_newest is not None:
+        yield Retention(newest=section.keep_newest, every=section.keep_every)

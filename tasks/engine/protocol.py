@@ -1,0 +1,144 @@
+"""What a rollout engine does, as the task layer sees it. Imports without vLLM, torch and Ray."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field
+
+from storage.digest import value_digest
+from storage.reader import row_views
+from trainer_core.config import Device, Frozen
+from trainer_core.weights.records import TensorRecord
+
+TokenIds = Sequence[int] | NDArray[np.int32]
+"""The tokens of one sequence."""
+
+
+def token_rows(column: pa.ChunkedArray) -> list[TokenIds]:
+    """The rows of a column of token ids, as views of its own memory."""
+    return cast(list[TokenIds], row_views(column))
+
+
+COMPLETIONS = pa.schema(
+    [
+        pa.field("response_tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+    ]
+)
+"""What `EngineProtocol.generate` returns; fields as in `storage.schema.ROLLOUT`."""
+
+
+class EngineSpec(Frozen):
+    """Everything an engine is started with."""
+
+    model_dir: str
+    """Hugging Face directory: architecture, and the weights it starts with."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+    max_model_len: int = Field(ge=2)
+    """Longest sequence, prompt and response together, in tokens."""
+    max_num_seqs: int = Field(default=512, ge=1)
+    """Sequences decoded together."""
+    kv_cache_bytes: int = Field(default=128 << 20, ge=1)
+    """Size of the key-value cache in bytes."""
+    device: Device = "cpu"
+    """Where it computes."""
+    gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
+    """Share of the card which must be free at the start; the trainer needs the rest. Without effect on CPU."""
+    enforce_eager: bool = True
+    """Run without CUDA graphs and compilation: slower steps, start in seconds. Always so on CPU."""
+    seed: int = 0
+    """Seed of the engine; samples have seeds of their own."""
+
+
+class Sampling(Frozen):
+    """How one batch is sampled."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Divisor of the logits; 0 takes the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass."""
+    max_tokens: int = Field(ge=1)
+    """Limit on response tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response and are part of it. No other token does: a model's own EOS must be listed."""
+
+
+class EngineIdentity(Frozen):
+    """Which weights an engine holds."""
+
+    weight_version: int | None
+    """Version stamped at the last successful `receive`; None before the first, and while the weights are unusable."""
+    weights_digest: str | None
+    """`weights_digest` of those weights."""
+
+
+class SyncReceipt(Frozen):
+    """What an engine says it received and loaded."""
+
+    version: int
+    """Version stamped on the weights."""
+    digests: dict[str, str]
+    """Digest of each tensor by name, computed inside the engine before loading."""
+    weights_digest: str
+    """`weights_digest` of them."""
+    bytes: int
+    """Size of the files."""
+    seconds: float
+    """From the first chunk to the reset of the prefix cache."""
+
+
+def weights_digest(digests: Mapping[str, str]) -> str:
+    """Identity of a whole set of weights, given each tensor's digest by its Hugging Face name."""
+    return value_digest(dict(digests))
+
+
+class EngineProtocol(Protocol):
+    """One engine in one process. One call at a time."""
+
+    def identity(self) -> EngineIdentity:
+        """Which weights the engine holds."""
+        ...
+
+    def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
+        """Sample one response for each (prompt, seed), in their order.
+
+        Log-probabilities are those of the distribution that was sampled from (after temperature and top-p), float32
+        nats; at temperature 0 they are the model's own, at temperature 1.
+
+        Returns:
+            A batch of schema `COMPLETIONS`, one row a prompt.
+
+        Raises:
+            InputError: a prompt is empty or leaves no room for a response.
+            SyncMismatch: the last `receive` failed, so the weights are not to be used.
+        """
+        ...
+
+    def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
+        """Log-probability of each token given those before it, at temperature 1.
+
+        Returns:
+            For each sequence float32 nats of its tokens 1, 2, ...; one entry less than it has tokens.
+
+        Raises:
+            InputError: a sequence is empty or fills the whole context (the engine always samples one token more).
+            SyncMismatch: the last `receive` failed, so the weights are not to be used.
+        """
+        ...
+
+    def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
+        """Replace the weights by the safetensors files in `directory`, in place, and stamp them with `version`.
+
+        Every tensor is compared with its record before it is loaded. Until a call succeeds as a whole the engine
+        refuses to generate.
+
+        Raises:
+            SyncMismatch: a tensor is missing, unknown, doubled, or differs from its record; or a parameter of the model
+                was not loaded; or the prefix cache could not be reset.
+        """
+        ...

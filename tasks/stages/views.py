@@ -1,0 +1,97 @@
+"""A committed stage as the stages after it see it: a type of its own, and facts with types."""
+
+from dataclasses import dataclass
+
+from storage.errors import StorageError
+from storage.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class View:
+    """The manifest of one stage. A subclass a stage, so that two swapped inputs are a type error."""
+
+    manifest: Manifest
+
+    @property
+    def digest(self) -> str:
+        """Identity of the stage's result."""
+        return self.manifest.digest
+
+    def _number(self, fact: str) -> int:
+        value = self.manifest.facts.get(fact)
+        if not isinstance(value, int):
+            raise self._unexpected(fact, "a whole number")
+        return value
+
+    def _text(self, fact: str) -> str:
+        value = self.manifest.facts.get(fact)
+        if not isinstance(value, str):
+            raise self._unexpected(fact, "a text")
+        return value
+
+    def _unexpected(self, fact: str, kind: str) -> StorageError:
+        one = self.manifest
+        return StorageError(
+            f"{one.stage} of iteration {one.iteration} of run {one.run} records {one.facts.get(fact)!r} as {fact}, and "
+            f"{kind} is expected: another program wrote this manifest; `ratchet verify` tells what else is wrong"
+        )
+
+
+@dataclass(frozen=True)
+class Prepared(View):
+    """Model directory and prompt tables, as parts."""
+
+
+@dataclass(frozen=True)
+class Rollouts(View):
+    """Samples of one iteration."""
+
+    @property
+    def cursor(self) -> int:
+        """Prompts drawn since the run began, these included."""
+        return self._number("cursor")
+
+    @property
+    def weight_version(self) -> int:
+        """Version that sampled them."""
+        return self._number("weight_version")
+
+
+@dataclass(frozen=True)
+class Rewards(View):
+    """Scores of the samples of one iteration."""
+
+
+@dataclass(frozen=True)
+class Trained(View):
+    """A train state."""
+
+    @property
+    def cursor(self) -> int:
+        """Prompts that were consumed: drawn, and trained on."""
+        return self._number("cursor")
+
+
+@dataclass(frozen=True)
+class Served(View):
+    """Weights that every engine holds, proven."""
+
+    @property
+    def cursor(self) -> int:
+        """Prompts consumed by the training that made the weights."""
+        return self._number("cursor")
+
+    @property
+    def weight_version(self) -> int:
+        """The iteration whose training made the weights."""
+        return self._number("weight_version")
+
+    @property
+    def weights_digest(self) -> str:
+        """Identity of all weights together."""
+        return self._text("weights_digest")
+
+
+@dataclass(frozen=True)
+class Evaluated(View):
+    """Greedy answers to held-out prompts."""

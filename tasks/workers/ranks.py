@@ -1,0 +1,73 @@
+"""Starting the trainer ranks as Ray actors."""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from storage.errors import InputError
+from tasks.config.environment import Settings, trainer_environment
+from tasks.workers.actors import WorkerGroup, fresh_names, spawn
+from tasks.workers.scratch import new_folder
+from trainer_core.config import Device, RankSpec, TrainerConfig
+from trainer_core.start import start_trainer
+
+
+class RankActors(WorkerGroup):
+    """The actors of the ranks, and the folder in which they have met."""
+
+    def __init__(self, labels: Sequence[str], actors: Sequence[Any], meeting_place: Path | None = None) -> None:
+        super().__init__(labels, actors)
+        self._meeting_place = meeting_place
+
+    def end(self) -> None:
+        """End the ranks' processes and remove the folder of their rendezvous."""
+        super().end()
+        if self._meeting_place is not None:
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
+
+
+def start_trainers(
+    prefix: str,
+    model_dir: str,
+    config: TrainerConfig,
+    device: Device,
+    settings: Settings,
+    deadline_s: float,
+    deterministic: bool = False,
+) -> RankActors:
+    """Start the ranks of the layout without waiting for them. They meet at a file, so nothing listens for it.
+
+    Args:
+        deadline_s: how long they may take to come up.
+        deterministic: holds them to kernels whose results do not depend on timing.
+
+    Raises:
+        InputError: there are fewer cards than ranks.
+    """
+    world_size = config.parallel.world_size
+    if device == "cuda" and world_size > len(settings.gpus):
+        raise InputError(
+            f"the layout {config.parallel} needs {world_size} GPUs, one a rank, and {len(settings.gpus)} are visible; "
+            "choose a smaller layout under [train.parallel]"
+        )
+    environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
+    actors = spawn(fresh_names(prefix, world_size), [environment] * world_size, detached=not settings.local)
+    # detached ranks outlive this process, and so must the folder
+    meeting_place = new_folder() if settings.local else Path(tempfile.mkdtemp(prefix="ratchet-rendezvous-"))
+    group = RankActors(rank_labels(world_size), actors, meeting_place)
+    ranks = rank_specs(world_size, meeting_place / "store", device, deterministic)
+    group.start(start_trainer, [(model_dir, config, rank) for rank in ranks], deadline_s)
+    return group
+
+
+def rank_specs(world_size: int, store: Path, device: Device, deterministic: bool) -> list[RankSpec]:
+    """The places of the ranks of one host, which meet at the file `store`."""
+    common = {"world_size": world_size, "store": str(store), "device": device, "deterministic": deterministic}
+    return [RankSpec.model_validate({"rank": rank, "local_rank": rank, **common}) for rank in range(world_size)]
+
+
+def rank_labels(world_size: int) -> list[str]:
+    """What ranks are called in messages."""
+    return [f"trainer rank {rank} of {world_size}" for rank in range(world_size)]

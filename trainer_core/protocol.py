@@ -1,0 +1,166 @@
+"""What one trainer rank does, as the task layer sees it. Importing this module imports neither torch nor Megatron."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_core.batches.sequences import Samples, SupervisedExamples
+from trainer_core.config import OptimizerConfig, ParallelConfig
+from trainer_core.weights.records import TensorRecord
+
+Generators = Literal["continued", "restored", "reseeded"]
+"""What became of a rank's random generators since its last training: nothing, or what the last `load` did to them."""
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What a state that was loaded is."""
+
+    step: int
+    """Updates since the model was imported."""
+    rng: Generators
+    """Whether the random generators go on where the state left them."""
+    saved_parallel: ParallelConfig
+    """Layout that saved it."""
+    optimizer: OptimizerConfig
+    """Configuration of the optimizer that the state holds."""
+    optimizer_updates: int
+    """Updates of that optimizer."""
+
+
+class TrainerProtocol(Protocol):
+    """One rank of the trainer.
+
+    All methods but `identity`, `reference`, `generators` and `adopt` are collective: all ranks call them, in the same
+    order, with the same arguments.
+    """
+
+    def identity(self) -> str | None:
+        """Identity of the committed state that this rank holds; None once its weights differ from any."""
+        ...
+
+    def adopt(self, identity: str) -> None:
+        """Record that what this rank holds has been committed, or was loaded, under this identity."""
+        ...
+
+    def generators(self) -> Generators:
+        """What became of the random generators since the last training."""
+        ...
+
+    def import_model(self) -> None:
+        """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start afresh."""
+        ...
+
+    def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
+        """Continue from a state that `save` wrote, under the same or another layout.
+
+        Under the same layout training goes on bit by bit as if it had not been interrupted. Under another one the
+        random generators are reseeded.
+
+        Args:
+            directory: local folder with all files of the state; with a fresh optimizer those that
+                `facts.needed_for_weights` names are enough.
+            fresh_optimizer: take the weights alone and start this trainer's optimizer from zero.
+
+        Raises:
+            StorageError: if there is no state.
+            InputError: if the state's optimizer is configured otherwise than this trainer's, or Transformer Engine
+                saved it and is not here, or the other way round.
+        """
+        ...
+
+    def save(self, directory: str) -> list[str]:
+        """Write weights, optimizer, schedule, step counter and RNG into an empty local folder.
+
+        Returns the names of the files that this rank has written and must store.
+        """
+        ...
+
+    def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
+        """Train on one iteration's samples with the objective of `TrainerConfig.policy` (GRPO).
+
+        Advantages are taken within prompt groups; old log-probabilities are this trainer's own. Samples that are not
+        usable take no part.
+
+        Args:
+            samples: all samples of the iteration, on every rank.
+            temperature: the temperature they were sampled at; the trainer's logits are divided by it.
+            reference: whether to compare with the weights of `load_reference`; must be set if kl_coefficient > 0.
+
+        Returns:
+            The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
+            learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
+            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if asked for;
+            engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; tokens: response
+            tokens; steps: updates.
+
+        Raises:
+            InputError: if a sequence is longer than max_length, or no reference is there where one is needed.
+            StageFailed: if no sample is usable.
+            NumericsError: if a loss or gradient norm is not finite; that update is not applied.
+        """
+        ...
+
+    def train_supervised(
+        self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None = None
+    ) -> dict[str, float]:
+        """Take `steps` updates of maximum likelihood on batches of `batch_size` examples in a seeded order.
+
+        Args:
+            examples: all examples, on every rank.
+            steps: updates; 0 leaves the weights as they are.
+            batch_size: examples per update, over all ranks.
+            optimizer: if given, these updates use a fresh optimizer of this configuration, and afterwards the trainer
+                holds a fresh one of `TrainerConfig.optimizer`, so that neither moments nor schedule leak from one phase
+                into the next. If not, the trainer's optimizer goes on.
+
+        Returns:
+            The same on every rank: first_loss and loss (mean nats per response token, of the first and last batch),
+            grad_norm (mean), learning_rate (last), steps, tokens.
+
+        Raises:
+            NumericsError: if a loss or gradient norm is not finite; that update is not applied.
+        """
+        ...
+
+    def logprobs(self, sequences: Sequence[NDArray[np.int32]], temperature: float = 1.0) -> list[NDArray[np.float32]]:
+        """Log-probability of every token but the first of each sequence given those before it.
+
+        Nats, float32, (len(sequence) - 1,) each, under softmax(logits / temperature); every rank gets all.
+        """
+        ...
+
+    def reference(self) -> str | None:
+        """Identity of the reference that this rank holds, or None."""
+        ...
+
+    def load_reference(self, directory: str, identity: str) -> None:
+        """Keep the weights of a saved state as the frozen reference of the KL term.
+
+        Args:
+            directory: holds at least the files that `facts.needed_for_weights` names.
+            identity: of that state; what `reference` answers from now on.
+
+        Raises:
+            StorageError: if there is no state.
+            InputError: if Transformer Engine saved it and is not here, or the other way round.
+        """
+        ...
+
+    def export(self, directory: str) -> list[TensorRecord]:
+        """Write the live weights under their Hugging Face names as safetensors files into `directory`.
+
+        Rank 0 writes, and returns one record per tensor in the order written; other ranks return []. A layer is never
+        divided between files.
+
+        Raises:
+            StorageUnavailable: on rank 0, if the files cannot be written.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the process groups; the trainer is of no use afterwards."""
+        ...

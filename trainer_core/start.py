@@ -1,0 +1,25 @@
+"""How a trainer rank comes up: the platform first, then everything that imports Megatron. Imports neither itself."""
+
+from typing import TYPE_CHECKING
+
+from trainer_core.config import RankSpec, TrainerConfig
+
+if TYPE_CHECKING:
+    from trainer_core.trainer import Trainer
+
+
+def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Trainer":
+    """Bring Megatron up on `rank.device`, meet the other ranks and build the model without weights.
+
+    Raises:
+        InputError: if the model is missing or cannot take the layout, or the device is not there.
+    """
+    from trainer_core.platform.platform import prepare, use_deterministic_kernels
+
+    platform = prepare(rank.device, rank.local_rank)
+    if rank.chooses_kernels:
+        use_deterministic_kernels()
+
+    from trainer_core.trainer import Trainer  # imports Megatron, which must find the platform prepared
+
+    return Trainer(model_dir, config, rank, platform)
