@@ -22,8 +22,7 @@ from storage.parts import is_intact
 from storage.upkeep.catalog import Contents, contents
 from tasks.stages.names import Stage
 from tests.faults.journal import Entry, read_journal
-from tests.faults.small_run import Plan, is_running
-from tests.faults.small_stages import RUN
+from tests.faults.small_run import RUN, Plan, is_running
 
 PROJECT = Path(__file__).resolve().parents[2]
 Place = tuple[int, Stage]

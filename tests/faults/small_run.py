@@ -1,9 +1,10 @@
-"""A run with small stage bodies over the real store, driven as `flows.run` and `flows.iteration` drive one.
+"""A run of the real stages, loop and state handling over small workers, driven by `flows.driving`.
 
 `python -m tests.faults.small_run` reads paths of plans from its input, one a line, does each in a process of its own
 and writes the exit code. The processes are forked from this one, so a start costs no imports.
 """
 
+import io
 import os
 import resource
 import signal
@@ -11,37 +12,36 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pyarrow.compute  # noqa: F401 - otherwise each forked process imports it when it first reads a table
 from pydantic import BaseModel, ConfigDict
+from rich.console import Console
 
+from flows.driving import complete
 from flows.proof.faults import FLOW, FaultFolder
-from flows.views.history import evaluation_due, first_incomplete
-from storage import kill_points, layout, records
+from flows.views.history import IterationRecord
+from flows.views.progress import Progress
+from storage import kill_points, layout
 from storage.backends.root import open_root
 from storage.errors import RatchetError
 from storage.kill_points import Point
-from storage.manifest import Manifest, need
-from storage.ownership.lease import hold
+from storage.ownership.lease import Lease
 from storage.write_behind import Outbox
 from tasks.config.code_version import code_version
+from tasks.config.stored import record_config
+from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
-from tests.faults import small_stages as stages
 from tests.faults.journal import Journal
-from tests.faults.processes import NODE, Fleet
-from tests.faults.small_stages import PIECES, RUN, SmallContext
+from tests.faults.processes import NODE, SmallFleet
+from tests.small.config import PIECES, small_config
 
-ITERATIONS = 2
+RUN = "small"
 FILE_LIMIT = 24 << 10  # less than a file of a train state, more than anything else
 _PATIENCE = 60
-
-
-class Document(BaseModel):
-    """Stands for the configuration of a run."""
-
-    purpose: str = "faults"
 
 
 class Plan(BaseModel):
@@ -60,7 +60,9 @@ class Plan(BaseModel):
     full_disk: int | None = None
     """From the training of this iteration on no large file can be written."""
     other_lesson: int | None = None
-    """Iteration whose training comes out otherwise."""
+    """Iteration whose training comes out otherwise; needs a run that nothing interrupted before."""
+    settings: tuple[str, ...] = ()
+    """Of the configuration, as `--set` takes them."""
 
     @property
     def faults(self) -> FaultFolder:
@@ -92,13 +94,15 @@ class NotedOutbox(Outbox):
 class Observer:
     """Does at the points of the run what the plan says."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, journal: Journal) -> None:
+    def __init__(self, plan: Plan, fleet: SmallFleet, journal: Journal) -> None:
         self._plan, self._fleet, self._journal = plan, fleet, journal
         self._lock = threading.Lock()
         self._parts = self._settled = 0
 
     def __call__(self, point: Point, key: str) -> None:
         place = layout.place_of(key)
+        if place is not None and point is Point.MID_PART:
+            self._note(key, *place)
         if place == (self._plan.full_disk, Stage.TRAIN) and point is Point.STARTED:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
         if place == (self._plan.hold_state, Stage.TRAIN):
@@ -109,6 +113,13 @@ class Observer:
         with self._lock:  # files of a state are stored by several threads
             if point is not Point.MID_PART or place is None or not self._first_piece(key, place[1]):
                 self._kill(point, key)
+
+    def _note(self, key: str, iteration: int, stage: str) -> None:
+        """A record is being written by which the stage says that its body begins, or that a piece is generated."""
+        if ".attempt-" in key:
+            self._journal.note("body", stage, iteration)
+        elif ".pieces/" in key:
+            self._journal.note("piece", Path(key).stem, iteration)
 
     def _first_piece(self, key: str, stage: Stage) -> bool:
         """A rollout is killed in its second piece, when the first is recorded."""
@@ -145,48 +156,38 @@ def is_running(process: int) -> bool:
 
 def drive(plan: Plan) -> None:
     """Do what is missing of the run."""
-    journal = Journal(plan.journal)
+    journal, config = Journal(plan.journal), small_config(plan.settings)
 
     def started(name: str, process: int) -> None:
         journal.note("process", name, process)
 
     started(FLOW, os.getpid())
-    root, fleet = open_root(plan.root), Fleet(plan.replaces, started)
-    records.publish(root, layout.run_config_key(RUN), Document())
-    with (
-        kill_points.observed(Observer(plan, fleet, journal)),
-        hold(root, RUN, "small run") as lease,
-        tempfile.TemporaryDirectory(dir=plan.folder) as scratch,
-        NotedOutbox(journal) as outbox,
-    ):
-        advance(SmallContext(root, fleet, Path(scratch), lease, outbox, journal, plan.other_lesson))
+    root = open_root(plan.root)
+    fleet = SmallFleet(config, plan.replaces, started, plan.other_lesson)
+    digest = record_config(root, RUN, config)
+
+    @contextmanager
+    def opener(lease: Lease) -> Iterator[RunContext]:
+        observer = Observer(plan, fleet, journal)
+        with (
+            kill_points.observed(observer),
+            tempfile.TemporaryDirectory(dir=plan.folder) as scratch,
+            NotedOutbox(journal) as outbox,
+        ):
+            yield RunContext(RUN, root, config, digest, fleet, Path(scratch), lease, outbox)
+
+    complete(RUN, root, config, NotedProgress(journal, config.run.iterations), opener)
 
 
-def advance(context: SmallContext) -> None:
-    """As `flows.run.advance` and `flows.iteration`."""
-    first = first_incomplete(context.root, RUN, ITERATIONS, 1)
-    if first == 0:
-        prepared = stages.prepare(context)
-        trained = stages.warm_up(context, prepared)
-        synced = conclude(context, 0, prepared, trained)
-    else:
-        prepared = need(context.root, RUN, 0, Stage.PREPARE)
-        trained, synced = (need(context.root, RUN, first - 1, stage) for stage in (Stage.TRAIN, Stage.WEIGHT_SYNC))
-    for iteration in range(max(first, 1), ITERATIONS + 1):
-        rollouts = stages.rollout(context, iteration, prepared, synced)
-        rewards = stages.reward(context, iteration, prepared, rollouts)
-        trained = stages.train(context, iteration, prepared, rollouts, rewards, trained)
-        synced = conclude(context, iteration, prepared, trained)
-    context.outbox.settle()
+class NotedProgress(Progress):
+    """Notes that all of an iteration is published, and is silent otherwise."""
 
+    def __init__(self, journal: Journal, iterations: int) -> None:
+        super().__init__(RUN, iterations, Console(file=io.StringIO()))
+        self._journal = journal
 
-def conclude(context: SmallContext, iteration: int, prepared: Manifest, trained: Manifest) -> Manifest:
-    """The end of every iteration."""
-    synced = stages.weight_sync(context, iteration, prepared, trained)
-    if evaluation_due(iteration, ITERATIONS, 1):
-        stages.evaluate(context, iteration, prepared, synced)
-    context.outbox.add(lambda: context.journal.note("concluded", "iteration", iteration))
-    return synced
+    def finished(self, record: IterationRecord) -> None:
+        self._journal.note("concluded", "iteration", record.iteration)
 
 
 def begin(plan: Plan) -> int:

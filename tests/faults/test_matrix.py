@@ -22,8 +22,8 @@ from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import Stage
 from tests.faults.processes import NODE, WORKERS
 from tests.faults.running import Attempt, Look, SmallRun
-from tests.faults.small_run import ITERATIONS
-from tests.faults.small_stages import GROUPS_PER_PIECE, PIECES, RUN, SAMPLES
+from tests.faults.small_run import RUN
+from tests.small.config import ITERATIONS, PIECES, PROMPTS, SAMPLES
 
 STAGES = {
     "prepare": (Stage.PREPARE, 0),
@@ -201,7 +201,7 @@ def check_rows(look: Look) -> None:
     rollouts = [manifest for (_, stage), manifest in look.manifests.items() if stage == Stage.ROLLOUT]
     assert len(rollouts) == ITERATIONS
     for manifest in rollouts:
-        assert len(set(rows_of(look, manifest))) == len(rows_of(look, manifest)) == PIECES * GROUPS_PER_PIECE * SAMPLES
+        assert len(set(rows_of(look, manifest))) == len(rows_of(look, manifest)) == PROMPTS * SAMPLES
 
 
 def rows_of(look: Look, manifest: Manifest) -> list[tuple[str, int]]:

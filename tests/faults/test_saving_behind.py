@@ -13,7 +13,8 @@ from storage.kill_points import Point
 from storage.upkeep.verify import verify
 from tasks.stages.names import Stage
 from tests.faults.running import SmallRun, watched
-from tests.faults.small_stages import PIECES, RUN
+from tests.faults.small_run import RUN
+from tests.small.config import PIECES
 
 DURING_UPLOAD = Fault(Stage.TRAIN, 1, Point.UPLOAD)
 PENDING = {(1, Stage.TRAIN), (1, Stage.WEIGHT_SYNC), (1, Stage.EVALUATE), (2, Stage.ROLLOUT)}

@@ -1,7 +1,9 @@
-"""The stage tasks under a real Prefect server; the stages' bodies are stand-ins, since only their order is at stake."""
+"""The stages as Prefect tasks under a real server; the stages do nothing but commit, since only their states matter."""
 
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,22 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import TaskRun
 
+from flows.prefect_tasks import REUSED, as_task
+from storage.backends.root import Root
 from storage.errors import InputError
-from storage.manifest import Manifest
+from tasks.config.run import RunConfig
+from tasks.stages.context import RunContext, directly
 from tasks.stages.names import Stage
-from tasks.stages.prefect_tasks import REUSED, StageTask
-from tasks.stages.stage import StageResult
-from tests.flows.runs import make_manifest
+from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.views import Rewards, Rollouts, Trained
+from tests.small.here import WorkersHere
 
 DEADLINE_S = 60.0
+PROJECT = Path(__file__).resolve().parents[2]
 
 
-class Context:
-    """What a run's context is to Prefect: something that it must not look into."""
+class Untouched(WorkersHere):
+    """What a context holds is nothing that Prefect may look into."""
 
     def __hash__(self) -> int:
         raise AssertionError("the context was hashed")
@@ -31,12 +37,24 @@ class Context:
         raise AssertionError("the context was serialised")
 
 
-def returning(stage: Stage, reused: Callable[[int], bool], calls: list[int]) -> StageTask:
-    def body(_context: Context, iteration: int, *_inputs: Manifest) -> StageResult:
-        calls.append(iteration)
-        return StageResult(make_manifest("a", iteration, stage), reused(iteration))
+@stage(Stage.ROLLOUT, (), Rollouts)
+def rollout(work: Work) -> StageOutput:
+    return StageOutput()
 
-    return StageTask(stage, body)
+
+@stage(Stage.REWARD, ("rollout",), Rewards)
+def reward(work: Work, rollouts: Rollouts) -> StageOutput:
+    return StageOutput()
+
+
+@stage(Stage.TRAIN, (), Trained)
+def train(work: Work) -> StageOutput:
+    raise InputError("the data set is empty")
+
+
+@pytest.fixture
+def context(prefect_api: str, root: Root, config: RunConfig, tmp_path: Path) -> RunContext:
+    return RunContext("a", root, config, config.digest, Untouched(config), tmp_path, performer=as_task)
 
 
 def task_runs(flow_run_id: Any, expected: int) -> dict[str, TaskRun]:
@@ -56,12 +74,12 @@ def run_flow(body: Callable[[], Any]) -> Any:
     return flow(name="test", persist_result=False)(body)(return_state=True)
 
 
-def test_a_stage_ends_as_completed_or_as_reused(prefect_api: str):
-    rollout = returning(Stage.ROLLOUT, lambda iteration: iteration == 2, [])
+def test_a_stage_ends_as_completed_or_as_reused(context: RunContext):
+    rollout(replace(context, performer=directly), 2)
 
     def body() -> None:
         for iteration in (1, 2, 3):
-            assert rollout(Context(), iteration).iteration == iteration
+            assert rollout(context, iteration).manifest.iteration == iteration
 
     state = run_flow(body)
     assert state.is_completed(), state.message
@@ -75,43 +93,46 @@ def test_a_stage_ends_as_completed_or_as_reused(prefect_api: str):
     assert not {tag for run in runs.values() for tag in run.tags}
 
 
-def test_nothing_comes_from_a_cache(prefect_api: str, prefect_home: Path):
-    calls: list[int] = []
-    rollout = returning(Stage.ROLLOUT, lambda _: False, calls)
+def test_nothing_comes_from_a_cache(context: RunContext, prefect_home: Path):
+    performed: list[int] = []
+
+    @stage(Stage.ROLLOUT, (), Rollouts)
+    def counted(work: Work) -> StageOutput:
+        performed.append(work.iteration)
+        return StageOutput()
 
     def body() -> None:
-        for _ in range(3):
-            rollout(Context(), 1)
+        for run in ("a", "b", "c"):  # the same iteration of three runs
+            counted(replace(context, run=run), 1)
 
-    for _ in range(2):
-        state = run_flow(body)
-    assert calls == [1] * 6
+    state = run_flow(body)
+    assert performed == [1] * 3
     runs = task_runs(state.state_details.flow_run_id, 3)
     assert [run.state_name for run in runs.values()] == ["Completed"] * len(runs)
     assert not list((prefect_home / "storage").glob("*"))
 
 
-def test_the_graph_of_a_flow_run_follows_the_manifests(prefect_api: str):
-    rollout, reward = (returning(stage, lambda _: False, []) for stage in (Stage.ROLLOUT, Stage.REWARD))
-
+def test_the_graph_of_a_flow_run_follows_the_manifests(context: RunContext):
     def body() -> None:
-        reward(Context(), 1, rollout(Context(), 1))
+        reward(context, 1, rollout(context, 1))
 
     runs = task_runs(run_flow(body).state_details.flow_run_id, 2)
     assert [source.id for source in runs["reward-1"].task_inputs["inputs"]] == [runs["rollout-1"].id]
 
 
-def test_a_failure_reaches_the_caller_as_it_was_raised(prefect_api: str):
-    def refuse(_context: Context, _iteration: int) -> StageResult:
-        raise InputError("the data set is empty")
-
-    train = StageTask(Stage.TRAIN, refuse)
-
+def test_a_failure_reaches_the_caller_as_it_was_raised(context: RunContext):
     def body() -> None:
-        train(Context(), 4)
+        train(context, 4)
 
     state = run_flow(body)
     assert state.is_failed()
-    with pytest.raises(InputError, match="the data set is empty"):
+    with pytest.raises(InputError, match="the data set is empty") as caught:
         state.result()
     assert task_runs(state.state_details.flow_run_id, 1)["train-4"].state_name == "Failed"
+    frames = [frame for frame in traceback.extract_tb(caught.value.__traceback__) if is_ours(frame.filename)]
+    names = [frame.name for frame in frames]
+    assert len(names[names.index("body") + 1 : names.index("train")]) <= 3
+
+
+def is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(PROJECT) and ".venv" not in file

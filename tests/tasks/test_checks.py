@@ -8,9 +8,7 @@ from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable
 from tasks.checks import check_config, check_scratch
 from tasks.config.run import GeneratedModel, load_config
-from tasks.config.stored import stored_config
 from tasks.data.generated import generate_model
-from tasks.stages.context import open_run
 
 BASE = """
 [model.generate]
@@ -110,21 +108,3 @@ def test_a_root_that_cannot_be_written(tmp_path):
 def test_a_scratch_folder_that_is_not_there(tmp_path):
     with pytest.raises(InputError, match="TMPDIR"):
         check_scratch(tmp_path / "absent")
-
-
-def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path):
-    root_url = str(tmp_path / "runs")
-    config = config_with(tmp_path)
-    root, name = open_run(config, root_url, "first")
-    assert name == "first"
-    assert stored_config(root, "first") == config
-    open_run(config_with(tmp_path, "engine.count=2", "run.iterations=7"), root_url, "first")
-    with pytest.raises(InputError) as caught:
-        open_run(config_with(tmp_path, "rollout.samples=4"), root_url, "first")
-    assert "rollout.samples: the run was started with 8, now 4 is given" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", [None, "Upper", "a/b"])
-def test_a_run_needs_a_usable_id(tmp_path, name):
-    with pytest.raises(InputError):
-        open_run(config_with(tmp_path), str(tmp_path / "runs"), name)

@@ -1,81 +1,130 @@
+"""The one rule of every stage, and that the rule keeps out of the way of whoever reads a stack trace."""
+
+import traceback
+from pathlib import Path
+
 import pytest
 
 from storage.backends.root import open_root
 from storage.errors import CommitConflict
-from storage.parts import PartWriter
+from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
-from tasks.stages.stage import StageOutput, run_stage
+from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.views import Prepared, Rewards, Rollouts
+from tests.small.config import small_config
+from tests.small.here import WorkersHere
+
+PROJECT = Path(__file__).resolve().parents[3]
+FACTS = {"weight_version": 1, "cursor": 7}
 
 
 @pytest.fixture
-def root(tmp_path):
-    return open_root(str(tmp_path))
+def context(tmp_path):
+    config = small_config()
+    return RunContext("run", open_root(str(tmp_path)), config, config.digest, WorkersHere(config), tmp_path)
 
 
-def body_of(writer, calls, text=b"result"):
-    def body():
-        calls.append(text)
-        return StageOutput(parts=(writer.write_bytes("part.bin", text),), facts={"weight_version": 1})
+def rolling(text=b"result", calls=None, name=Stage.ROLLOUT):
+    """A stage without inputs that stores `text`."""
+
+    @stage(name, (), Rollouts)
+    def body(work: Work) -> StageOutput:
+        if calls is not None:
+            calls.append(text)
+        return StageOutput(parts=(work.writer.write_bytes("part.bin", text),), facts=FACTS)
 
     return body
 
 
-def writer_for(root, stage=Stage.ROLLOUT, iteration=1):
-    return PartWriter(root, "run", iteration, stage)
+@stage(Stage.REWARD, ("rollout",), Rewards)
+def scoring(work: Work, rollouts: Rollouts) -> StageOutput:
+    return StageOutput(parts=(work.writer.write_bytes("part.bin", rollouts.digest.encode()),))
 
 
-def test_a_committed_stage_is_not_done_again(root):
+def test_a_committed_stage_is_not_done_again(context):
     calls = []
-    writer = writer_for(root)
-    first = run_stage(writer, "config", {}, body_of(writer, calls))
-    second = run_stage(writer, "config", {}, body_of(writer, calls))
+    first = rolling(calls=calls).perform(context, 1, ())
+    second = rolling(calls=calls).perform(context, 1, ())
     assert (first.reused, second.reused) == (False, True)
-    assert second.manifest == first.manifest
+    assert second.view == first.view
     assert len(calls) == 1
 
 
-def test_a_body_that_fails_commits_nothing(root):
-    writer, calls = writer_for(root), []
+def test_facts_have_types(context):
+    view = rolling()(context, 1)
+    assert (view.cursor, view.weight_version) == (7, 1)
+    broken = Rollouts(view.manifest.model_copy(update={"facts": {"cursor": "seven"}}))
+    with pytest.raises(Exception, match="records 'seven' as cursor, and a whole number is expected"):
+        _ = broken.cursor
 
-    def broken():
-        writer.write_bytes("part.bin", b"half")
+
+def test_a_body_that_fails_commits_nothing(context):
+    @stage(Stage.ROLLOUT, (), Rollouts)
+    def broken(work: Work) -> StageOutput:
+        work.writer.write_bytes("part.bin", b"half")
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError):
-        run_stage(writer, "config", {}, broken)
-    assert not run_stage(writer, "config", {}, body_of(writer, calls)).reused
+        broken(context, 1)
+    assert not rolling().perform(context, 1, ()).reused
 
 
-@pytest.mark.parametrize("config", ["config", "another"])
-def test_other_inputs_or_configuration_are_a_conflict(root, config):
-    up_one, up_two = (writer_for(root, iteration=n) for n in (1, 2))
-    inputs = [
-        run_stage(up, "config", {}, body_of(up, [], text)).manifest for up, text in ((up_one, b"1"), (up_two, b"2"))
-    ]
-    writer = writer_for(root, Stage.REWARD)
-    run_stage(writer, "config", {"rollout": inputs[0]}, body_of(writer, []))
-    other = {"rollout": inputs[1] if config == "config" else inputs[0]}
-    with pytest.raises(CommitConflict, match="rollout" if config == "config" else "configuration"):
-        run_stage(writer, config, other, body_of(writer, []))
+def test_other_inputs_are_a_conflict(context):
+    one, two = rolling(b"1")(context, 1), rolling(b"2")(context, 2)
+    scoring(context, 1, one)
+    with pytest.raises(CommitConflict, match="from another rollout"):
+        scoring(context, 1, two)
 
 
-def test_a_lost_race_is_adopted_if_equal_and_a_conflict_if_not(root):
-    writer = writer_for(root)
+def test_another_configuration_is_a_conflict(context):
+    rollouts = rolling()(context, 1)
+    scoring(context, 1, rollouts)
+    other = RunContext("run", context.root, context.config, "another", context.workers, context.scratch)
+    with pytest.raises(CommitConflict, match="from another configuration"):
+        scoring(other, 1, rollouts)
 
-    def overtaken(text):
-        def body():
+
+def test_a_lost_race_is_adopted_if_equal_and_a_conflict_if_not(context):
+    def overtaken(theirs, mine):
+        @stage(Stage.ROLLOUT, (), Rollouts)
+        def body(work: Work) -> StageOutput:
             # another process commits the same stage while this one is still working
-            run_stage(writer, "config", {}, body_of(writer, [], b"result"))
-            return body_of(writer, [], text)()
+            rolling(theirs)(context, work.iteration)
+            return StageOutput(parts=(work.writer.write_bytes("part.bin", mine),), facts=FACTS)
 
         return body
 
-    assert run_stage(writer, "config", {}, overtaken(b"result")).manifest.writer
-    other = writer_for(root, iteration=2)
-
-    def overtaken_otherwise():
-        run_stage(other, "config", {}, body_of(other, [], b"theirs"))
-        return body_of(other, [], b"mine")()
-
+    assert overtaken(b"same", b"same")(context, 1).manifest.writer
     with pytest.raises(CommitConflict, match="other content"):
-        run_stage(other, "config", {}, overtaken_otherwise)
+        overtaken(b"theirs", b"mine")(context, 2)
+
+
+def test_whoever_asks_for_the_identity_is_told_it_and_a_reused_stage_tells_nobody(context):
+    told = []
+
+    @stage(Stage.PREPARE, (), Prepared)
+    def body(work: Work) -> StageOutput:
+        return StageOutput(identified=told.append)
+
+    view = body(context, 0)
+    assert told == [view.digest]
+    body(context, 0)
+    assert told == [view.digest]
+
+
+def test_between_the_loop_and_a_stage_are_three_frames_of_ours(context):
+    @stage(Stage.ROLLOUT, (), Rollouts)
+    def body(work: Work) -> StageOutput:
+        raise RuntimeError("look at the stack")
+
+    with pytest.raises(RuntimeError) as caught:
+        body(context, 1)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    ours = [frame.name for frame in frames if is_ours(frame.filename)]
+    assert ours[0] == "test_between_the_loop_and_a_stage_are_three_frames_of_ours"
+    assert ours[-1] == "body"
+    assert len(ours[1:-1]) <= 3
+
+
+def is_ours(file):
+    return Path(file).is_relative_to(PROJECT) and ".venv" not in file

@@ -5,12 +5,16 @@ The actors hold objects of the standard library and of storage, so that each sta
 
 import collections
 import operator
+import os
+from pathlib import Path
 
 import pytest
 
 from storage.backends.root import open_root
 from storage.errors import NotCommitted, WorkerLost
 from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
+
+WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def make_group(cluster):
         group = WorkerGroup(
             [f"member {place}" for place in range(len(names))], spawn(names, [{}] * len(names), detached)
         )
-        group.start(factory, arguments)
+        group.start(factory, arguments, WAIT_S)
         groups.append(group)
         return group
 
@@ -33,9 +37,9 @@ def make_group(cluster):
 
 def test_every_member_is_called_in_order(make_group):
     group = make_group(collections.deque, [([1, 2],), ([3],)])
-    group.call("append", 9)
-    assert group.call("pop") == [9, 9]
-    assert group.call("pop") == [2, 3]
+    group.submit("append", 9).wait(WAIT_S)
+    assert group.submit("pop").wait(WAIT_S) == [9, 9]
+    assert group.submit("pop").wait(WAIT_S) == [2, 3]
     assert group.alive()
 
 
@@ -43,18 +47,18 @@ def test_an_error_of_ours_that_all_members_raise_leaves_the_group_alive(make_gro
     url = f"file://{tmp_path}"
     group = make_group(open_root, [(url,), (url,)])
     with pytest.raises(NotCommitted, match=r"member 0: .*/nothing is not there"):
-        group.call("read_bytes", "nothing")
-    assert group.call("exists", "nothing") == [False, False]
+        group.submit("read_bytes", "nothing").wait(WAIT_S)
+    assert group.submit("exists", "nothing").wait(WAIT_S) == [False, False]
 
 
 def test_members_that_are_out_of_step_are_ended(make_group, tmp_path):
     (tmp_path / "key").write_text("here")
     group = make_group(open_root, [(f"file://{tmp_path}",), (f"file://{tmp_path}/other",)])
     with pytest.raises(NotCommitted, match="member 1"):
-        group.call("read_bytes", "key")
+        group.submit("read_bytes", "key").wait(WAIT_S)
     assert not group.alive()
     with pytest.raises(WorkerLost, match="next attempt"):
-        group.call("exists", "key")
+        group.submit("exists", "key").wait(WAIT_S)
 
 
 def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_from(make_group):
@@ -62,7 +66,7 @@ def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_fr
     with pytest.raises(
         WorkerLost, match="member 0 failed in pop and was ended: IndexError: pop from an empty deque"
     ) as lost:
-        group.call("pop")
+        group.submit("pop").wait(WAIT_S)
     assert any("tasks/workers/actors.py" in note for note in lost.value.__notes__)
     assert not group.alive()
 
@@ -70,14 +74,14 @@ def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_fr
 def test_an_object_that_cannot_be_made_is_told_by_the_first_call(make_group):
     group = make_group(open_root, [("nonsense://x",)])
     with pytest.raises(Exception, match="member 0: storage root 'nonsense://x'"):
-        group.call("exists", "key")
+        group.submit("exists", "key").wait(WAIT_S)
 
 
 def test_a_death_is_told_before_the_errors_it_caused(make_group):
     # "exit" of the first member ends its process; the second raises an error of its own
     group = make_group(operator.attrgetter, [("_exit",), ("missing",)])
     with pytest.raises(WorkerLost, match="member 0 died during __call__"):
-        group.call("__call__", ExitModule())
+        group.submit("__call__", ExitModule()).wait(WAIT_S)
     assert not group.alive()
 
 
@@ -95,11 +99,51 @@ class ExitModule:
 def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster):
     group = make_group(collections.deque, [([1],), ([2],)], prefix="run-a/role/key", detached=True)
     make_group(collections.deque, [([1],)], prefix="run-b/role/key", detached=True)
-    group.call("append", 7)
+    group.submit("append", 7).wait(WAIT_S)
     ((name, actors),) = find_groups("run-a/role").items()
     assert name.startswith("run-a/role/key/")
     found = WorkerGroup(["first", "second"], actors)
     assert found.in_step()
-    assert found.call("pop") == [7, 7]
+    assert found.submit("pop").wait(WAIT_S) == [7, 7]
     found._actors[0].call.remote("append", 1)  # as if the flow process had died between two members
     assert not found.in_step()
+
+
+def test_a_call_that_takes_too_long_ends_the_group(make_group):
+    group = make_group(operator.attrgetter, [("sleep",), ("sleep",)])
+    with pytest.raises(WorkerLost, match=r"did not finish __call__ within 0.5 s and was ended.*call_deadline_s"):
+        group.submit("__call__", SlowModule()).wait(0.5)
+    assert not group.alive()
+
+
+def test_two_calls_are_at_work_at_once(make_group, tmp_path):
+    reader, writer = (make_group(operator.attrgetter, [(name,)]) for name in ("read", "write"))
+    meeting = Meeting(str(tmp_path / "pipe"))
+    pending = reader.submit("__call__", meeting)  # waits for the other side
+    assert writer.submit("__call__", meeting).wait(WAIT_S) == [7]
+    assert pending.wait(WAIT_S) == [b"weights"]
+
+
+class SlowModule:
+    """Looks like a module to `attrgetter`; reading `sleep` takes longer than anybody waits."""
+
+    def __getattr__(self, name):
+        import time
+
+        return time.sleep(600)
+
+
+class Meeting:
+    """A transfer whose two sides must be at work at once: opening one end of a named pipe waits for the other."""
+
+    def __init__(self, path):
+        os.mkfifo(path)
+        self._path = path
+
+    @property
+    def read(self):
+        return Path(self._path).read_bytes()
+
+    @property
+    def write(self):
+        return Path(self._path).write_bytes(b"weights")

@@ -29,7 +29,7 @@ def listening_addresses(processes):
 def start_actor():
     group = WorkerGroup(["actor"], spawn(fresh_names("test", 1), [{"RATCHET_TEST": "given"}], detached=False))
     group.start(dict, [((("key", 1),),)])
-    assert group.call("copy") == [{"key": 1}]
+    assert group.submit("copy").wait(60) == [{"key": 1}]
     return group
 
 

@@ -16,10 +16,11 @@ from tasks.config.run import parse_config
 from tasks.engine.protocol import Sampling, weights_digest
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
-from tasks.workers.trainers import start_trainers
+from tasks.workers.ranks import start_trainers
 from tests.tasks.engine.test_engine import export
 from tests.tasks.engine_process import weights_of
 from tests.tasks.workers.test_cluster import listening_addresses
+from trainer_core.protocol import TrainerProtocol
 
 LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
 PROMPTS = [np.random.default_rng(place).integers(2, 32, 6).tolist() for place in range(8)]
@@ -44,13 +45,13 @@ def model(engines):
 
 def deliver(group, engine, version, folder):
     folder.mkdir()
-    records = group.call("export", str(folder))[0]
+    records = group.export(folder)
     receipt = engine.receive(str(folder), version, records)
     assert receipt.weights_digest == weights_digest({record.name: record.digest for record in records})
 
 
 def kill(group):
-    victim = psutil.Process(ray.get(group._actors[0].pid.remote()))
+    victim = psutil.Process(group.processes()[0])
     victim.kill()
     victim.wait(10)
 
@@ -62,14 +63,14 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
         fleet.warm(model, config.train)
         group, (engine,) = fleet.trainers(model, config.train), fleet.engines(model)
         assert group.identity() is None
-        group.call("import_model")
-        fleet.adopt("state-0")
+        group.import_model()
+        group.adopt("state-0")
         assert group.identity() == "state-0"
         deliver(group, engine, 3, tmp_path / "first")
         assert engine.identity().weight_version == 3
         assert fleet.trainers(model, config.train) is group
         assert fleet.engines(model) == [engine]
-        ours = group.call("logprobs", [np.array(prompt, np.int32) for prompt in PROMPTS])
+        ours = group.submit(TrainerProtocol.logprobs, [np.array(prompt, np.int32) for prompt in PROMPTS]).wait(60)
         for scores, *ranks in zip(engine.score(PROMPTS), *ours, strict=True):
             for rank in ranks:
                 np.testing.assert_allclose(scores, rank, atol=1e-4)
@@ -82,13 +83,13 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
 
         kill(group)
         with pytest.raises(WorkerLost, match="trainer rank 0 of 2 died during save"):
-            group.call("save", str(tmp_path))
-        kill(engine._group)
+            group.save(tmp_path)
+        kill(engine)
         again, (revived,) = fleet.trainers(model, config.train), fleet.engines(model)
         assert again is not group
         assert again.identity() is None
         assert revived.identity().weight_version is None
-        again.call("import_model")
+        again.import_model()
         deliver(again, revived, 4, tmp_path / "second")
     assert not psutil.wait_procs(processes, timeout=0)[1]
 
@@ -137,4 +138,4 @@ def test_more_ranks_than_cards_are_refused_before_anything_starts(tmp_path):
     config = config_of(str(tmp_path), pipeline=2)
     one_card = Settings(ray_address=None, ray_token=None, gpus=("0",))
     with pytest.raises(InputError, match="needs 2 GPUs, one a rank, and 1 are visible"):
-        start_trainers("run", str(tmp_path), config.train, "cuda", one_card)
+        start_trainers("run", str(tmp_path), config.train, "cuda", one_card, 60)

@@ -1,0 +1,89 @@
+"""Driving a run in this process over small workers: the real loop, from where the manifests end."""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.driving import complete
+from flows.views.progress import Progress
+from storage import kill_points, layout
+from storage.backends.root import Root
+from storage.kill_points import Point
+from storage.ownership.lease import Lease
+from storage.write_behind import Outbox
+from tasks.config.run import RunConfig
+from tasks.config.stored import record_config
+from tasks.stages.context import Performer, RunContext
+from tasks.stages.names import Stage
+from tasks.stages.stage import Performed
+from tasks.stages.views import View
+from tests.small.here import WorkersHere
+
+RUN = "small"
+Done = tuple[int, Stage, bool]
+
+
+@dataclass
+class Driver:
+    """One process' worth of driving."""
+
+    root: Root
+    config: RunConfig
+    scratch: Path
+    workers: WorkersHere
+    run: str = RUN
+    at: Callable[[RunContext, Point, str], None] | None = None
+    """Is told of each point of the run, with the key."""
+    done: list[Done] = field(default_factory=list)
+    """Stages that ran, as (iteration, stage, reused)."""
+
+    def drive(self) -> None:
+        digest = record_config(self.root, self.run, self.config)
+        progress = Progress(self.run, self.config.run.iterations, Console(file=io.StringIO()))
+
+        @contextmanager
+        def opener(lease: Lease) -> Iterator[RunContext]:
+            with Outbox() as outbox:
+                context = RunContext(
+                    self.run, self.root, self.config, digest, self.workers, self.scratch, lease, outbox, self._noted
+                )
+                with kill_points.observed(lambda point, key: self.at and self.at(context, point, key)):
+                    yield context
+
+        complete(self.run, self.root, self.config, progress, opener)
+
+    def _noted(self, stage: Stage) -> Performer:
+        def perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Performed:
+            performed = work()
+            self.done.append((iteration, stage, performed.reused))
+            return performed
+
+        return perform
+
+
+def driver(root: Root, config: RunConfig, scratch: Path, **more) -> Driver:
+    """A new process: its workers hold nothing."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    return Driver(root, config, scratch, more.pop("workers", None) or WorkersHere(config), **more)
+
+
+class Killed(BaseException):
+    """Ends the driving as a kill would, as far as one process can."""
+
+
+def killing(stage: Stage, iteration: int, point: Point, after: int = 0):
+    """End the driving at a point; of several of a kind after so many of them."""
+    passed = [0]
+
+    def at(_context: RunContext, here: Point, key: str) -> None:
+        counts = here is not Point.MID_PART or layout.is_part(key)
+        if here is point and counts and layout.place_of(key) == (iteration, stage):
+            passed[0] += 1
+            if passed[0] > after:
+                raise Killed
+
+    return at

@@ -1,0 +1,87 @@
+"""Small workers in this process, for tests of stages and of the loop without any kill."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from storage.backends.root import Root
+from storage.errors import WorkerLost
+from tasks.config.run import RunConfig
+from tasks.stages.context import RunContext
+from tasks.workers.engines import EngineHandle
+from tasks.workers.trainers import TrainerGroup
+from tests.small.workers import SmallEngine, SmallTrainer
+
+
+class Answered:
+    """A call that is done."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
+
+    def wait(self, deadline_s: float) -> list[Any]:
+        return self._results
+
+
+class GroupHere:
+    """Members that are called one after another."""
+
+    def __init__(self, members: list[Any], watch: Callable[[str], None]) -> None:
+        self.members, self._watch, self._alive = members, watch, True
+
+    def submit(self, method: str, *arguments: Any, **options: Any) -> Answered:
+        if not self._alive:
+            raise WorkerLost("the group has ended; the next attempt starts a new one")
+        self._watch(method)
+        return Answered([getattr(member, method)(*arguments, **options) for member in self.members])
+
+    def alive(self) -> bool:
+        return self._alive
+
+    def processes(self) -> list[int]:
+        return []
+
+    def end(self) -> None:
+        self._alive = False
+
+
+class WorkersHere:
+    """Ranks and engines of a run, made when they are first asked for; `calls` has the methods that were called."""
+
+    def __init__(
+        self, config: RunConfig, engine: type[SmallEngine] = SmallEngine, trainer: type[SmallTrainer] = SmallTrainer
+    ) -> None:
+        self._config, self._engine, self._rank = config, engine, trainer
+        self._trainers: TrainerGroup | None = None
+        self._engines: list[EngineHandle] = []
+        self.ranks: list[SmallTrainer] = []
+        self.calls: list[str] = []
+
+    def warm(self, model_dir: Path, config: Any) -> None:
+        pass
+
+    def trainers(self, model_dir: Path, config: Any) -> TrainerGroup:
+        if self._trainers is None or not self._trainers.alive():
+            self.ranks = [self._rank(str(model_dir), config, rank) for rank in range(config.parallel.world_size)]
+            self._trainers = TrainerGroup(GroupHere(self.ranks, self.calls.append), self._config.workers)
+        return self._trainers
+
+    def engines(self, model_dir: Path) -> list[EngineHandle]:
+        missing = range(len(self._engines), self._config.engine.count)
+        made = [GroupHere([self._engine(str(model_dir))], self.calls.append) for _ in missing]
+        self._engines += [EngineHandle(group, self._config.workers) for group in made]
+        return self._engines
+
+    def processes(self) -> dict[str, int]:
+        return {}
+
+
+@contextmanager
+def context_here(root: Root, config: RunConfig, scratch: Path, run: str = "small", **more: Any):
+    """A context whose workers are in this process; what is to be stored is stored when the block ends."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    workers = more.pop("workers", None) or WorkersHere(config)
+    context = RunContext(run, root, config, config.digest, workers, scratch, **more)
+    with context.outbox:
+        yield context
