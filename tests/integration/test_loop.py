@@ -98,6 +98,7 @@ def test_a_changed_meaning_is_refused_with_both_values(whole, home):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 def test_interrupted_with_ctrl_c_and_continued_gives_the_weights_of_the_whole_run(whole, tmp_path, home):
     root, _ = whole
     process = start("run", str(TINY), "--root", str(tmp_path), "--run", "tiny", "--json", *PIECES, home=home)

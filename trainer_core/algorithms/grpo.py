@@ -8,12 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from storage.errors import StageFailed
-from trainer_core.algorithms.losses import TokenLoss, group_advantages, kl_estimate, policy_loss, token_weights
+from trainer_core.algorithms.losses import group_advantages, kl_estimate, policy_loss, token_weights
 from trainer_core.algorithms.update import Update, apply_loss
 from trainer_core.batches.sequences import Matrix, Padded, Samples, per_position
 from trainer_core.config import PolicyConfig
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import MicroBatch, Passes
+from trainer_core.model.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)

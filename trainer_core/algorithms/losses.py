@@ -4,13 +4,12 @@ Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; the clipped surrogat
 the KL estimators, J. Schulman, "Approximating KL divergence" (2020); asymmetric clipping, DAPO (arXiv 2503.14476).
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from trainer_core.config import KlEstimator, PolicyConfig
+from trainer_core.model.token_loss import TokenLoss
 
 _STD_FLOOR = 1e-6  # keeps the division finite; a group without spread has zero advantages anyway
 
@@ -45,16 +44,6 @@ def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor
     if estimator == "k2":
         return log_ratio.square() / 2
     return torch.expm1(log_ratio) - log_ratio
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """Loss of each position and what is reported about it, all (B, S) float32; positions to be masked hold anything."""
-
-    loss: torch.Tensor
-    """To be averaged with the positions' weights and minimised."""
-    clipped: torch.Tensor
-    """1 where the clipped branch of the surrogate was taken, so that no gradient flows."""
 
 
 def policy_loss(

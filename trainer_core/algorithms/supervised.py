@@ -8,11 +8,12 @@ import torch
 from numpy.typing import NDArray
 
 from storage.errors import InputError
-from trainer_core.algorithms.losses import TokenLoss, token_weights
+from trainer_core.algorithms.losses import token_weights
 from trainer_core.algorithms.update import apply_loss
 from trainer_core.batches.sequences import SupervisedExamples
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import MicroBatch, Passes
+from trainer_core.model.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
-from trainer_core.algorithms.losses import TokenLoss
 from trainer_core.batches.sequences import Matrix, Padded, share_rows
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
+from trainer_core.model.token_loss import TokenLoss
 from trainer_core.model.vocab_parallel import log_probabilities
 
 

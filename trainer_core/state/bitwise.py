@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_core.state.comparison import StateComparison
 from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX
 from trainer_core.state.repeatable import unshared
 from trainer_core.state.saved import Region, SavedState
@@ -22,21 +21,23 @@ _SHOWN = 80  # characters of a value in a message
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def compare(left: Path, right: Path, plant: int | None) -> StateComparison:
+@dataclass(frozen=True)
+class Findings:
+    """What was compared, and what differs. The fields that are not described here are `StateComparison`'s."""
+
+    counts: Counter[str]
+    """How much was compared: weights, optimizer, rng, other and elements."""
+    planted: str | None
+    differences: tuple[str, ...]
+
+
+def compare(left: Path, right: Path, plant: int | None) -> Findings:
     """See `trainer_core.state.comparison.compare_states`."""
     comparison = _Comparison(SavedState(left), SavedState(right))
     flaw = _Flaw.choose(comparison.right, plant) if plant is not None else None
     comparison.compare_tensors(flaw)
     comparison.compare_objects()
-    return StateComparison(
-        weights=comparison.counts["weights"],
-        optimizer=comparison.counts["optimizer"],
-        rng=comparison.counts["rng"],
-        other=comparison.counts["other"],
-        elements=comparison.counts["elements"],
-        planted=flaw.name if flaw else None,
-        differences=tuple(comparison.differences),
-    )
+    return Findings(comparison.counts, flaw.name if flaw else None, tuple(comparison.differences))
 
 
 @dataclass(frozen=True)

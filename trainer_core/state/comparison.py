@@ -43,4 +43,6 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     """
     from trainer_core.state.bitwise import compare  # imports torch
 
-    return compare(left, right, plant)
+    found = compare(left, right, plant)
+    counts = {name: found.counts[name] for name in ("weights", "optimizer", "rng", "other", "elements")}
+    return StateComparison(**counts, planted=found.planted, differences=found.differences)

@@ -28,6 +28,7 @@ def wait_for(path: Path, text: str, process: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_signals")
 def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_path: Path):
     root, log = f"file://{tmp_path}/runs", tmp_path / "stderr"
     options = ["--run", "a", "--root", root, "--set", "warmup.steps=5000", "--json"]
@@ -55,6 +56,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_an_error_that_an_interrupt_became_is_an_interrupt(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool

@@ -7,6 +7,8 @@ import pytest
 
 from flows.cli.signals import Signals
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_interrupts_and_later_ones_do_not(number: signal.Signals, code: int):
