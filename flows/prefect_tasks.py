@@ -16,8 +16,7 @@ from prefect.states import Completed
 
 from tasks.stages.context import Performer
 from tasks.stages.names import Stage
-from tasks.stages.stage import Performed
-from tasks.stages.views import View
+from tasks.stages.views import Performed, View
 
 REUSED = "Completed (reused)"
 """State of a task run whose stage was committed before."""

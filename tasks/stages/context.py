@@ -3,29 +3,26 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from storage.backends.root import Root
 from storage.manifest import Fence
 from storage.write_behind import Outbox
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
-from tasks.workers.protocol import Workers
-
-if TYPE_CHECKING:
-    from tasks.stages.stage import Performed
-    from tasks.stages.views import View
+from tasks.stages.views import Performed, View
+from tasks.workers.interface import Workers
 
 
 class Outcome(Protocol):
     """What came of a stage: a Prefect state, or what was done in place."""
 
-    def result(self) -> "View":
+    def result(self) -> View:
         """The view of the stage's manifest, or what the stage raised."""
         ...
 
 
-Performer = Callable[[int, Callable[[], "Performed"], tuple["View", ...]], Outcome]
+Performer = Callable[[int, Callable[[], Performed], tuple[View, ...]], Outcome]
 """Does the work of a stage where it can be seen, given the iteration, the work and the inputs that it is made from."""
 
 

@@ -27,7 +27,7 @@ from tasks.config.code_version import code_version
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
-from tasks.stages.views import View
+from tasks.stages.views import Performed, View
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,6 @@ class StageOutput:
     """Stores the parts, if that is still to be done; called once, by the outbox."""
     identified: Callable[[str], None] | None = None
     """Is told the digest of the manifest, once that is known and its publication is under way."""
-
-
-@dataclass(frozen=True)
-class Performed:
-    """A finished stage, and whether it was committed before."""
-
-    view: View
-    reused: bool
-    pending: bool = False
-    """Whether its manifest is still to be published by the outbox."""
-
-    def result(self) -> View:
-        """The view of its manifest."""
-        return self.view
 
 
 class StageFunction[**P, V: View]:

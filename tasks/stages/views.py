@@ -38,6 +38,20 @@ class View:
 
 
 @dataclass(frozen=True)
+class Performed:
+    """A finished stage, and whether it was committed before."""
+
+    view: View
+    reused: bool
+    pending: bool = False
+    """Whether its manifest is still to be published by the outbox."""
+
+    def result(self) -> View:
+        """The view of its manifest."""
+        return self.view
+
+
+@dataclass(frozen=True)
 class Prepared(View):
     """Model directory and prompt tables, as parts."""
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tasks.config.run import WorkersSection
 from tasks.engine.protocol import EngineIdentity, EngineProtocol, Sampling, SyncReceipt, TokenIds
-from tasks.workers.protocol import Group, Pending
+from tasks.workers.group import Group, Pending
 from trainer_core.weights.records import TensorRecord
 
 

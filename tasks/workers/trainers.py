@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.config.run import WorkersSection
-from tasks.workers.protocol import Group, Pending
+from tasks.workers.group import Group, Pending
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig
 from trainer_core.protocol import Generators, LoadedState, TrainerProtocol

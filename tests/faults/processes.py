@@ -103,7 +103,7 @@ class Submitted:
 
 
 class SmallFleet:
-    """The node and its workers, as `tasks.workers.protocol.Workers`. Make it before any thread is started: it forks.
+    """The node and its workers, as `tasks.workers.interface.Workers`. Make it before any thread is started: it forks.
 
     Args:
         replaces: see before each stage who died meanwhile, and start new ones, as `tasks.workers.fleet.Fleet` does once

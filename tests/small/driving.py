@@ -19,8 +19,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
 from tasks.stages.context import Performer, RunContext
 from tasks.stages.names import Stage
-from tasks.stages.stage import Performed
-from tasks.stages.views import View
+from tasks.stages.views import Performed, View
 from tests.small.here import WorkersHere
 
 RUN = "small"

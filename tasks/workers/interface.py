@@ -1,0 +1,36 @@
+"""What stages ask of the processes that compute, whoever runs them: Ray, or the small workers of the fault tests."""
+
+from pathlib import Path
+from typing import Protocol
+
+from tasks.workers.engines import EngineHandle
+from tasks.workers.trainers import TrainerGroup
+from trainer_core.config import TrainerConfig
+
+
+class Workers(Protocol):
+    """The trainer ranks and engines of one run, started when first needed and replaced when they have died."""
+
+    def warm(self, model_dir: Path, config: TrainerConfig) -> None:
+        """Start whatever is not there, all at once, without waiting."""
+        ...
+
+    def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
+        """The run's trainer ranks. A group that is new or was restarted holds no weights; ask its identity.
+
+        Raises:
+            WorkerLost: what they run under has died since it was started.
+        """
+        ...
+
+    def engines(self, model_dir: Path) -> list[EngineHandle]:
+        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; ask its identity.
+
+        Raises:
+            WorkerLost: what they run under has died since it was started.
+        """
+        ...
+
+    def processes(self) -> dict[str, int]:
+        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, `node`."""
+        ...
