@@ -25,10 +25,8 @@ def test_where_there_is_no_terminal_the_lines_are_plain_and_whole(make_run: Make
     make_run("a", 1)
     text = io.StringIO()
     with Progress("a", 4, Console(file=text, width=40)) as progress:
-        with progress.stage(0, Stage.PREPARE):
-            pass
-        with progress.stage(1, Stage.ROLLOUT):
-            pass
+        progress.begins(0, Stage.PREPARE)
+        progress.begins(1, Stage.ROLLOUT)
         progress.finished(read_history(root, "a")[1])
     lines = text.getvalue().splitlines()
     assert lines == ["iteration 0: prepare", iteration_line(read_history(root, "a")[1], 4)]
@@ -37,7 +35,8 @@ def test_where_there_is_no_terminal_the_lines_are_plain_and_whole(make_run: Make
 def test_a_terminal_shows_the_stage_in_work():
     text = io.StringIO()
     console = Console(file=text, width=100, force_terminal=True)
-    with Progress("a", 4, console) as progress, progress.stage(3, Stage.TRAIN):
+    with Progress("a", 4, console) as progress:
+        progress.begins(3, Stage.TRAIN)
         progress.refresh()
     assert "iteration 3: train" in text.getvalue()
     assert "2/4" in text.getvalue()

@@ -28,7 +28,7 @@ def listening_addresses(processes):
 
 def start_actor():
     group = WorkerGroup(["actor"], spawn(fresh_names("test", 1), [{"RATCHET_TEST": "given"}], detached=False))
-    group.start(dict, [((("key", 1),),)])
+    group.start(dict, [((("key", 1),),)], 60)
     assert group.submit("copy").wait(60) == [{"key": 1}]
     return group
 

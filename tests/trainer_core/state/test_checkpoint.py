@@ -109,7 +109,7 @@ def look(trainer):
 
     trainer.import_model()
     drawn = []
-    trainer._learner._model.module.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(1))))
+    trainer._model.module.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(1))))
     before = torch.get_rng_state().tolist()
     trainer.logprobs([np.arange(1, 9, dtype=np.int32)])
     return drawn, before == torch.get_rng_state().tolist()
@@ -265,7 +265,7 @@ def load_all_ways(trainer, folder):
     return [
         attempt(trainer.load, folder),
         attempt(trainer.load, folder, True),
-        attempt(trainer.load_reference, folder),
+        attempt(trainer.load_reference, folder, "reference"),
     ]
 
 

@@ -26,14 +26,14 @@ def configuration(layout):
 
 def save_apart_and_together(trainer, folder):
     """The same state as it is saved now, and as earlier versions saved it: in one file a rank."""
-    from trainer_core import checkpoint
+    from trainer_core.state import checkpoint
 
     trainer.import_model()
     trainer.train_policy(random_samples(1), 1.0)
     names = trainer.save(f"{folder}/apart")
     strategy = checkpoint.TorchDistSaveShardedStrategy
     checkpoint.TorchDistSaveShardedStrategy = lambda **_: strategy()
-    trainer._learner._saver = checkpoint.Saver()
+    trainer._saver = checkpoint.Saver()
     trainer.save(f"{folder}/together")
     trainer.export(f"{folder}/exported")
     return names
@@ -99,7 +99,7 @@ def take_weights(trainer, folder, source):
     trainer.import_model()
     trainer.load_reference(f"{folder}/{source}", "reference")
     own = trainer.logprobs([samples.tokens[:12]])[0]
-    with trainer._learner._reference.in_place():
+    with trainer._reference.in_place():
         reference = trainer.logprobs([samples.tokens[:12]])[0]
     info = trainer.load(f"{folder}/{source}", fresh_optimizer=True)
     trainer.export(f"{folder}/{source}-taken")
