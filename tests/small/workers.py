@@ -92,7 +92,7 @@ class SmallTrainer(TrainerProtocol):
             (Path(directory) / name).write_bytes(np.array_split(self.arrays[array], ranks)[self._rank].tobytes())
         if self._rank:
             # a file that has two names is stored by a copy, all others by a hard link: both are killed
-            os.link(Path(directory) / names["weights"], Path(directory) / "held")
+            os.link(Path(directory) / names["weights"], Path(directory) / f"held-{self._rank}")
             return list(names.values())
         optimizer, parallel = self._config.optimizer, self._config.parallel
         facts = StateFacts(

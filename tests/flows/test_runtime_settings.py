@@ -1,0 +1,132 @@
+"""A run that is killed in the middle of a rollout and continued under another runtime setting, each setting both ways:
+the same rows and the same weights as if nothing had happened."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from storage.backends.root import Root, open_root
+from storage.kill_points import Point
+from storage.manifest import need
+from storage.parts import read_table
+from storage.schema import REWARD, ROLLOUT
+from tasks.config.run import RunConfig
+from tasks.stages.names import Stage
+from tests.small.config import PROMPTS, SAMPLES, small_config
+from tests.small.driving import RUN, Killed, driver, killing
+
+SETTINGS: dict[str, tuple[Any, Any]] = {
+    "run.iterations": (1, 2),
+    "rollout.groups_per_part": (1, 4),
+    "reward.deadline_s": (5.0, 9.0),
+    "reward.processes": (0, 1),
+    "train.parallel.tensor": (1, 2),
+    "train.parallel.pipeline": (1, 2),
+    "train.parallel.data": (1, 2),
+    "train.micro_batch_size": (8, 2),
+    "evaluate.every": (1, 0),
+    "evaluate.prompts": (2, 1),
+    "engine.count": (1, 2),
+    "engine.max_model_len": (128, 64),
+    "engine.max_num_seqs": (512, 2),
+    "engine.kv_cache_mib": (128, 64),
+    "engine.gpu_memory_utilization": (0.4, 0.5),
+    "engine.cuda_graphs": ("false", "true"),
+    "workers.start_deadline_s": (60, 70),
+    "workers.call_deadline_s": (60, 70),
+    "device.kind": ("auto", "cpu"),
+    "device.deterministic": ("false", "true"),
+    "storage.keep_newest": (1, 2),
+    "storage.keep_every": (1, 2),
+}
+NOT_HERE = {
+    "run.name": "the id of the run",
+    "model.source": "this run's model is generated; what it was is in the digests of `prepare`",
+    "data.train": "as model.source",
+    "data.held_out": "as model.source",
+    "data.warmup": "as model.source",
+    "engine.precision": "samples of another precision are other samples; see below",
+}
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> set[str]:
+    found = set()
+    for key, value in section.items():
+        nested = isinstance(value, dict) and value
+        found |= leaves(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}"}
+    return found
+
+
+def test_every_runtime_setting_is_in_the_table():
+    config = small_config()
+    runtime = leaves(config.model_dump(mode="json")) - leaves(config.meaning())
+    assert runtime == SETTINGS.keys() | NOT_HERE.keys()
+
+
+def settings(name: str, value: Any) -> RunConfig:
+    given = [f"{name}={value}", *(["storage.keep_newest=1"] if name == "storage.keep_every" else [])]
+    return small_config(["run.iterations=1", *given])
+
+
+def drive(root: Root, scratch: Path, config: RunConfig, **more: Any) -> None:
+    driver(root, config, scratch, **more).drive()
+
+
+def look(root: Root) -> tuple[pa.Table, pa.Table, object, list[str]]:
+    """Rows and rewards of iteration 1, the weights that came of it, and the digests of iteration 0."""
+    rows = read_table(root, need(root, RUN, 1, Stage.ROLLOUT), ROLLOUT).combine_chunks()
+    rewards = read_table(root, need(root, RUN, 1, Stage.REWARD), REWARD).combine_chunks()
+    weights = need(root, RUN, 1, Stage.WEIGHT_SYNC).facts["weights_digest"]
+    return rows, rewards, weights, [need(root, RUN, 0, stage).digest for stage in (Stage.PREPARE, Stage.WEIGHT_SYNC)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory):
+    """What a run comes to that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    root = open_root(str(folder / "root"))
+    drive(root, folder / "scratch", small_config(["run.iterations=1"]))
+    return look(root)
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_changes_while_the_run_is_down_changes_no_result(name, way, whole, root: Root, tmp_path: Path):
+    before, after = SETTINGS[name] if way == "there" else SETTINGS[name][::-1]
+    with pytest.raises(Killed):
+        interruption = killing(Stage.ROLLOUT, 1, Point.MID_PART, after=1)
+        drive(root, tmp_path / "first", settings(name, before), at=interruption)
+    drive(root, tmp_path / "second", settings(name, after))
+    rows, rewards, weights, begun = look(root)
+    assert rows.num_rows == PROMPTS * SAMPLES
+    assert rows.equals(whole[0])
+    assert rewards.equals(whole[1])
+    assert weights == whole[2]
+    if not name.startswith("train.parallel"):  # the layout is written into the state of iteration 0
+        assert begun == whole[3]
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_rollout_never_mixes_precisions(before, after, root: Root, tmp_path: Path):
+    with pytest.raises(Killed):
+        interruption = killing(Stage.ROLLOUT, 1, Point.MID_PART, after=1)
+        drive(root, tmp_path / "first", settings("engine.precision", before), at=interruption)
+    pieces = set(root.keys(f"{RUN}/manifests/000001/rollout.r0.pieces"))
+    assert pieces
+    drive(root, tmp_path / "second", settings("engine.precision", after))
+    assert "sampled_again" not in need(root, RUN, 1, Stage.ROLLOUT).metrics  # nothing was taken over
+
+
+def test_a_piece_of_an_earlier_version_is_sampled_again(whole, root: Root, tmp_path: Path):
+    """Its name was a number alone, which says nothing of the groups that are in it."""
+    with pytest.raises(Killed):
+        drive(root, tmp_path / "first", settings("run.iterations", 1), at=killing(Stage.ROLLOUT, 1, Point.MID_PART, 1))
+    (piece,) = root.keys(f"{RUN}/manifests/000001/rollout.r0.pieces")
+    served = need(root, RUN, 0, Stage.WEIGHT_SYNC).digest
+    root.put_if_absent(f"{RUN}/manifests/000001/rollout.r0.pieces/00001-{served[:12]}.json", root.read_bytes(piece))
+    root.remove(piece)
+    drive(root, tmp_path / "second", settings("run.iterations", 1))
+    assert look(root)[0].equals(whole[0])
+    assert "sampled_again" not in need(root, RUN, 1, Stage.ROLLOUT).metrics

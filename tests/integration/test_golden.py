@@ -1,0 +1,61 @@
+"""A run that an earlier version stored is read, and continued with the same identities."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from storage.backends.root import Root, open_root
+from storage.manifest import need
+from storage.upkeep.catalog import contents
+from storage.upkeep.verify import verify
+from tasks.config.run import load_config
+from tasks.config.stored import record_config
+from tests.integration.command import ratchet
+
+GOLDEN = Path(__file__).parent / "golden"
+CONFIG = GOLDEN / "golden.toml"
+RUN = "golden"
+WHOLE: dict[str, str] = json.loads((GOLDEN / "digests.json").read_text())
+STORED = {place: digest for place, digest in WHOLE.items() if not place.endswith("@2")}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    with tarfile.open(GOLDEN / "run.tar.gz") as archive:
+        archive.extractall(tmp_path / "runs", filter="data")
+    return open_root(str(tmp_path / "runs"))
+
+
+def identities(root: Root) -> dict[str, str]:
+    return {f"{one.stage}@{one.iteration}": one.digest for one in contents(root, RUN).newest}
+
+
+def test_its_manifests_have_the_identities_they_had(root: Root):
+    assert identities(root) == STORED
+    assert verify(root, RUN).sound
+
+
+def test_its_configuration_is_no_other_by_todays_rules(root: Root):
+    recorded = {manifest.config_digest for manifest in contents(root, RUN).newest}
+    assert recorded == {record_config(root, RUN, load_config(str(CONFIG)))}
+
+
+@pytest.mark.slow
+def test_it_is_continued(root: Root, home: Path):
+    pieces = contents(root, RUN).pieces
+    done = ratchet("run", str(CONFIG), "--run", RUN, "--root", root.url, "--json", home=home)
+    assert done.code == 0, done.err
+    after = identities(root)
+    assert after.keys() == WHOLE.keys()
+    assert {place: after[place] for place in STORED} == STORED
+    rollout = need(root, RUN, 2, "rollout")
+    assert rollout.attempt == 1
+    assert "sampled_again" not in rollout.metrics  # pieces named by a number alone are sampled again
+    assert len(pieces) == 2
+    assert need(root, RUN, 2, "train").inputs["state"] == STORED["train@1"]
+    # another kind of processor may round otherwise; where the samples are the same, so is everything
+    if after["rollout@2"] == WHOLE["rollout@2"]:
+        assert after == WHOLE
+    assert verify(root, RUN).sound
