@@ -13,7 +13,7 @@ _DOCUMENT = f"""
 [run]
 iterations = {ITERATIONS}
 [model.generate]
-layers = 1
+layers = 2
 hidden = 32
 intermediate = 32
 heads = 2

@@ -3,7 +3,14 @@ import itertools
 import pyarrow as pa
 import pytest
 
+from storage.backends.root import open_root
+from storage.errors import StageFailed
+from storage.kill_points import Point
+from storage.manifest import find
+from tasks.stages.names import Stage
 from tasks.stages.rollout import rollout_metrics, sample_seed
+from tests.small.config import small_config
+from tests.small.driving import Killed, driver, killing
 
 
 def test_every_sample_of_a_run_has_a_seed_of_its_own():
@@ -25,3 +32,18 @@ def test_metrics_of_a_table():
     assert metrics["tokens_per_second"] == 1.5
     assert metrics["response_length"] == 1
     assert metrics["truncated"] == pytest.approx(1 / 3)
+
+
+def test_a_piece_that_holds_other_rows_than_were_asked_for_is_refused(tmp_path):
+    root = open_root(str(tmp_path / "root"))
+    first = driver(root, small_config(["run.iterations=1"]), tmp_path / "first")
+    first.at = killing(Stage.ROLLOUT, 1, Point.PARTS_DONE)
+    with pytest.raises(Killed):
+        first.drive()
+    pieces = root.keys("small/manifests/000001/rollout.r0.pieces")
+    swapped = [root.read_bytes(key) for key in pieces[:2]]
+    for key, content in zip(pieces[:2], reversed(swapped), strict=True):
+        root.replace(key, content)
+    with pytest.raises(StageFailed, match="hold 12 samples that are not the 12 that were asked for"):
+        driver(root, small_config(["run.iterations=1"]), tmp_path / "second").drive()
+    assert find(root, "small", 1, Stage.ROLLOUT) is None

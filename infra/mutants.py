@@ -1,0 +1,107 @@
+"""Faults put into the code on purpose, one at a time, to see that the quick tests notice each of them.
+
+    python -m infra.mutants [NAME ...]      all of them if no name is given; --list shows them
+
+Each is a change of a few lines in a copy of the project, and the tests that ought to notice it. A fault that no test
+notices is a hole in the tests. Run it by hand after a change to what is promised; it is no part of CI.
+"""
+
+import argparse
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from infra.mutants_known import MUTANTS, Mutant
+
+PROJECT = Path(__file__).resolve().parents[1]
+_COPIED = ("flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md")
+_LIMIT_S = 900
+_EXIT_TESTS_FAILED = 1
+
+logger = logging.getLogger("mutants")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one fault."""
+
+    mutant: Mutant
+    noticed: bool
+    seconds: float
+    by: str
+    """The first test that failed, or why there is none."""
+
+
+def try_out(mutant: Mutant, copy: Path) -> Verdict:
+    """Put a fault into the copy, run its tests, and take it out again.
+
+    Raises:
+        ValueError: the code that the fault changes is not there, or more than once.
+    """
+    path = copy / mutant.file
+    original = path.read_text(encoding="utf-8")
+    if original.count(mutant.before) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.file} has {original.count(mutant.before)} times {mutant.before!r}")
+    path.write_text(original.replace(mutant.before, mutant.after), encoding="utf-8")
+    clock = time.monotonic()
+    try:
+        code, by = _run_tests(mutant, copy)
+    finally:
+        path.write_text(original, encoding="utf-8")
+    return Verdict(mutant, code == _EXIT_TESTS_FAILED, time.monotonic() - clock, by)
+
+
+def _run_tests(mutant: Mutant, copy: Path) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *mutant.tests]
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return _EXIT_TESTS_FAILED, f"the tests did not end within {_LIMIT_S} s"
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode, failed[0][:140] if failed else f"pytest ended with {done.returncode}"
+
+
+def copy_of_project(folder: Path) -> Path:
+    """A copy that faults can be put into."""
+    for name in _COPIED:
+        source, target = PROJECT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+    return folder
+
+
+def main() -> int:
+    """Try the faults and report; the exit code is the number of those that nobody noticed, at most 100."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only these")
+    parser.add_argument("--list", action="store_true", help="show the names and end")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    chosen = [mutant for mutant in MUTANTS if not given.names or mutant.name in given.names]
+    if given.list:
+        for mutant in chosen:
+            logger.info("%-40s %s", mutant.name, mutant.what)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="ratchet-mutants-") as folder:
+        copy = copy_of_project(Path(folder))
+        verdicts = [_reported(try_out(mutant, copy)) for mutant in chosen]
+    survivors = [verdict for verdict in verdicts if not verdict.noticed]
+    logger.info("%d of %d faults were noticed", len(chosen) - len(survivors), len(chosen))
+    return min(len(survivors), 100)
+
+
+def _reported(verdict: Verdict) -> Verdict:
+    word = "noticed" if verdict.noticed else "SURVIVED"
+    logger.info("%-9s %-40s %6.1f s  %s", word, verdict.mutant.name, verdict.seconds, verdict.by)
+    return verdict
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""The faults that `infra.mutants` knows. A change that makes a promise adds the fault that would break it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault."""
+
+    name: str
+    what: str
+    """In words."""
+    file: str
+    before: str
+    """Code that is in the file once."""
+    after: str
+    """What takes its place."""
+    tests: tuple[str, ...]
+    """Files that ought to notice it."""
+
+
+_FAULTS = ("tests/tasks/stages", "tests/faults/test_saving_behind.py", "tests/faults/test_matrix.py")
+_STAGES = ("tests/tasks/stages", "tests/flows/test_iteration.py", "tests/flows/test_runtime_settings.py")
+
+MUTANTS = (
+    Mutant(
+        "state-not-waited-for",
+        "a state is loaded while it is still on its way to storage",
+        "tasks/stages/held_state.py",
+        "        context.outbox.settle()  # ranks that died may have left a state that is not stored yet\n",
+        "",
+        _FAULTS,
+    ),
+    Mutant(
+        "served-state-not-waited-for",
+        "weights are served again from a state that is still on its way to storage",
+        "tasks/stages/served_weights.py",
+        "    context.outbox.settle()  # what is to be loaded may still be on its way to storage\n",
+        "",
+        _FAULTS,
+    ),
+    Mutant(
+        "rollout-before-its-state",
+        "samples are committed before the state that made them is durable",
+        "tasks/stages/rollout.py",
+        "    work.context.outbox.settle()  # samples count only once the state that made them is durable\n",
+        "",
+        _FAULTS,
+    ),
+    Mutant(
+        "piece-of-other-weights",
+        "a piece of a rollout is adopted whatever weights made it",
+        "tasks/stages/rollout.py",
+        "decides = [self.served.digest, self.work.config.engine.precision]",
+        "decides = [self.work.config.engine.precision]",
+        _FAULTS,
+    ),
+    Mutant(
+        "piece-of-other-precision",
+        "a piece of a rollout is adopted whatever precision the engine had",
+        "tasks/stages/rollout.py",
+        "decides = [self.served.digest, self.work.config.engine.precision]",
+        "decides = [self.served.digest]",
+        _STAGES,
+    ),
+    Mutant(
+        "piece-by-number",
+        "a piece of a rollout is named by its number, whatever groups are in it",
+        "tasks/stages/rollout.py",
+        'return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(decides)[:16]}"',
+        'return f"{first // self.work.config.rollout.groups_per_part:05d}-{value_digest(decides)[:16]}"',
+        _STAGES,
+    ),
+    Mutant(
+        "ranks-hold-any-state",
+        "trainer ranks are used whatever state they hold",
+        "tasks/stages/held_state.py",
+        "    if group.identity() != state.digest:\n",
+        "    if group.identity() is None:\n",
+        _FAULTS,
+    ),
+    Mutant(
+        "reused-stage-adopts",
+        "ranks take the identity of a train stage that was committed before",
+        "tasks/stages/stage.py",
+        "            return Performed(self.view(done), reused=True)\n",
+        "            for group in [context.workers.trainers(context.scratch, context.config.train)]:\n"
+        '                group.adopt(done.digest) if self.stage == "train" else None\n'
+        "            return Performed(self.view(done), reused=True)\n",
+        _FAULTS,
+    ),
+    Mutant(
+        "receipts-not-compared",
+        "what an engine says it received is not compared with what was sent",
+        "tasks/stages/served_weights.py",
+        "        if receipt.weights_digest != digest:\n",
+        "        if not receipt.weights_digest:\n",
+        ("tests/tasks/stages",),
+    ),
+    Mutant(
+        "served-digest-not-compared",
+        "weights that are served again are not compared with those recorded",
+        "tasks/stages/served_weights.py",
+        "    if delivery.weights_digest != served.weights_digest:\n",
+        "    if not delivery.weights_digest:\n",
+        ("tests/tasks/stages",),
+    ),
+    Mutant(
+        "rows-not-compared",
+        "a rollout is committed whatever rows its pieces hold",
+        "tasks/stages/rollout.py",
+        '    if not (same and np.array_equal(samples["sample_id"].to_numpy(), numbers)):\n',
+        "    if samples.num_rows < 0:\n",
+        ("tests/tasks/stages/test_rollout.py",),
+    ),
+    Mutant(
+        "a-stage-ignores-its-inputs",
+        "a committed stage is reused whatever it was made from",
+        "tasks/stages/stage.py",
+        "    if manifest.inputs == dict(inputs) and manifest.config_digest == config_digest:\n",
+        "    if manifest.config_digest == config_digest:\n",
+        ("tests/tasks/stages",),
+    ),
+    Mutant(
+        "a-stage-ignores-its-configuration",
+        "a committed stage is reused whatever configuration it was made under",
+        "tasks/stages/stage.py",
+        "    if manifest.inputs == dict(inputs) and manifest.config_digest == config_digest:\n",
+        "    if manifest.inputs == dict(inputs):\n",
+        ("tests/tasks/stages",),
+    ),
+    Mutant(
+        "published-out-of-order",
+        "a manifest is published at once while the state that it is made from is on its way",
+        "tasks/stages/stage.py",
+        "        pending = output.store is not None or not context.outbox.idle\n",
+        "        pending = output.store is not None\n",
+        _FAULTS,
+    ),
+    Mutant(
+        "seeds-by-piece",
+        "a sample's seed depends on the piece it is generated in",
+        "tasks/stages/rollout.py",
+        "        n, first = config.rollout.samples, groups.position\n",
+        "        n, first = config.rollout.samples, 0\n",
+        _STAGES,
+    ),
+    Mutant(
+        "cursor-of-the-rollout",
+        "prompts count as consumed once they are sampled, not once they are trained on",
+        "tasks/stages/weight_sync.py",
+        '            "cursor": trained.cursor,\n',
+        '            "cursor": 0,\n',
+        _STAGES,
+    ),
+    Mutant(
+        "stored-file-not-flushed",
+        "a file that becomes a part is not flushed to the disk",
+        "storage/backends/local.py",
+        "    kill_points.reached(Point.MID_PART, str(path))\n    _sync(path)\n",
+        "    kill_points.reached(Point.MID_PART, str(path))\n",
+        ("tests/storage",),
+    ),
+    Mutant(
+        "written-part-not-flushed",
+        "a part that is written is not flushed to the disk",
+        "storage/backends/local.py",
+        "                    os.fsync(file.fileno())\n",
+        "",
+        ("tests/storage",),
+    ),
+)

@@ -1,0 +1,61 @@
+"""The flow is whole: whoever starts it, it checks before it works, and records what it is made from."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flows.run import ready, run
+from storage.backends.root import open_root
+from storage.errors import InputError, LeaseHeld, StorageUnavailable
+from storage.ownership.lease import hold
+from tasks.config.stored import stored_config
+from tests.small.config import small_config
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        (["train.parallel.pipeline=3"], "cannot be divided by parallel.pipeline = 3"),
+        (["reward.function=no_such_reward"], "'no_such_reward' is not known"),
+        (["device.kind=cuda"], "no GPU is visible"),
+    ],
+)
+def test_the_flow_itself_refuses_what_cannot_work_and_leaves_nothing(settings, fact, tmp_path: Path):
+    root = str(tmp_path / "runs")
+    with pytest.raises(InputError, match=fact):
+        run.fn("a", root, small_config(settings))
+    assert open_root(root).folders() == []
+
+
+def test_the_flow_itself_refuses_a_root_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageUnavailable):
+        run.fn("a", str(tmp_path / "file"), small_config())
+
+
+@pytest.mark.parametrize("name", ["Upper", "a/b", "", "../a"])
+def test_a_run_needs_a_usable_id(tmp_path: Path, name: str):
+    with pytest.raises(InputError, match="run name"):
+        ready(name, str(tmp_path / "runs"), small_config())
+
+
+def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path: Path):
+    url, config = str(tmp_path / "runs"), small_config()
+    root, digest = ready("first", url, config)
+    assert stored_config(root, "first") == config
+    assert ready("first", url, small_config(["engine.count=2", "run.iterations=7"]))[1] == digest
+    with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 2, now 4 is given"):
+        ready("first", url, small_config(["rollout.samples=4"]))
+
+
+def test_a_run_that_is_driven_is_refused_before_anything_starts(tmp_path: Path):
+    root, _ = ready("a", str(tmp_path / "runs"), small_config())
+    with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is running"):
+        ready("a", root.url, small_config())
+
+
+def test_the_process_is_set_up_by_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    ready("a", str(tmp_path / "runs"), small_config())
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
