@@ -8,6 +8,9 @@ import pytest
 from storage import layout
 from storage.errors import SchemaMismatch
 from storage.manifest import commit, need
+from storage.parts import PartWriter
+from storage.records import seal
+from storage.unfinished import PieceRecord, find_piece
 from storage.upkeep.catalog import contents, summaries
 from storage.upkeep.retention import Retention, collect, give_up
 from storage.upkeep.verify import Problem, verify
@@ -51,6 +54,16 @@ def test_retention_removes_nothing_outside_of_the_parts(root, tmp_path, key):
         collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
     assert victim.read_bytes() == b"content"
     assert before.key in {one.key for one in verify(root, "run").findings if one.fault is Problem.DAMAGED}
+
+
+@pytest.mark.parametrize("change", [{"key": "run/parts/../../victim"}, {"name": "../victim"}], ids=["key", "name"])
+def test_a_piece_that_leads_elsewhere_is_refused(root, change):
+    writer = PartWriter(root, "run", 1, Stage.ROLLOUT)
+    part = writer.write_bytes("groups-00000.arrow", b"content", rows=3)
+    key = layout.piece_key("run", 1, Stage.ROLLOUT, 0, "00000")
+    root.put_if_absent(key, seal(PieceRecord.model_construct(part=forged_part(part, **change))))
+    with pytest.raises(SchemaMismatch, match=rf"{key} is not a PieceRecord .*victim"):
+        find_piece(writer, "00000")
 
 
 def test_a_copied_record_is_found(root):
