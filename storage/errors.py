@@ -43,6 +43,10 @@ class PartMissing(StorageError):
     """A manifest names a part that is not there: lost, or removed by retention."""
 
 
+class ForeignCode(StorageError):
+    """A file of a train state names a class or function that states do not hold, and that loading it would run."""
+
+
 class LeaseHeld(StorageError):
     """Another process drives the run."""
 

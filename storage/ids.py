@@ -10,6 +10,8 @@ from storage.errors import InputError
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
+RunName = Annotated[str, StringConstraints(pattern=f"^{_RUN_NAME.pattern}$")]
+"""Id of a run, which is also the name of its folder below the root."""
 
 StageName = Annotated[str, StringConstraints(pattern=r"^[a-z-]+$")]
 """Name of a step whose result is one manifest. Storage takes any; what they mean is said by `Workflow`."""

@@ -8,6 +8,7 @@ DIGEST_CHARACTERS = 16
 STATE = "state/"
 """What the names of a train state's parts begin with."""
 
+_RUN = "[a-z0-9][a-z0-9._-]{0,62}"
 _STAGE = "[a-z-]+"
 _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.json")
 # a folder of attempts is what earlier versions made
@@ -18,6 +19,7 @@ _OF_STAGE = re.compile(r"(/manifests/\d{6,}/[^/.]+\.r\d+)\..*$")
 
 _PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGE})[./]")
 _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
+_PART = re.compile(rf"{_RUN}/parts/[0-9]{{6,}}/{_STAGE}/(?P<name>.+)", re.DOTALL)
 
 
 def run_config_key(run: str) -> str:
@@ -93,10 +95,33 @@ def is_part_of(key: str, run: str) -> bool:
 
 
 def part_key(run: str, iteration: int, stage: str, name: str, digest: str) -> str:
-    """A write-once part. Its digest stands before the extension, so equal content has an equal key."""
-    stem, dot, extension = name.rpartition(".")
-    stem, suffix = (stem, f".{extension}") if dot else (name, "")
-    return f"{run}/parts/{iteration:06d}/{stage}/{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
+    """A write-once part. Its digest comes before the extension, so equal content has an equal key."""
+    folder, slash, last = name.rpartition("/")
+    stem, dot, extension = last.rpartition(".")
+    stem, suffix = (stem, f".{extension}") if dot else (last, "")
+    return f"{run}/parts/{iteration:06d}/{stage}/{folder}{slash}{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
+
+
+def key_flaw(key: str, digest: str) -> str | None:
+    """Why `key` cannot be what `part_key` gives a part with this digest, for any run; None if it can."""
+    found = _PART.fullmatch(key)
+    if found is None:
+        return "it does not have the form RUN/parts/ITERATION/STAGE/NAME"
+    if digest_in_name(key) != digest[:DIGEST_CHARACTERS]:
+        return f"it does not carry the part's digest {digest}"
+    return name_flaw(found["name"])
+
+
+def name_flaw(name: str) -> str | None:
+    """Why `name` cannot be the name of a part, which is also its path in a folder; None if it can."""
+    if not name.isprintable() or "\\" in name:
+        return "it holds a backslash or a character that cannot be printed"
+    for segment in name.split("/"):
+        if segment in ("", ".", ".."):
+            return f"it is not a plain path below a folder: one of its segments is {segment!r}"
+        if is_temporary(segment):
+            return f"a segment begins with {TEMPORARY_PREFIX}, as files of a write in progress do"
+    return None
 
 
 def lease_folder(run: str) -> str:

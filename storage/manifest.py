@@ -1,18 +1,27 @@
 """What a finished stage is, and the one commit point."""
 
 import itertools
-import json
+import math
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Protocol
+from typing import Annotated, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    JsonValue,
+    NonNegativeInt,
+    ValidationInfo,
+    model_validator,
+)
 
 from storage import layout, records
 from storage.backends.root import Root
 from storage.digest import value_digest
-from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StorageError
-from storage.ids import StageName
+from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StageFailed, StorageError
+from storage.ids import RunName, StageName
 
 FORMAT_VERSION = 1
 
@@ -35,12 +44,37 @@ class Fence(Protocol):
         ...
 
 
+def _as_number(value: object, info: ValidationInfo) -> object:
+    """Earlier versions wrote null for a metric that is not finite."""
+    return math.nan if value is None and info.mode == "json" else value
+
+
+def _readable_facts(facts: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+    if info.mode == "json" and (unusable := _unusable_fact(facts)):
+        raise ValueError(unusable)
+    return facts
+
+
+def _unusable_fact(facts: dict[str, JsonValue]) -> str | None:
+    """The first fact that is not finite, in words; None if all are."""
+    found = next((name for name, value in facts.items() if not _is_finite(value)), None)
+    return f"fact {found!r} is {facts[found]}, and only finite numbers are facts" if found is not None else None
+
+
+def _is_finite(value: JsonValue) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 class Origin(BaseModel):
     """Where a forked run took a manifest from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    run: str
+    run: RunName
     """Run that did the work, or had taken it over itself."""
     digest: str
     """Identity of the manifest there."""
@@ -56,29 +90,38 @@ class Part(BaseModel):
     name: str
     """Name within the stage, such as `groups-00000.arrow` or `__0_0.distcp`."""
     key: str
-    """Key below the storage root."""
-    bytes: int
+    """Key below the storage root, which may be of the run that this one was forked from."""
+    bytes: NonNegativeInt
     """Size of the object in bytes."""
     digest: str
     """xxh3-128 of the object, hexadecimal."""
-    rows: int | None = None
+    rows: NonNegativeInt | None = None
     """Rows, if the part is a table."""
+
+    @model_validator(mode="after")
+    def _stays_inside(self) -> Self:
+        # files are written under the name, and read and deleted under the key
+        if flaw := layout.name_flaw(self.name):
+            raise ValueError(f"the name {self.name!r} cannot be a part's: {flaw}")
+        if flaw := layout.key_flaw(self.key, self.digest):
+            raise ValueError(f"the key {self.key!r} cannot be a part's: {flaw}")
+        return self
 
 
 class Manifest(BaseModel):
     """The result of one stage. Published once; without it the stage did not happen."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     format_version: int = FORMAT_VERSION
     """Version of this record's own format."""
-    run: str
+    run: RunName
     """Id of the run."""
-    iteration: int
+    iteration: NonNegativeInt
     """0 is the preparation, RL iterations start at 1."""
     stage: StageName
     """Which step."""
-    revision: int = 0
+    revision: NonNegativeInt = 0
     """Rises only when someone asks for a finished stage to be done again."""
     schema_fingerprint: str | None = None
     """Fingerprint of the Arrow schema of the table parts."""
@@ -90,10 +133,11 @@ class Manifest(BaseModel):
     """Digest of the part of the configuration that gives the run its meaning."""
     code_version: str
     """Version of Ratchet that did the work."""
-    facts: dict[str, JsonValue] = {}
-    """Small values that later stages need: weight version, data cursor, weights digest."""
-    metrics: dict[str, float] = {}
-    """Numbers for people: rewards, losses, seconds. Not part of the identity."""
+    facts: Annotated[dict[str, JsonValue], AfterValidator(_readable_facts)] = {}
+    """Small values that later stages need: weight version, data cursor, weights digest. All numbers are finite."""
+    metrics: dict[str, Annotated[float, BeforeValidator(_as_number)]] = {}
+    """Numbers for people: rewards, losses, seconds. Not part of the identity. One that is not finite is written as
+    "NaN", "Infinity" or "-Infinity"."""
     origin: Origin | None = None
     """Set on what a fork shares with its parent."""
     epoch: int | None = None
@@ -109,8 +153,21 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Identity of the content: equal for two attempts or revisions that produced the same result."""
+        """Identity of the content: equal for two attempts or revisions that produced the same result.
+
+        Raises:
+            StageFailed: a fact is not finite.
+        """
+        if unusable := _unusable_fact(self.facts):
+            raise StageFailed(
+                f"{self.stage} of iteration {self.iteration} of run {self.run} is not committed: {unusable}"
+            )
         return value_digest(self.model_dump(mode="json", include=_IDENTITY))
+
+    @property
+    def key(self) -> str:
+        """Where it is published, below the storage root."""
+        return layout.manifest_key(self.run, self.iteration, self.stage, self.revision)
 
     def part(self, name: str) -> Part:
         """The part called `name`.
@@ -139,15 +196,16 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         Overtaken: the stage was committed with other content by the process that drove the run before.
         CommitConflict: it was committed with other content by anybody else.
         LeaseLost: by the fence; nothing was written.
+        StageFailed: a fact is not finite; nothing was written.
     """
+    digest = manifest.digest
     if fence is not None:
         fence.check()
         manifest = manifest.model_copy(update={"epoch": fence.epoch})
-    key = layout.manifest_key(manifest.run, manifest.iteration, manifest.stage, manifest.revision)
-    if records.publish(root, key, manifest):
+    if records.publish(root, manifest.key, manifest):
         return manifest
-    winner = load(root, key)
-    if winner.digest != manifest.digest:
+    winner = load(root, manifest.key)
+    if winner.digest != digest:
         raise _conflict(manifest, winner)
     return winner
 
@@ -194,14 +252,27 @@ def load(root: Root, key: str) -> Manifest:
     Raises:
         DigestMismatch: it was damaged.
         NotCommitted: there is none.
-        SchemaMismatch: it is of a format that this version does not read.
+        SchemaMismatch: it is of a format that this version does not read, names what no manifest may name, or is that
+            of another stage.
     """
     where = f"{root.url}/{key}"
     text = records.unseal(root.read_bytes(key), where)
-    version = json.loads(text).get("format_version")  # before the rest: a newer format may have other fields
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    version = records.parse(text, _AnyVersion, where).format_version  # a newer format may have other fields
+    if version > FORMAT_VERSION:
         raise SchemaMismatch(
             f"{where} has manifest format {version}; this version of Ratchet reads up to {FORMAT_VERSION}. "
             "Use a newer Ratchet"
         )
-    return records.parse(text, Manifest, where)
+    manifest = records.parse(text, Manifest, where)
+    if manifest.key != key:
+        raise SchemaMismatch(
+            f"{where} holds the manifest of {manifest.key}: it was copied or renamed by hand. "
+            "Remove it, or restore what was there"
+        )
+    return manifest
+
+
+class _AnyVersion(BaseModel):
+    """What manifests of every version say."""
+
+    format_version: int = FORMAT_VERSION

@@ -9,7 +9,7 @@ import pyarrow as pa
 from storage import kill_points, layout
 from storage.backends.root import Root
 from storage.digest import bytes_digest, file_digest
-from storage.errors import DigestMismatch, NotCommitted, PartMissing, StorageError
+from storage.errors import DigestMismatch, InputError, NotCommitted, PartMissing, StorageError
 from storage.kill_points import Point
 from storage.manifest import Manifest, Part
 from storage.meter import measured
@@ -110,6 +110,8 @@ class PartWriter:
         each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
 
     def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
+        if flaw := layout.name_flaw(name):
+            raise InputError(f"{name!r} cannot be stored under this name: {flaw}. Rename it")
         key = layout.part_key(self.run, self.iteration, self.stage, name, digest)
         return Part(name=name, key=key, bytes=size, digest=digest, rows=rows)
 
@@ -186,20 +188,33 @@ def materialize(
 ) -> Path:
     """Bring the parts whose name starts with `prefix` to `folder` under their names without it, verified.
 
-    A part that is already there with the right digest is not fetched again.
+    A part that is already there with the right digest is not fetched again; one that is a symbolic link is replaced.
 
     Args:
         wanted: says of a name without the prefix whether it is needed; all are if it is not given.
+
+    Raises:
+        DigestMismatch, PartMissing: a part was damaged, or is gone.
+        StorageError: a symbolic link in the folder leads out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    place = folder.resolve()
     named = {part.name.removeprefix(prefix): part for part in manifest.parts if part.name.startswith(prefix)}
     needed = [name for name in named if wanted is None or wanted(name)]
-    each(lambda name: _fetch(root, named[name], folder / name), needed, _PARALLEL)
+    each(lambda name: _fetch(root, named[name], _inside(place, name)), needed, _PARALLEL)
     return folder
 
 
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a part in `folder`, whose own path has no symbolic link in it."""
+    target = folder / name
+    if layout.name_flaw(name) or not target.parent.resolve().is_relative_to(folder):
+        raise StorageError(f"{name!r} leads out of {folder}: an odd name, or a symbolic link. Use an empty folder")
+    return target
+
+
 def _fetch(root: Root, part: Part, target: Path) -> None:
-    if target.exists() and file_digest(target)[0] == part.digest:
+    if not target.is_symlink() and target.exists() and file_digest(target)[0] == part.digest:
         return
     target.unlink(missing_ok=True)
     try:

@@ -8,6 +8,7 @@ from storage.errors import DigestMismatch, SchemaMismatch
 
 _SEAL = b',\n "checksum": "'
 _END = b'"\n}\n'
+_SHOWN = 3  # flaws of a record that a message names
 
 
 def publish(root: Root, key: str, record: BaseModel, durable: bool = True) -> bool:
@@ -35,7 +36,12 @@ def parse[M: BaseModel](text: bytes, kind: type[M], where: str) -> M:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise SchemaMismatch(f"{where} is not a {kind.__name__} that this version reads: {error}") from error
+        flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)]
+        more = f" (and {len(flaws) - _SHOWN} more)" if len(flaws) > _SHOWN else ""
+        raise SchemaMismatch(
+            f"{where} is not a {kind.__name__} that this version reads: {'; '.join(flaws[:_SHOWN])}{more}. "
+            "Restore it from a copy, or read it with the Ratchet that wrote it"
+        ) from error
 
 
 def seal(record: BaseModel) -> bytes:

@@ -41,8 +41,8 @@ class Output:
             os.close(self._saved)
 
     def result(self, model: BaseModel, lines: Sequence[str]) -> None:
-        """The result: one line of JSON, or lines for people."""
-        text = json_format.dumps(model.model_dump(mode="json")) if self.json else "\n".join(lines)
+        """The result: one line of JSON, in which a number that is not finite is null, or lines for people."""
+        text = json_format.dumps(json_format.loads(model.model_dump_json())) if self.json else "\n".join(lines)
         self._result.write(f"{text}\n")
         self._result.flush()
 

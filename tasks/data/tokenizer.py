@@ -1,12 +1,23 @@
 """Text to token ids and back, by the tokenizer files of the model directory. Imports neither torch nor transformers."""
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from storage.errors import InputError
+from storage.reader import row_views
+
+TokenRow = Sequence[int] | NDArray[Any]
+"""The token ids of one text."""
+
+_BATCH_TOKENS = 1 << 15  # as Python integers 1 MB; other threads get the interpreter between two batches
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,31 @@ class TextCodec:
         """`encode` of each text."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
-    def decode_batch(self, tokens: list[list[int]]) -> list[str]:
-        """Texts of token ids, without special tokens."""
-        return self.tokenizer.decode_batch(tokens, skip_special_tokens=True)
+    def decode_batch(self, rows: Iterable[TokenRow]) -> list[str]:
+        """Texts of rows of token ids, without special tokens.
+
+        The tokenizer asks for lists: there are never more of them than hold `_BATCH_TOKENS` tokens, or one row.
+        """
+        texts: list[str] = []
+        for batch in _batches(rows):
+            texts += self.tokenizer.decode_batch(batch, skip_special_tokens=True)
+        return texts
+
+    def decode_column(self, column: pa.ChunkedArray | pa.ListArray) -> list[str]:
+        """`decode_batch` of a list column of a table or record batch: (N rows,) -> N texts."""
+        return self.decode_batch(
+            row_views(column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column]))
+        )
+
+
+def _batches(rows: Iterable[TokenRow]) -> Iterator[list[list[int]]]:
+    batch: list[list[int]] = []
+    tokens = 0
+    for row in rows:
+        if batch and tokens + len(row) > _BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(row.tolist() if isinstance(row, np.ndarray) else list(row))
+        tokens += len(row)
+    if batch:
+        yield batch

@@ -1,11 +1,15 @@
 """A scoring process: JSON lines in, JSON lines out. Started by tasks.rewards.pool."""
 
 import json
+import math
 import os
+import reprlib
 import sys
 from typing import Any, TextIO
 
 from tasks.rewards.resolve import Reward, resolve_reward
+
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
 
 
 def main() -> None:
@@ -22,11 +26,27 @@ def main() -> None:
 
 
 def score(function: Reward, record: dict[str, Any], response: str) -> dict[str, Any]:
-    """Score one sample; what the function raises becomes a recorded fact, never a silent 0."""
+    """Score one sample; what the function raises or returns instead of a number is recorded, never a silent 0."""
     try:
-        return {"status": "ok", "reward": float(function(record, response)), "detail": ""}
+        return {"status": "ok", "reward": finite(function(record, response)), "detail": ""}
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and it is recorded
-        return {"status": "error", "reward": None, "detail": f"{type(error).__name__}: {error}"}
+        # a message may hold what no UTF-8 file can
+        detail = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+        return {"status": "error", "reward": None, "detail": detail}
+
+
+def finite(value: object) -> float:
+    """`value` as a number that the reward table can hold.
+
+    Raises:
+        TypeError, ValueError: it is no number, or not finite as float32.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"the reward function returned {reprlib.repr(value)}, which is no number")
+    number = float(value)  # pyright: ignore[reportArgumentType] - refuses whatever is no number
+    if not math.isfinite(number) or abs(number) > _LARGEST:
+        raise ValueError(f"the reward function returned {reprlib.repr(value)}, which is not finite as float32")
+    return number
 
 
 def _answer(stream: TextIO, value: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
 """The commit point: identity, adoption, conflict, fence, and what a reader refuses."""
 
+import json
+import math
 from datetime import timedelta
 
 import pytest
 
 from storage import layout
+from storage.digest import bytes_digest
 from storage.errors import (
     CommitConflict,
     DigestMismatch,
@@ -12,15 +15,24 @@ from storage.errors import (
     NotCommitted,
     Overtaken,
     SchemaMismatch,
+    StageFailed,
     StorageError,
 )
 from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
 from storage.records import seal, unseal
 from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
+from tests.storage.hostile import as_earlier, forged, forged_part, sealed_again
 from tests.storage.tables import TIME, manifest
 
-PART = Part(name="groups.arrow", key="run/parts/groups-00.arrow", bytes=10, digest="00", rows=3)
+DIGEST = bytes_digest(b"content")
+PART = Part(
+    name="groups.arrow",
+    key=layout.part_key("run", 1, Stage.ROLLOUT, "groups.arrow", DIGEST),
+    bytes=7,
+    digest=DIGEST,
+    rows=3,
+)
 KEY = layout.manifest_key("run", 1, Stage.ROLLOUT, 0)
 
 
@@ -62,9 +74,9 @@ def test_what_a_result_is_and_was_made_from_is_its_identity(change):
 
 def test_the_identity_of_stored_runs_is_for_ever():
     # written down: a change of this value would cut every stored run into a past and a future that do not match
-    stored = manifest(
-        parts=(PART,), inputs={"weights": "d"}, facts={"cursor": 1, "digest": None}, schema_fingerprint="f"
-    )
+    fields = {"inputs": {"weights": "d"}, "facts": {"cursor": 1, "digest": None}, "schema_fingerprint": "f"}
+    part = Part.model_construct(name="groups.arrow", key="run/parts/groups-00.arrow", bytes=10, digest="00", rows=3)
+    stored = manifest(**fields).model_copy(update={"parts": (part,)})  # this key is refused by now
     assert stored.digest == "9d1ba1c3bac568eb1521b7a87ed2f373"
 
 
@@ -172,3 +184,96 @@ def test_another_record_is_not_taken_for_a_manifest(root):
 def test_a_manifest_survives_its_json():
     given = manifest(parts=(PART,), inputs={"a": "b"}, facts={"n": 1, "x": [None, 0.1]}, metrics={"loss": 1e-300})
     assert Manifest.model_validate_json(given.model_dump_json()) == given
+
+
+NOT_FINITE = {"reward_mean": math.nan, "high": math.inf, "low": -math.inf, "loss": 0.1}
+
+
+def same_numbers(one, other):
+    return {name: repr(value) for name, value in one.items()} == {name: repr(value) for name, value in other.items()}
+
+
+def test_a_metric_that_is_not_finite_is_read_as_it_was(any_root):
+    published = commit(any_root, manifest(metrics=NOT_FINITE))
+    found = find(any_root, "run", 1, Stage.ROLLOUT)
+    assert same_numbers(found.metrics, NOT_FINITE)
+    assert found.digest == published.digest == manifest().digest
+    # and by any tool that reads JSON, which knows no NaN
+    assert json.loads(any_root.read_bytes(KEY), parse_constant=pytest.fail)["metrics"]["reward_mean"] == "NaN"
+
+
+def test_the_null_that_earlier_versions_wrote_for_such_a_metric_is_nan(root):
+    root.put_if_absent(KEY, as_earlier(manifest(metrics=NOT_FINITE)))
+    assert b'"reward_mean": null' in root.read_bytes(KEY)
+    found = find(root, "run", 1, Stage.ROLLOUT)
+    assert same_numbers(found.metrics, {**dict.fromkeys(NOT_FINITE, math.nan), "loss": 0.1})
+    assert found.digest == manifest().digest
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, [1.0, {"deep": math.inf}]])
+def test_a_fact_that_is_not_finite_is_not_committed(root, value):
+    with pytest.raises(StageFailed, match=r"rollout of iteration 1 of run run is not committed: fact 'scale' is "):
+        commit(root, manifest(facts={"cursor": 1, "scale": value}))
+    assert root.keys("") == []
+
+
+def test_a_fact_that_is_not_finite_is_not_read(root):
+    text = forged(manifest(facts={"scale": "here"}))
+    root.put_if_absent(KEY, sealed_again(text.replace(b'"here"', b"NaN")))
+    with pytest.raises(SchemaMismatch, match=f"{KEY} .*fact 'scale' is nan"):
+        load(root, KEY)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [("other", 1, Stage.ROLLOUT, 0), ("run", 2, Stage.ROLLOUT, 0), ("run", 1, Stage.REWARD, 0),
+     ("run", 1, Stage.ROLLOUT, 1)],
+    ids=["run", "iteration", "stage", "revision"],
+)  # fmt: skip
+def test_a_manifest_in_the_place_of_another_is_refused(root, place):
+    commit(root, manifest())
+    other = layout.manifest_key(*place)
+    root.put_if_absent(other, root.read_bytes(KEY))
+    with pytest.raises(SchemaMismatch, match=f"{other} holds the manifest of {KEY}"):
+        load(root, other)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("run", "../other"), ("run", "/"), ("run", "a\n"), ("run", ""), ("iteration", -1), ("revision", -1),
+     ("stage", "../x"), ("origin", Origin.model_construct(run="../x", digest="d", config_digest="c"))],
+)  # fmt: skip
+def test_a_manifest_of_no_place_is_refused(root, field, value):
+    root.put_if_absent(KEY, forged(manifest(), **{field: value}))
+    with pytest.raises(SchemaMismatch, match=rf"{KEY} is not a Manifest .*{field}"):
+        load(root, KEY)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/etc/passwd", "../x", "state/../../home/x", "state/..", ".", "state/./x", "state//x", "state/", "a\\b",
+     "a\0b", "a\nb", ".tmp-x", "state/.tmp-x"],
+)  # fmt: skip
+def test_a_part_whose_name_leaves_its_folder_is_refused(root, name):
+    root.put_if_absent(KEY, forged(manifest(), parts=(forged_part(PART, name=name),)))
+    with pytest.raises(SchemaMismatch, match=rf"(?s){KEY} .*parts\.0: .*the name .* cannot be a part's") as refusal:
+        load(root, KEY)
+    assert repr(name) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/etc/passwd", "../outside", "run/parts/../../outside", "run/run.json", "run/parts/000001/rollout/../x",
+     "run/lease/000000001.json", "run/manifests/000001/train.r0.json", "run/parts/000001/rollout/groups.arrow",
+     "../run/parts/000001/rollout/groups-DIGEST.arrow", "/run/parts/000001/rollout/groups-DIGEST.arrow",
+     "run/parts/1/rollout/groups-DIGEST.arrow", "run/parts/000001/../rollout/groups-DIGEST.arrow",
+     "run/parts/000001/rollout/../groups-DIGEST.arrow", "Run/parts/000001/rollout/groups-DIGEST.arrow",
+     "run/parts/000001/rollout/groups-DIGEST.arrow/x", "run/parts/000001/rollout//groups-DIGEST.arrow",
+     "run/parts/000001/rollout/groups-0123456789abcdef.arrow", "run/parts/000001/rollout/a\n-DIGEST.arrow"],
+)  # fmt: skip
+def test_a_part_that_is_none_of_a_run_is_refused(root, key):
+    part = forged_part(PART, key=key.replace("DIGEST", DIGEST[: layout.DIGEST_CHARACTERS]))
+    root.put_if_absent(KEY, forged(manifest(), parts=(part,)))
+    with pytest.raises(SchemaMismatch, match=rf"(?s){KEY} .*parts\.0: .*the key .* cannot be a part's") as refusal:
+        load(root, KEY)
+    assert repr(part.key) in str(refusal.value)

@@ -1,19 +1,23 @@
 """Parts: write-once, verified, repaired when written again, and read in older schemas."""
 
 import os
-import threading
+import re
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.errors import DigestMismatch, PartMissing, SchemaMismatch, StorageError
+from storage import kill_points
+from storage.errors import DigestMismatch, InputError, PartMissing, SchemaMismatch, StorageError
+from storage.kill_points import Point
 from storage.parts import PartWriter, is_intact, materialize, read_part, read_parts, read_table
 from storage.reader import flat
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
+from tests.storage.hostile import forged_part
 from tests.storage.tables import manifest, rollout_table
 
 
@@ -181,25 +185,82 @@ def test_a_scratch_file_that_is_right_stays_and_one_that_is_not_is_fetched_again
     assert (folder / "part.bin").read_bytes() == b"content"
 
 
-def test_a_file_that_is_still_being_written_is_refused(root, tmp_path):
-    source, stop = tmp_path / "state", threading.Event()
-    source.write_bytes(bytes(1000))
+@pytest.mark.parametrize("position", [0, 1000], ids=["overwritten", "longer"])
+@pytest.mark.parametrize("how", ["taken", "copied"])
+def test_a_file_that_changes_while_it_is_stored_is_refused(root, tmp_path, how, position):
+    source, changes = tmp_path / "state", []
+    source.write_bytes(b"x" * 1000)
+    os.utime(source, (0, 0))  # the clock of a filesystem may stand still for some milliseconds
+    if how == "copied":
+        os.link(source, tmp_path / "known by another name too")
+    with source.open("r+b") as file:
 
-    def keep_writing():
-        with source.open("ab") as file:
-            while not stop.is_set():
-                file.write(b"more")
-                file.flush()
+        def go_on_writing(*reached):
+            changes.append(reached)
+            file.seek(position)
+            file.write(b"more")
+            file.flush()
 
-    thread = threading.Thread(target=keep_writing)
-    thread.start()
-    try:
-        with pytest.raises(StorageError, match=r"changed (before|while) it was stored"):
-            for _ in range(100):
-                writer(root).write_file("state", source)
-    finally:
-        stop.set()
-        thread.join()
+        with kill_points.observed(go_on_writing), pytest.raises(StorageError, match="changed while it was stored"):
+            writer(root).write_file("state", source)
+    assert [point for point, _ in changes] == [Point.MID_PART]
+
+
+def test_a_file_that_nobody_writes_is_stored(root, tmp_path):
+    (tmp_path / "state").write_bytes(b"x" * 1000)
+    reached = []
+    with kill_points.observed(lambda *one: reached.append(one)):
+        writer(root).write_file("state", tmp_path / "state")
+    assert [point for point, _ in reached] == [Point.MID_PART, Point.UPLOAD]
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a\\b", ""])
+def test_a_part_is_not_written_under_a_name_that_leaves_its_folder(root, name):
+    with pytest.raises(InputError, match=re.escape(f"{name!r} cannot be stored under this name")):
+        writer(root).write_bytes(name, b"content")
+    assert root.keys("") == []
+
+
+@pytest.mark.parametrize("name", ["..", "../victim", "state/../../victim", "/tmp/ratchet-victim"])
+def test_a_part_is_not_brought_out_of_the_folder(root, tmp_path, name):
+    part = writer(root).write_bytes("part.bin", b"content")
+    folder, before = tmp_path / "scratch", set(tmp_path.rglob("*"))
+    stage = manifest().model_copy(update={"parts": (forged_part(part, name=name),)})
+    with pytest.raises(StorageError, match=re.escape(f"{name!r} leads out of {folder}")):
+        materialize(root, stage, folder)
+    assert set(tmp_path.rglob("*")) - before == {folder}
+    assert not Path("/tmp/ratchet-victim").exists()
+
+
+def test_no_symbolic_link_is_followed_out_of_the_folder(root, tmp_path):
+    folder, outside = tmp_path / "scratch", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (folder / "state").symlink_to(outside)
+    part = writer(root).write_bytes("state/part.bin", b"content")
+    with pytest.raises(StorageError, match=f"'state/part.bin' leads out of {folder}.*symbolic link"):
+        materialize(root, manifest(parts=(part,)), folder)
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"content", b"other"])
+def test_a_symbolic_link_in_the_place_of_a_part_is_replaced(root, tmp_path, content):
+    folder, outside = tmp_path / "scratch", tmp_path / "outside"
+    folder.mkdir()
+    outside.write_bytes(content)
+    (folder / "part.bin").symlink_to(outside)
+    part = writer(root).write_bytes("part.bin", b"content")
+    materialize(root, manifest(parts=(part,)), folder)
+    assert not (folder / "part.bin").is_symlink()
+    assert ((folder / "part.bin").read_bytes(), outside.read_bytes()) == (b"content", content)
+
+
+def test_a_folder_may_itself_be_a_symbolic_link(root, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "scratch").symlink_to(tmp_path / "real")
+    part = writer(root).write_bytes("state/part.bin", b"content")
+    folder = materialize(root, manifest(parts=(part,)), tmp_path / "scratch")
+    assert (folder / "state/part.bin").read_bytes() == b"content"
 
 
 def test_local_reads_copy_nothing(root):

@@ -1,19 +1,21 @@
 """Tables as arrays: views of the stored memory, row by row, and never a list."""
 
 import itertools
-from pathlib import Path
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage import parts, reader
 from storage.errors import SchemaMismatch, StorageError
 from storage.parts import PartWriter
 from storage.reader import flat, read_stored_table, row_views
 from storage.schema import ROLLOUT
 from tasks.stages.names import Stage
-from tests.storage.tables import manifest, rollout_table
+from tests.storage.tables import list_column, manifest, rollout_table
+
+LISTS = ("prompt_tokens", "response_tokens", "logprobs")
+RANDOM = np.random.default_rng(0)
 
 
 def stored(root, *tables, compression="zstd"):
@@ -70,6 +72,28 @@ def test_views_of_stored_rows_copy_nothing(root):
     assert [len(views) for views in columns] == [900] * 3
 
 
-def test_no_code_on_the_reading_path_makes_python_lists():
-    for module in (reader, parts):
-        assert "to_pylist" not in Path(module.__file__).read_text()
+ROWS, LENGTH = 2000, 300
+READERS = {  # and how much memory beside Arrow's each may take, as a share of the table
+    "as a table": (lambda root, stage: read_stored_table(root, stage), 0.02),
+    "flat": (lambda root, stage: [flat(read_stored_table(root, stage)[name]) for name in LISTS], 1.02),  # two chunks
+    "as views": (lambda root, stage: [row_views(read_stored_table(root, stage)[name]) for name in LISTS], 0.15),
+}
+
+
+@pytest.mark.parametrize(("read", "share"), READERS.values(), ids=READERS)
+@pytest.mark.parametrize("compression", ["zstd", None])
+def test_no_number_that_is_read_becomes_an_object(root, read, share, compression):
+    table = rollout_table(ROWS // 4, 4)
+    for name in LISTS:
+        column = list_column(np.full(ROWS, LENGTH), table.schema.field(name).type.value_type.to_pandas_dtype(), RANDOM)
+        table = table.set_column(ROLLOUT.get_field_index(name), ROLLOUT.field(name), column)
+    stage = stored(root, table, compression=compression)
+    read(root, stage)  # what is imported and cached does not count
+    arrow = pa.total_allocated_bytes()
+    tracemalloc.start()
+    result = read(root, stage)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < share * table.nbytes  # one column as a list takes three times the table
+    assert pa.total_allocated_bytes() - arrow < (10_000 if compression is None else 1.5 * table.nbytes)
+    del result

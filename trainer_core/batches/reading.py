@@ -2,6 +2,7 @@
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from storage.backends.root import Root
@@ -10,6 +11,8 @@ from storage.manifest import Manifest
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
 from trainer_core.batches.sequences import Samples
+
+_SAMPLE_BITS = 32  # of a key; a sample's number is int32
 
 
 def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
@@ -21,27 +24,44 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
     """
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
     table = read_table(root, rollouts, ROLLOUT, columns)
-    scores = _scores(read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"]))
-    keys = list(zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True))
-    missing = [key for key in keys if key not in scores]
-    if missing:
-        raise StageFailed(f"{len(missing)} samples have no reward row, first {missing[0]}; run the reward stage again")
+    scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])
+    keys, offered = _keys(table, scores)
+    rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN where there is no score
     prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
-    rewarded = [scores[key] for key in keys]
     return Samples(
         tokens=_interleave(table, prompt_lengths, response_lengths),
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
         engine_logprobs=_flat(table, "logprobs").astype(np.float32),
-        rewards=np.array([reward or 0.0 for reward in rewarded], dtype=np.float32),
-        groups=np.unique([prompt for prompt, _ in keys], return_inverse=True)[1].astype(np.int32),
-        usable=np.array([reward is not None for reward in rewarded]) & (response_lengths > 0),
+        rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),  # without a negative zero
+        groups=np.unique(keys >> _SAMPLE_BITS, return_inverse=True)[1].astype(np.int32),
+        usable=np.isfinite(rewarded) & (response_lengths > 0),
     )
 
 
-def _scores(table: pa.Table) -> dict[tuple[str, int], float | None]:
-    keys = zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True)
-    return dict(zip(keys, table["reward"].to_pylist(), strict=True))
+def _keys(*tables: pa.Table) -> list[NDArray[np.int64]]:
+    """Of each row of each table one number, equal for the same sample and ordered by prompt id, then sample id."""
+    names = pa.chunked_array([chunk for table in tables for chunk in table["prompt_id"].chunks], pa.string())
+    encoded = names.combine_chunks().dictionary_encode()
+    ranks = np.empty(len(encoded.dictionary), dtype=np.int64)
+    order = pc.sort_indices(encoded.dictionary)  # pyright: ignore[reportAttributeAccessIssue] - made at import
+    ranks[order.to_numpy()] = np.arange(len(ranks))
+    samples = np.concatenate([table["sample_id"].to_numpy() for table in tables])
+    keys = (ranks[encoded.indices.to_numpy()] << _SAMPLE_BITS) + samples
+    return np.split(keys, np.cumsum([table.num_rows for table in tables])[:-1])
+
+
+def _places(table: pa.Table, keys: NDArray[np.int64], offered: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where in `offered` each key is, the last place if it is there twice. Raises StageFailed if it is not there."""
+    order = np.argsort(offered, kind="stable")
+    last = np.searchsorted(offered, keys, side="right", sorter=order) - 1
+    found = np.isin(keys, offered)
+    if not found.all():
+        first = table.slice(int(np.argmin(found)), 1)
+        sample = first["prompt_id"][0].as_py(), first["sample_id"][0].as_py()
+        missing = np.count_nonzero(~found)
+        raise StageFailed(f"{missing} samples have no reward row, first {sample}; run the reward stage again")
+    return order[last]
 
 
 def _flat(table: pa.Table, column: str) -> NDArray[np.generic]:

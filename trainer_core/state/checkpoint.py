@@ -23,6 +23,7 @@ from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.platform.platform import quietly
 from trainer_core.state.facts import OPTIMIZER_PREFIX, StateFacts, write_facts
+from trainer_core.state.pickles import check_pickles
 from trainer_core.state.repeatable import unshared
 from trainer_core.state.writer import scratch_writer
 
@@ -116,6 +117,7 @@ def load_weights(directory: str, model: Model, mesh: Mesh) -> None:
 
 
 def _load(state: dict[str, Any], directory: str) -> dict[str, Any]:
+    check_pickles(Path(directory))
     with quietly():
         return cast(dict[str, Any], dist_checkpointing.load(state, directory))
 

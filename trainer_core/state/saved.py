@@ -1,17 +1,15 @@
 """Read a saved state in one process, without Megatron and without process groups: a region of a tensor at a time."""
 
-import io
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from storage.errors import StorageError
 from trainer_core.state.facts import StateFacts, read_facts
-from trainer_core.state.repeatable import METADATA_FILE
+from trainer_core.state.pickles import read_entry, read_metadata
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,11 @@ class SavedState:
 
         Raises:
             StorageError: if that cannot be read.
+            ForeignCode: if it names a class or function that states do not hold.
         """
         self.folder = folder
         self.facts: StateFacts = read_facts(str(folder))
-        try:
-            metadata = cast(Metadata, pickle.loads((folder / METADATA_FILE).read_bytes()))
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise StorageError(f"no readable train state at {folder}: {error}; load it again from the store") from error
+        metadata = read_metadata(folder)
         self._entries = metadata.state_dict_metadata
         self._places = cast(dict[MetadataIndex, Any], metadata.storage_data)
 
@@ -75,24 +71,16 @@ class SavedState:
         found = torch.empty(region.shape, dtype=dtype)
         for chunk in self.chunks(name):
             if common := region.overlap(chunk):
-                stored = self._load(MetadataIndex(name, chunk.start), weights_only=True)
+                stored = self._load(MetadataIndex(name, chunk.start))
                 found[common.within(region)] = stored[common.within(chunk)]
         return found
 
     def read_object(self, name: str) -> Any:
         """An object that is not a tensor. Megatron stores a list of a rank's own; a single one comes without it."""
-        stored = self._load(MetadataIndex(name), weights_only=False)
+        stored = self._load(MetadataIndex(name))
         return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
 
-    def _load(self, index: MetadataIndex, weights_only: bool) -> Any:
-        place = self._places[index]
-        path = self.folder / place.relative_path
-        try:
-            with path.open("rb") as file:
-                file.seek(place.offset)
-                content = io.BytesIO(file.read(place.length))
-            return torch.load(content, map_location="cpu", weights_only=weights_only)
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            raise StorageError(
-                f"{index.fqn} cannot be read from {path}: {error}; load it again from the store"
-            ) from error
+    def _load(self, index: MetadataIndex) -> Any:
+        if index not in self._places:
+            raise StorageError(f"no readable train state at {self.folder}: {index} is in none of its files")
+        return read_entry(self.folder, index, self._places[index])

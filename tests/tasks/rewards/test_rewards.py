@@ -1,9 +1,13 @@
+import re
+
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from storage.errors import InputError, StageFailed
 from tasks.config.run import RewardSection
 from tasks.rewards.match import exact_match, regex
-from tasks.rewards.pool import ScoringOrder, score_in_processes
+from tasks.rewards.pool import Score, ScoringOrder, score_in_processes
 from tasks.rewards.resolve import resolve_reward
 from tasks.stages.reward import score_samples
 
@@ -58,6 +62,40 @@ def test_scoring_in_the_calling_process_records_exceptions_too():
     section = RewardSection(function=f"{HELPERS}:crashing", processes=0)
     scores = score_samples(section, [(RECORD, "raise"), (RECORD, "fine")])
     assert [(score.status, score.reward) for score in scores] == [("error", None), ("ok", 0.5)]
+
+
+NO_REWARD = {
+    "nan": "nan, which is not finite",
+    "infinity": "-inf, which is not finite",
+    "numpy": r"np.float32\(nan\), which is not finite",
+    "too large": r"3.5e\+38, which is not finite as float32",
+    "huge": "OverflowError",
+    "text": "'0.5', which is no number",
+    "nothing": "TypeError: .*NoneType",
+    "list": "TypeError: .*list",
+    "complex": "TypeError: .*complex",
+}
+REWARDS = {"integer": 1.0, "truth": 1.0, "fraction": 0.25, "half": 0.5, "largest": -float(np.finfo(np.float32).max)}
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_what_is_no_finite_number_is_an_error_and_no_reward(processes):
+    section = RewardSection(function=f"{HELPERS}:returning", processes=processes)
+    asked = [*NO_REWARD, *REWARDS]
+    scores = dict(zip(asked, score_samples(section, [(RECORD, name) for name in asked]), strict=True))
+    for name, detail in NO_REWARD.items():
+        assert (scores[name].status, scores[name].reward) == ("error", None)
+        assert re.search(detail, scores[name].detail), name
+    assert {name: scores[name] for name in REWARDS} == {name: Score(value, "ok", "") for name, value in REWARDS.items()}
+    stored = pa.array([score.reward for score in scores.values()], pa.float32())
+    assert np.isfinite(stored.drop_null().to_numpy()).all()
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_message_that_is_no_text_can_be_stored_too(processes):
+    section = RewardSection(function=f"{HELPERS}:complaining", processes=processes)
+    (score,) = score_samples(section, [(RECORD, "this")])
+    assert pa.array([score.detail], pa.string())[0].as_py() == "ValueError: cannot read this\\udc80"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
+import itertools
+import math
+import tracemalloc
 from datetime import UTC, datetime
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -9,6 +13,7 @@ from storage.manifest import Manifest
 from storage.parts import PartWriter
 from storage.schema import REWARD, ROLLOUT
 from tasks.stages.names import Stage
+from tests.storage.tables import rollout_table
 from trainer_core.batches.reading import read_samples
 
 # (prompt id, sample id, prompt tokens, response tokens)
@@ -22,11 +27,12 @@ def root(tmp_path):
 
 
 def store(root, stage, schema, *tables):
+    return store_tables(root, stage, schema, [pa.Table.from_pylist(rows, schema) for rows in tables])
+
+
+def store_tables(root, stage, schema, tables):
     writer = PartWriter(root, "run", 1, stage)
-    parts = [
-        writer.write_table(f"{stage}-{number}.arrow", pa.Table.from_pylist(rows, schema), schema)
-        for number, rows in enumerate(tables)
-    ]
+    parts = [writer.write_table(f"{stage}-{number}.arrow", table, schema) for number, table in enumerate(tables)]
     moment = datetime(2026, 1, 1, tzinfo=UTC)
     return Manifest(
         run="run", iteration=1, stage=stage, parts=tuple(parts), config_digest="", code_version="", started=moment,
@@ -72,3 +78,81 @@ def test_a_sample_without_reward_row_is_named(root):
     rewards = store(root, Stage.REWARD, REWARD, [reward_row(*item) for item in list(REWARDS.items())[:3]])
     with pytest.raises(StageFailed, match=r"1 samples have no reward row, first \('b', 0\)"):
         read_samples(root, rollouts(root), rewards)
+
+
+def test_a_score_that_is_no_number_is_no_score(root):
+    # earlier versions stored what the function returned
+    rewards = {**REWARDS, ("a", 0): math.nan, ("b", 0): math.inf}
+    samples = read_samples(
+        root, rollouts(root), store(root, Stage.REWARD, REWARD, [reward_row(*item) for item in rewards.items()])
+    )
+    assert not samples.usable.any()
+    assert samples.rewards.tolist() == [0.0] * 4
+
+
+def row_by_row(table, scores):
+    """The same join by a dictionary of Python objects."""
+    of = {(row["prompt_id"], row["sample_id"]): row["reward"] for row in scores.to_pylist()}
+    keys = [(row["prompt_id"], row["sample_id"]) for row in table.to_pylist()]
+    rewards = np.array([of[key] or 0.0 for key in keys], np.float32)
+    groups = np.unique([prompt for prompt, _ in keys], return_inverse=True)[1].astype(np.int32)
+    return rewards, groups, np.array([of[key] is not None for key in keys])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_join_is_that_of_a_dictionary(root, seed):
+    random = np.random.default_rng(seed)
+    table = rollout_table(40, 4, seed)
+    names = ["p1", "p10", "P1", "", "Ω", "\U0001f600", "é", *(f"p{number}" for number in random.permutation(500)[:33])]
+    prompts = pa.array(np.repeat(np.array(names, object), 4).tolist())
+    table = table.set_column(2, ROLLOUT.field("prompt_id"), prompts).take(random.permutation(160))
+    # some are scored twice, some are not asked for, some have no score
+    rows = np.concatenate((random.permutation(160), random.integers(0, 160, 30)))
+    values = [None if value < 0.2 else round(value, 2) - 0.6 for value in random.random(190).tolist()]
+    values[5] = -0.0
+    scores = pa.Table.from_arrays(
+        [
+            pa.chunked_array([table["prompt_id"].take(rows).combine_chunks()]),
+            table["sample_id"].take(rows),
+            pa.array(values, pa.float32()),
+            pa.array(["ok"] * 190),
+            pa.array([""] * 190),
+        ],
+        schema=REWARD,
+    )
+    other = scores.slice(0, 1).set_column(0, REWARD.field("prompt_id"), pa.array(["of another iteration"]))
+    scores = pa.concat_tables([other, scores])
+    cuts = [0, *sorted(random.integers(0, 160, 3).tolist()), 160]
+    pieces = [table.slice(start, stop - start) for start, stop in itertools.pairwise(cuts)]
+    found = read_samples(root, store_tables(root, Stage.ROLLOUT, ROLLOUT, pieces),
+                         store_tables(root, Stage.REWARD, REWARD, [scores.slice(0, 77), scores.slice(77)]))  # fmt: skip
+    rewards, groups, scored = row_by_row(table, scores)
+    for mine, theirs in ((found.rewards, rewards), (found.groups, groups), (found.usable, scored)):
+        assert (mine.dtype, mine.tobytes()) == (theirs.dtype, theirs.tobytes())
+
+
+def test_a_reward_table_without_rows_is_no_score(root):
+    with pytest.raises(StageFailed, match=r"4 samples have no reward row, first \('b', 0\)"):
+        read_samples(root, rollouts(root), store(root, Stage.REWARD, REWARD, []))
+
+
+@pytest.mark.parametrize(("rows", "length"), [(20_000, 100), (100_000, 1)], ids=["tokens", "samples"])
+def test_neither_tokens_nor_samples_become_objects(root, rows, length):
+    table = rollout_table(rows // 4, 4)
+    random = np.random.default_rng(0)
+    columns = {"prompt_tokens": np.int32, "response_tokens": np.int32, "logprobs": np.float32}
+    for name, kind in columns.items():
+        values = pa.array(random.integers(300, 1000, rows * length).astype(kind))
+        column = pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * length), values)
+        table = table.set_column(ROLLOUT.get_field_index(name), ROLLOUT.field(name), column)
+    scores = pa.Table.from_arrays(
+        [table["prompt_id"], table["sample_id"], pa.array(random.random(rows), pa.float32()),
+         pa.repeat("ok", rows), pa.repeat("", rows)], schema=REWARD
+    )  # fmt: skip
+    stages = store_tables(root, Stage.ROLLOUT, ROLLOUT, [table]), store_tables(root, Stage.REWARD, REWARD, [scores])
+    tracemalloc.start()
+    samples = read_samples(root, *stages)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(samples.tokens) == 2 * rows * length
+    assert peak < 2 * table.nbytes

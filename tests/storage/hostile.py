@@ -1,0 +1,34 @@
+"""Records as no Ratchet writes them, with a seal that is right all the same."""
+
+from pydantic import ConfigDict
+
+from storage.digest import bytes_digest
+from storage.manifest import Manifest, Part
+from storage.records import seal
+
+
+class EarlierManifest(Manifest):
+    """As earlier versions wrote it: null for a metric that is not finite."""
+
+    model_config = ConfigDict(ser_json_inf_nan="null")
+
+
+def forged_part(part: Part, **changes) -> Part:
+    """`part` with changes that are not checked."""
+    return Part.model_construct(**{**part.model_dump(), **changes})
+
+
+def forged(manifest: Manifest, **changes) -> bytes:
+    """The sealed text of a manifest with changes that are not checked."""
+    return seal(manifest.model_copy(update=changes))
+
+
+def as_earlier(manifest: Manifest) -> bytes:
+    """The sealed text of a manifest as earlier versions wrote it."""
+    return seal(EarlierManifest.model_validate(manifest.model_dump()))
+
+
+def sealed_again(text: bytes) -> bytes:
+    """A sealed text that was changed, with the checksum that it has now."""
+    body, end, tail = text.rpartition(b',\n "checksum": "')
+    return body + end + bytes_digest(body).encode() + tail[32:]

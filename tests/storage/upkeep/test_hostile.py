@@ -1,0 +1,75 @@
+"""What a careless reward or a hostile record does to the commands that look after a root."""
+
+import contextlib
+import math
+
+import pytest
+
+from storage import layout
+from storage.errors import SchemaMismatch
+from storage.manifest import commit, need
+from storage.parts import PartWriter
+from storage.records import seal
+from storage.unfinished import PieceRecord, find_piece
+from storage.upkeep.catalog import contents, summaries
+from storage.upkeep.retention import Retention, collect, give_up
+from storage.upkeep.verify import Problem, verify
+from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.hostile import as_earlier, forged, forged_part
+from tests.storage.runs import make_run
+
+
+def with_reward(root, run, publish):
+    """A further iteration's reward stage whose mean is not a number."""
+    before = need(root, run, 2, Stage.REWARD)
+    publish(before.model_copy(update={"iteration": 3, "metrics": {**before.metrics, "reward_mean": math.nan}}))
+
+
+@pytest.mark.parametrize("version", ["this", "earlier"])
+def test_a_mean_that_is_not_a_number_blinds_no_run(root, version):
+    for run in ("run", "other"):
+        make_run(root, run, 2)
+    if version == "this":
+        with_reward(root, "run", lambda one: commit(root, one))
+    else:
+        with_reward(root, "run", lambda one: root.put_if_absent(one.key, as_earlier(one)))
+    assert [one.iteration for one in summaries(root) if one.run == "run"] == [3]
+    assert math.isnan(contents(root, "run").newest[-1].metrics["reward_mean"])
+    for run in ("run", "other"):
+        assert collect(root, WORKFLOW, run, apply=True).garbage == ()
+        assert verify(root, run).sound
+
+
+@pytest.mark.parametrize("key", ["run/parts/../../victim", "run/parts/000002/train/../../../../victim"])
+def test_retention_removes_nothing_outside_of_the_parts(root, tmp_path, key):
+    make_run(root, iterations=3)
+    victim = tmp_path / "runs" / "victim"
+    victim.write_bytes(b"content")
+    before = need(root, "run", 1, Stage.TRAIN)
+    forgery = forged(before, parts=(forged_part(before.parts[0], key=key),))
+    root.replace(before.key, forgery)
+    with contextlib.suppress(SchemaMismatch):
+        give_up(root, WORKFLOW, "run", Retention(newest=1), served=2)
+    with contextlib.suppress(SchemaMismatch):
+        collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
+    assert victim.read_bytes() == b"content"
+    assert before.key in {one.key for one in verify(root, "run").findings if one.fault is Problem.DAMAGED}
+
+
+@pytest.mark.parametrize("change", [{"key": "run/parts/../../victim"}, {"name": "../victim"}], ids=["key", "name"])
+def test_a_piece_that_leads_elsewhere_is_refused(root, change):
+    writer = PartWriter(root, "run", 1, Stage.ROLLOUT)
+    part = writer.write_bytes("groups-00000.arrow", b"content", rows=3)
+    key = layout.piece_key("run", 1, Stage.ROLLOUT, 0, "00000")
+    root.put_if_absent(key, seal(PieceRecord.model_construct(part=forged_part(part, **change))))
+    with pytest.raises(SchemaMismatch, match=rf"{key} is not a PieceRecord .*victim"):
+        find_piece(writer, "00000")
+
+
+def test_a_copied_record_is_found(root):
+    make_run(root)
+    copied = layout.manifest_key("run", 3, Stage.EVALUATE, 0)
+    root.put_if_absent(copied, root.read_bytes(need(root, "run", 3, Stage.TRAIN).key))
+    (finding,) = verify(root, "run").findings
+    assert (finding.fault, finding.key) == (Problem.DAMAGED, copied)
+    assert "copied or renamed" in finding.detail
