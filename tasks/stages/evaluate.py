@@ -24,7 +24,7 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     )
     engine = ensure_served(work.context, prepared, served)[0]
     batch = engine.generate(token_rows(table["prompt_tokens"]), [0] * table.num_rows, greedy)
-    texts = codec.decode_batch(batch.column("response_tokens").to_pylist())
+    texts = codec.decode_column(batch.column("response_tokens"))
     records = records_of(table)
     names = table["prompt_id"].to_pylist()
     scores = score_samples(work.config.reward, [(records[name], text) for name, text in zip(names, texts, strict=True)])

@@ -17,7 +17,7 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     """Score the responses of one rollout stage."""
     table = read_table(work.root, rollouts.manifest, ROLLOUT, ["prompt_id", "sample_id", "response_tokens"])
     records = records_of(prompts(work.context, prepared, "train"))
-    texts = text_codec(work.context, prepared).decode_batch(table["response_tokens"].to_pylist())
+    texts = text_codec(work.context, prepared).decode_column(table["response_tokens"])
     samples = [(records[name], text) for name, text in zip(table["prompt_id"].to_pylist(), texts, strict=True)]
     scores = score_samples(work.config.reward, samples)
     result = pa.Table.from_arrays(

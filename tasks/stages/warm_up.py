@@ -1,13 +1,11 @@
 """Stage `train` of iteration 0: the first train state, after supervised steps if any are asked for."""
 
-import pyarrow as pa
-
 from tasks.stages.held_state import saved, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Trained
-from trainer_core.batches.sequences import SupervisedExamples
+from trainer_core.batches.reading import solved_examples
 
 
 @stage(Stage.TRAIN, ("prepare",), Trained)
@@ -21,12 +19,6 @@ def warm_up(work: Work, prepared: Prepared) -> StageOutput:
     group.import_model()
     metrics: dict[str, float] = {}
     if section.steps:
-        examples = _examples(prompts(work.context, prepared, "warmup"))
+        examples = solved_examples(prompts(work.context, prepared, "warmup"))
         metrics = group.train_supervised(examples, section.steps, section.batch_size, section.optimizer)
     return saved(work, group, {"cursor": 0}, metrics)
-
-
-def _examples(table: pa.Table) -> SupervisedExamples:
-    solved = table.filter(table["answer_tokens"].is_valid())
-    pairs = zip(solved["prompt_tokens"].to_pylist(), solved["answer_tokens"].to_pylist(), strict=True)
-    return SupervisedExamples.of(list(pairs))

@@ -10,7 +10,7 @@ from storage.errors import StageFailed
 from storage.manifest import Manifest
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
-from trainer_core.batches.sequences import Samples
+from trainer_core.batches.sequences import Samples, SupervisedExamples
 
 _SAMPLE_BITS = 32  # of a key; a sample's number is int32
 
@@ -29,7 +29,7 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
     rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN where there is no score
     prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
     return Samples(
-        tokens=_interleave(table, prompt_lengths, response_lengths),
+        tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
         engine_logprobs=_flat(table, "logprobs").astype(np.float32),
@@ -37,6 +37,14 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
         groups=np.unique(keys >> _SAMPLE_BITS, return_inverse=True)[1].astype(np.int32),
         usable=np.isfinite(rewarded) & (response_lengths > 0),
     )
+
+
+def solved_examples(prompts: pa.Table) -> SupervisedExamples:
+    """Those rows of a prompt table that have an answer, in order."""
+    solved = prompts.filter(prompts["answer_tokens"].is_valid())
+    prompt_lengths, answer_lengths = _lengths(solved, "prompt_tokens"), _lengths(solved, "answer_tokens")
+    tokens = _interleave(solved, "answer_tokens", prompt_lengths, answer_lengths)
+    return SupervisedExamples(tokens, prompt_lengths, answer_lengths)
 
 
 def _keys(*tables: pa.Table) -> list[NDArray[np.int64]]:
@@ -73,11 +81,11 @@ def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
 
 
 def _interleave(
-    table: pa.Table, prompt_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]
+    table: pa.Table, responses: str, prompt_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     lengths = np.stack((prompt_lengths, response_lengths), axis=1).reshape(-1)  # (2 N,) prompt, response, ...
     is_response = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
     tokens = np.empty(len(is_response), dtype=np.int32)
     tokens[~is_response] = _flat(table, "prompt_tokens")
-    tokens[is_response] = _flat(table, "response_tokens")
+    tokens[is_response] = _flat(table, responses)
     return tokens

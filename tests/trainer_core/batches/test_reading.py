@@ -11,10 +11,11 @@ from storage.backends.root import open_root
 from storage.errors import StageFailed
 from storage.manifest import Manifest
 from storage.parts import PartWriter
-from storage.schema import REWARD, ROLLOUT
+from storage.schema import PROMPTS, REWARD, ROLLOUT
 from tasks.stages.names import Stage
 from tests.storage.tables import rollout_table
-from trainer_core.batches.reading import read_samples
+from trainer_core.batches.reading import read_samples, solved_examples
+from trainer_core.batches.sequences import SupervisedExamples
 
 # (prompt id, sample id, prompt tokens, response tokens)
 SAMPLES = [("b", 0, [1, 2], [3]), ("b", 1, [1, 2], [4, 5]), ("a", 0, [6], [7, 8, 9]), ("a", 1, [6], [])]
@@ -156,3 +157,19 @@ def test_neither_tokens_nor_samples_become_objects(root, rows, length):
     tracemalloc.stop()
     assert len(samples.tokens) == 2 * rows * length
     assert peak < 2 * table.nbytes
+
+
+def test_solved_examples_are_those_with_an_answer():
+    rows = {
+        "prompt_id": ["a", "b", "c"],
+        "prompt": ["a", "b", "c"],
+        "prompt_tokens": [[5], [6, 7], [8]],
+        "answer": ["x", None, "z"],
+        "answer_tokens": [[1, 2], None, [3]],
+        "record": ["{}"] * 3,
+    }
+    found = solved_examples(pa.table(rows, schema=PROMPTS))
+    expected = SupervisedExamples.of([([5], [1, 2]), ([8], [3])])
+    for name in ("tokens", "prompt_lengths", "response_lengths"):
+        np.testing.assert_array_equal(vars(found)[name], vars(expected)[name])
+        assert vars(found)[name].dtype == vars(expected)[name].dtype
