@@ -5,6 +5,7 @@ import os
 import sys
 from typing import Any, TextIO
 
+from tasks.config.environment import without_secrets
 from tasks.rewards.resolve import Reward, resolve_reward
 
 
@@ -26,7 +27,8 @@ def score(function: Reward, record: dict[str, Any], response: str) -> dict[str, 
     try:
         return {"status": "ok", "reward": float(function(record, response)), "detail": ""}
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and it is recorded
-        return {"status": "error", "reward": None, "detail": f"{type(error).__name__}: {error}"}
+        detail = without_secrets(f"{type(error).__name__}: {error}")  # it is stored
+        return {"status": "error", "reward": None, "detail": detail}
 
 
 def _answer(stream: TextIO, value: dict[str, Any]) -> None:

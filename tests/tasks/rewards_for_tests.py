@@ -19,4 +19,10 @@ def crashing(record, response):
     return 0.5
 
 
+def judged(record, response, *, api_key, headers):
+    if response == "raise":
+        raise ValueError(f"401 for {api_key} with {headers['Authorization']}")
+    return float(api_key == record["key"] and headers["Authorization"] == record["key"])
+
+
 NOT_A_FUNCTION = 3
