@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
+from flows.cli.printing import of_configuration
 from flows.cli.store import register
 from flows.views.output import Output
 from flows.views.progress import status_lines
@@ -20,6 +21,7 @@ from flows.views.status import read_status
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
+from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.environment import without_secrets
@@ -118,6 +120,24 @@ def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> 
     found = read_status(open_root(root), run)
     with Output(json=json) as output:
         output.result(found, status_lines(found))
+    return 0
+
+
+@app.command(name="config")
+def config_command(
+    *,
+    example: Annotated[
+        bool, Parameter(help="A commented TOML file with every key at its default.", negative=())
+    ] = False,
+    markdown: Annotated[bool, Parameter(help="The page docs/configuration.md.", negative=())] = False,
+    json: Annotated[bool, Parameter(help="The JSON schema.", negative=())] = False,
+) -> int:
+    """Describe every key of a run's configuration: type, limits, default, and whether it may change later."""
+    if example + markdown + json > 1:
+        raise InputError("--example, --markdown and --json exclude each other: give one of them")
+    text = reference.example() if example else reference.markdown() if markdown else None
+    with Output(json=json) as output:
+        output.result(reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines())
     return 0
 
 

@@ -221,7 +221,7 @@ class EvaluateSection(Section):
 
 
 class EngineSection(Section):
-    """Runtime settings of the rollout engines: they change no result on a deterministic engine."""
+    """The rollout engines. But for `precision` nothing here changes a result of a deterministic engine."""
 
     count: int = Field(default=1, ge=1)
     """Engines (Ray actors)."""
@@ -232,7 +232,7 @@ class EngineSection(Section):
     kv_cache_mib: int = Field(default=128, ge=1)
     """Key-value cache, MiB."""
     precision: Precision = "fp32"
-    """Type of the engine's weights and activations."""
+    """Type of the engine's weights and activations. It decides what is sampled: no rollout mixes two of them."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engine may use; the trainer needs the rest. Without effect on CPU."""
     cuda_graphs: bool = False

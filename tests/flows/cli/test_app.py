@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,20 @@ def test_the_command_that_continues_shows_no_secret():
     command = continuing_command(words, "a", settings, {}, "https://u:sk-4711@host/runs", False)
     assert "sk-4711" not in command
     assert "--set=reward.arguments.token=env:T" in command
+
+
+def test_config_prints_the_reference_the_page_an_example_and_the_schema(capsys: pytest.CaptureFixture[str]):
+    def said(*options: str) -> str:
+        assert execute(["config", *options]) == 0
+        return capsys.readouterr().out
+
+    assert re.search(r"^  samples +whole number, at least 1 +8 +meaning +Samples of each prompt", said(), re.MULTILINE)
+    assert said("--markdown") == (PROJECT / "docs" / "configuration.md").read_text()
+    assert tomllib.loads(said("--example"))["rollout"]["samples"] == 8
+
+
+def test_the_schema_is_one_line_of_json(capfd: pytest.CaptureFixture[str]):
+    assert execute(["config", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["$defs"]["RolloutSection"]["properties"]["samples"]["default"] == 8
+    assert execute(["config", "--json", "--example"]) == 2
+    assert "give one of them" in capfd.readouterr().err
