@@ -25,7 +25,8 @@ _SIGNATURE = re.compile(r"(?i)key|sig|(?:x-(?:amz|goog)-)?signature|x-(?:amz|goo
 
 # the second form of a password is not valid in a URL, but S3's secrets have slashes; a number before one is a port
 _USER_INFO = re.compile(
-    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/\s?#@:\[]*)(?P<password>:[^/\s?#]*|:(?!\d+/)[^\s?#]*?)?@"
+    r"(?<![A-Za-z0-9+.-])(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,30})://"
+    r"[^/\s?#@:\[]*(?P<password>:[^/\s?#]*|:(?!\d+/)[^\s?#]{0,400}?)?@"
 )
 _QUERY = re.compile(r"(?P<name>[?&#;][A-Za-z0-9_.-]+)=(?P<value>[^&#;\s'\"]+)")
 
@@ -100,10 +101,9 @@ def _is_literal(value: JsonValue) -> bool:
 
 
 def _mask_user(found: re.Match[str]) -> str:
-    scheme, user = found["scheme"], found["user"]
-    if found["password"]:
-        return f"{scheme}://{user}:{MASK}@"
-    return f"{scheme}://{MASK}@" if scheme.lower() in ("http", "https") else found.group()
+    # a name alone is no secret, but of http it may be a token
+    secret = found["password"] or found["scheme"].lower() in ("http", "https")
+    return f"{found['scheme']}://{MASK}@" if secret else found.group()
 
 
 def _mask_query(found: re.Match[str]) -> str:

@@ -191,6 +191,16 @@ def test_a_recorded_secret_is_masked_and_its_run_is_continued_by_reference(root,
     assert SECRET not in str(refused.value)
 
 
+def test_a_secret_may_come_from_another_variable(root, config):
+    digest = record_config(root, "run", by_reference(config))
+    for setting in ("reward.arguments.api_key=env:OTHER", "reward.arguments.headers.X-Api-Key=env:MORE"):
+        assert record_config(root, "run", by_reference(config, setting)) == digest
+    with pytest.raises(InputError, match="env:JUDGE_URL"):
+        record_config(
+            root, "run", by_reference(config, 'reward.arguments.endpoints=["env:OTHER", "https://host/plain"]')
+        )
+
+
 def test_another_endpoint_is_refused_without_showing_the_recorded_one(root, config, with_secrets):
     with pytest.raises(InputError, match="endpoints: the run was started with") as refused:
         record_config(
