@@ -1,5 +1,6 @@
 """Everything about a run that can be found wrong before anything expensive starts."""
 
+import functools
 import json
 import tempfile
 from collections.abc import Mapping
@@ -10,7 +11,8 @@ import fsspec
 
 from storage.backends.root import Root
 from storage.errors import InputError
-from tasks.config.environment import Settings
+from tasks.config.credentials import check_root_url
+from tasks.config.environment import Settings, resolve, without_secrets
 from tasks.config.run import GeneratedModel, RunConfig
 from tasks.data.sources import prompt_tables, text_codec
 from tasks.rewards.resolve import resolve_reward
@@ -18,15 +20,22 @@ from trainer_core.config import check_layout
 
 
 def check_config(config: RunConfig, root: Root) -> None:
-    """Refuse a run that cannot work.
+    """Refuse a run that cannot work. Asked again by the same process, it reads and tokenizes nothing twice.
 
     Raises:
-        InputError: the layout does not fit the model, a data set or the reward cannot be used, sizes contradict, or
-            CUDA is asked for where there is none.
+        InputError: the layout does not fit the model, a data set or the reward cannot be used, sizes contradict,
+            CUDA is asked for where there is none, or the root's URL has credentials.
         StorageUnavailable: the root cannot be written.
     """
+    check_root_url(root.url)
     root.check_writable()
     Settings.from_environment().device(config.device.kind)
+    _check_content(config.model_dump_json())
+
+
+@functools.lru_cache(maxsize=1)  # command line and flow ask in turn; a refusal is not remembered
+def _check_content(document: str) -> None:
+    config = RunConfig.model_validate_json(document)
     check_layout(config.train.parallel, model_facts(config))
     resolve_reward(config.reward.function, config.reward.arguments)
     _check_sizes(config)
@@ -53,10 +62,12 @@ def model_facts(config: RunConfig) -> Mapping[str, Any]:
         return _generated_facts(config.model.generate)
     url = f"{config.model.source}/config.json"
     try:
-        with fsspec.open(url, "rb") as file:
+        with fsspec.open(f"{resolve(config.model.source, 'model.source')}/config.json", "rb") as file:
             return json.loads(file.read())  # pyright: ignore[reportAttributeAccessIssue]
     except (OSError, ImportError, ValueError) as error:
-        raise InputError(f"model.source: {url} cannot be read ({error}): give a Hugging Face directory") from None
+        raise InputError(
+            f"model.source: {url} cannot be read ({without_secrets(str(error))}): give a Hugging Face directory"
+        ) from None
 
 
 def check_scratch(folder: Path | None = None) -> None:

@@ -109,7 +109,7 @@ class TrainerConfig(Frozen):
     max_length: int = Field(ge=2)
     """Longest sequence, prompt and response together, in tokens."""
     seed: int = 0
-    """Seeds the ranks' random generators and the shuffling of mini-batches."""
+    """Seeds the ranks' random generators and the shuffling of mini-batches; in a run `run.seed` takes its place."""
 
 
 class RankSpec(Frozen):

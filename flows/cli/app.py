@@ -12,7 +12,8 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
+from flows.cli.printing import of_configuration
 from flows.cli.store import register
 from flows.views.output import Output
 from flows.views.progress import status_lines
@@ -20,7 +21,10 @@ from flows.views.status import read_status
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
+from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
+from tasks.config.credentials import shown_setting, shown_text
+from tasks.config.environment import without_secrets
 from tasks.config.run import load_config
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
@@ -55,10 +59,10 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     try:
         return app(arguments) or 0
     except RatchetError as error:
-        output.error(str(error))
+        output.error(without_secrets(str(error)))
         return error.exit_code
     except CycloptsError as error:
-        output.error(f"{error}\nTry ratchet --help")
+        output.error(without_secrets(f"{error}\nTry ratchet --help"))
         return InputError.exit_code
     except KeyboardInterrupt:
         output.error("interrupted")
@@ -119,13 +123,32 @@ def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> 
     return 0
 
 
+@app.command(name="config")
+def config_command(
+    *,
+    example: Annotated[
+        bool, Parameter(help="A commented TOML file with every key at its default.", negative=())
+    ] = False,
+    markdown: Annotated[bool, Parameter(help="The page docs/configuration.md.", negative=())] = False,
+    json: Annotated[bool, Parameter(help="The JSON schema.", negative=())] = False,
+) -> int:
+    """Describe every key of a run's configuration: type, limits, default, and whether it may change later."""
+    if example + markdown + json > 1:
+        raise InputError("--example, --markdown and --json exclude each other: give one of them")
+    text = reference.example() if example else reference.markdown() if markdown else None
+    with Output(json=json) as output:
+        output.result(reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines())
+    return 0
+
+
 @app.command
 def prove_resume(
     config: str,
     /,
     *,
     root: Annotated[
-        str | None, Parameter(help="Storage root of both runs; a new folder below ./runs if not given.")
+        str | None,
+        Parameter(help="Storage root of both runs; a new folder below ./runs if not given.", converter=root_url),
     ] = None,
     iterations: Annotated[int, Parameter(help="RL iterations of each run.", validator=Number(gte=1))] = 3,
     kills: Annotated[int, Parameter(help="Kills at random points.", validator=Number(gte=0))] = 3,
@@ -177,12 +200,12 @@ def new_name(kind: str) -> str:
 def continuing_command(
     words: Sequence[str], run: str, settings: Sequence[str], replaced: dict[str, int | None], root: str, json: bool
 ) -> str:
-    """The command line that goes on with a run."""
+    """The command line that continues a run; a secret in it is masked."""
     program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "flows"]
     options = [f"--{key.rpartition('.')[2]}={value}" for key, value in replaced.items() if value is not None]
-    more = [f"--set={setting}" for setting in settings]
-    tail = [f"--root={root}", *(["--json"] if json else [])]
-    return shlex.join([*program, *words, f"--run={run}", *options, *more, *tail])
+    more = [f"--set={shown_setting(setting)}" for setting in settings]
+    tail = [f"--root={shown_text(root)}", *(["--json"] if json else [])]
+    return shlex.join([*program, *map(shown_text, words), f"--run={run}", *options, *more, *tail])
 
 
 def _carry_out(

@@ -1,10 +1,20 @@
 """Options that several commands have in common."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
+
+from tasks.config.credentials import check_root_url
 
 DEFAULT_ROOT = "file://./runs"
 
-RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3://bucket/prefix.")]
+
+def root_url(_type: Any, tokens: Sequence[Token]) -> str:
+    """The URL of a storage root as it was given, unless it has credentials."""
+    check_root_url(tokens[0].value)
+    return tokens[0].value
+
+
+RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3://bucket/prefix.", converter=root_url)]
 Json = Annotated[bool, Parameter(help="Only JSON on standard output; the last line is the result.", negative=())]

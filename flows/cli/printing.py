@@ -12,6 +12,7 @@ from storage.upkeep.fork import Forked
 from storage.upkeep.lineage import SampleLineage, Step, WeightsLineage
 from storage.upkeep.retention import Collection
 from storage.upkeep.verify import Verification
+from tasks.config.reference import Table, default_of
 
 
 class Listing(BaseModel):
@@ -165,6 +166,15 @@ def of_archive(archive: Archive) -> list[str]:
         f"{archive.rows} samples of iterations {first} to {last} in {size(archive.bytes)}; "
         f"the parts they come from have {size(archive.parts_bytes)}",
     ]
+
+
+def of_configuration(tables: Sequence[Table]) -> list[str]:
+    """One line a key, below what its table is for."""
+    lines: list[str] = []
+    for one in tables:
+        rows = [(key.name, key.kind, default_of(key), key.role, key.text) for key in one.keys]
+        lines += [f"[{one.path}]  {one.text}", *(f"  {line}" for line in table(rows)), ""]
+    return lines[:-1]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -23,8 +23,9 @@ from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.run import RunConfig, apply_override, changed_meaning, parse_config
-from tasks.config.stored import stored_config
+from tasks.config.identity import changed_meaning
+from tasks.config.run import RunConfig, apply_override, parse_config
+from tasks.config.stored import ConfigRecord, stored_config
 from tasks.stages.names import WORKFLOW, Stage
 
 _DECIDED = ("model", "data", "warmup")
@@ -178,8 +179,8 @@ def fork_command(
         Id of the run that is forked.
     """
     store = _open(root, parent)
-    config = _forked_config(store, parent, check_run_name(run), settings)
-    made = fork(store, WORKFLOW, parent, at, run, config.digest, config)
+    record = ConfigRecord.of(_forked_config(store, parent, check_run_name(run), settings))
+    made = fork(store, WORKFLOW, parent, at, run, record.digest, record)
     with Output(json=json) as output:
         output.result(made, lines.of_fork(made))
     return 0

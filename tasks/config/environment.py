@@ -2,12 +2,15 @@
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pydantic import JsonValue
+
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.credentials import MASK, referenced, shown_text
 from trainer_core.config import Device
 
 _OFFLINE_AND_SILENT = {
@@ -53,6 +56,9 @@ _DETERMINISTIC_ON_CUDA = {
 
 _FAULTS = "RATCHET_FAULTS"
 
+_resolved: set[str] = set()
+"""Values of the secrets that this process has looked up, to keep them out of what it shows and stores."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -60,7 +66,7 @@ class Settings:
 
     ray_address: str | None
     """`host:port` of a Ray cluster to attach to; None starts a local Ray."""
-    ray_token: str | None
+    ray_token: str | None = field(repr=False)
     """Token that Ray's servers ask for."""
     gpus: tuple[str, ...]
     """The cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
@@ -104,6 +110,30 @@ def prepare_process() -> None:
         os.environ.setdefault(name, value)
 
 
+def resolve(value: JsonValue, place: str) -> JsonValue:
+    """A value of the configuration with each `env:NAME` in it replaced by that variable. Use it, never keep it.
+
+    Args:
+        place: the key it has, for the message.
+
+    Raises:
+        InputError: a variable is not set, or is empty.
+    """
+    if isinstance(value, dict):
+        return {key: resolve(inner, f"{place}.{key}") for key, inner in value.items()}
+    if isinstance(value, list):
+        return [resolve(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+    variable = referenced(value)
+    return value if variable is None else _secret(variable, place)
+
+
+def without_secrets(text: str) -> str:
+    """A text without the secrets that this process has looked up and without the credentials of URLs."""
+    for secret in sorted(_resolved, key=len, reverse=True):  # one may contain another
+        text = text.replace(secret, MASK)
+    return shown_text(text)
+
+
 def ensure_ray_token() -> None:
     """Give a Ray that will be started here a new token, unless the user gave one.
 
@@ -135,6 +165,14 @@ def child_python_path() -> dict[str, str]:
 def with_faults(folder: Path) -> dict[str, str]:
     """The whole environment for a `ratchet` process in which the faults of `folder` happen; its children inherit it."""
     return {**child_python_path(), _FAULTS: str(folder)}
+
+
+def _secret(variable: str, place: str) -> str:
+    value = os.environ.get(variable)
+    if not value:
+        raise InputError(f"{place} is env:{variable}, and {variable} is not set: export it before the start")
+    _resolved.add(value)
+    return value
 
 
 def _trainer_on_cuda(ranks: int, deterministic: bool) -> dict[str, str]:

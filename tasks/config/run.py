@@ -6,18 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import fsspec
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from storage.digest import value_digest
 from storage.errors import InputError
 from storage.ids import check_run_name
+from tasks.config.credentials import has_credentials, literal_secrets, shown, shown_setting, shown_text
+from tasks.config.identity import meaning
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
+
+FROM_STORAGE = {"from_storage": True}
+"""Validation context of a stored record: earlier versions recorded secrets, which are masked when it is read."""
 
 
 class Section(BaseModel):
     """A table of the configuration: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # pydantic's own messages would contain what was given, secrets included
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
 class RunSection(Section):
@@ -69,6 +83,11 @@ class ModelSection(Section):
     generate: GeneratedModel | None = None
     """Make a small one instead."""
 
+    @field_validator("source")
+    @classmethod
+    def _public(cls, url: str | None, info: ValidationInfo) -> str | None:
+        return _without_credentials(url, "model.source", info)
+
     @model_validator(mode="after")
     def _one_of_both(self) -> "ModelSection":
         if (self.source is None) == (self.generate is None):
@@ -117,6 +136,11 @@ class DataSection(Section):
     shuffle: bool = True
     """Whether each pass over the prompts has an order of its own (from the run's seed)."""
 
+    @field_validator("train", "held_out", "warmup")
+    @classmethod
+    def _public(cls, url: str | None, info: ValidationInfo) -> str | None:
+        return _without_credentials(url, f"data.{info.field_name}", info)
+
     @model_validator(mode="after")
     def _one_of_both(self) -> "DataSection":
         if (self.train is None) == (self.generate is None):
@@ -158,11 +182,22 @@ class RewardSection(Section):
     function: str = "exact_match"
     """Name of an entry point in the group `ratchet.rewards`, or `package.module:function`."""
     arguments: dict[str, JsonValue] = {}
-    """Keyword arguments bound to the function."""
+    """Keyword arguments bound to the function. A secret is given as "env:NAME", a reference to the environment."""
     deadline_s: float = Field(default=5.0, gt=0)
     """Seconds after which a sample is recorded as timed out; checked in processes of its own."""
     processes: int = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the calling process, which only functions of ours that cannot hang may do."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _no_secrets(cls, arguments: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+        found = [] if info.context == FROM_STORAGE else list(literal_secrets(arguments, "reward.arguments"))
+        if found:
+            raise ValueError(
+                f"{' and '.join(found)} would be stored with the run, and looks like a secret: give it by reference, "
+                'as "env:NAME", and export NAME'
+            )
+        return arguments
 
 
 class SyncSection(Section):
@@ -186,7 +221,7 @@ class EvaluateSection(Section):
 
 
 class EngineSection(Section):
-    """Runtime settings of the rollout engines: they change no result on a deterministic engine."""
+    """The rollout engines. But for `precision` nothing here changes a result of a deterministic engine."""
 
     count: int = Field(default=1, ge=1)
     """Engines (Ray actors)."""
@@ -197,7 +232,7 @@ class EngineSection(Section):
     kv_cache_mib: int = Field(default=128, ge=1)
     """Key-value cache, MiB."""
     precision: Precision = "fp32"
-    """Type of the engine's weights and activations."""
+    """Type of the engine's weights and activations. It decides what is sampled: no rollout mixes two of them."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engine may use; the trainer needs the rest. Without effect on CPU."""
     cuda_graphs: bool = False
@@ -257,28 +292,10 @@ class RunConfig(Section):
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one.
 
-        Paths, the parallel layout, micro-batching, engines, devices, retention and the number of iterations are left
-        out. Data given by URL has its identity in the `prepare` stage's digests instead.
+        Runtime settings are left out: see `tasks.config.identity`. Data given by URL has its identity in the `prepare`
+        stage's digests instead.
         """
-        runtime: dict[str, Any] = {
-            "run": {"name", "iterations"},
-            "engine": True,
-            "workers": True,
-            "device": True,
-            "storage": True,
-            "evaluate": True,
-            "model": {"source"},
-            "data": {"train", "held_out", "warmup"},
-            "train": {"parallel", "micro_batch_size"},
-            "reward": {"deadline_s", "processes"},
-            "rollout": {"groups_per_part"},
-        }
-        return self.model_dump(mode="json", exclude=runtime)
-
-    @property
-    def digest(self) -> str:
-        """Identity of `meaning()`."""
-        return value_digest(self.meaning())
+        return meaning(self.model_dump(mode="json"))
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -291,9 +308,11 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         with fsspec.open(path, "rb") as file:
             document = tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
     except FileNotFoundError:
-        raise InputError(f"configuration {path} is not there: give the path of a TOML file") from None
+        raise InputError(f"configuration {shown_text(path)} is not there: give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"configuration {path} is not valid TOML: {error}") from None
+        raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
+    except (OSError, ImportError, ValueError) as error:
+        raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
     for override in overrides:
         apply_override(document, override)
     return parse_config(document, path)
@@ -308,22 +327,12 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        lines = [_explain(dict(item)) for item in error.errors()]
-        raise InputError(
-            f"configuration {where} cannot be used:\n" + "\n".join(f"  {line}" for line in lines)
-        ) from None
+        raise InputError(f"configuration {shown_text(where)} cannot be used:\n{explained(error)}") from None
 
 
-def changed_meaning(stored: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The settings that differ, one line each with both values."""
-    lines: list[str] = []
-    for key in sorted({*stored, *given}):
-        old, new = stored.get(key), given.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += changed_meaning(old, new, f"{prefix}{key}.")
-        elif old != new:
-            lines.append(f"{prefix}{key}: the run was started with {old!r}, now {new!r} is given")
-    return lines
+def explained(error: ValidationError) -> str:
+    """What is wrong with a configuration, one line each, without the secrets in it."""
+    return "\n".join(f"  {_explain(dict(item))}" for item in error.errors())
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
@@ -335,7 +344,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise InputError(f"--set {override!r} is not of the form section.key=value")
+        raise InputError(f"--set {shown_setting(override)!r} is not of the form section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -344,7 +353,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     for key in keys[:-1]:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise InputError(f"--set {override!r}: {key!r} is a value, not a section")
+            raise InputError(f"--set {shown_setting(override)!r}: {key!r} is a value, not a section")
     table[keys[-1]] = value
 
 
@@ -355,7 +364,19 @@ def _explain(item: dict[str, Any]) -> str:
         return f"{place}: unknown key; did you mean {'.'.join([*map(str, item['loc'][:-1]), *near])!r}?"
     if item["type"] == "missing":
         return f"{place}: this key is required"
-    return f"{place}: {item['msg']} (given: {item['input']!r})"
+    if item["type"] == "value_error":  # ours: it says what was given
+        text = item["msg"].removeprefix("Value error, ")
+        return text if text.startswith(place) else f"{place}: {text}"
+    return f"{place}: {item['msg']} (given: {shown(item['input'], str(item['loc'][-1]))!r})"
+
+
+def _without_credentials(url: str | None, key: str, info: ValidationInfo) -> str | None:
+    if url is not None and has_credentials(url) and info.context != FROM_STORAGE:
+        raise ValueError(
+            f"{key} is a URL with credentials, which would be stored with the run: leave them to the environment, or "
+            'give the whole URL by reference, as "env:NAME", and export NAME'
+        )
+    return url
 
 
 def _names_at(location: Sequence[str | int]) -> list[str]:

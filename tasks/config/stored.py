@@ -1,13 +1,51 @@
-"""The configuration that a run was started with, as its storage has it. Imports neither Ray nor torch."""
+"""The configuration that a run was started with, as its storage has it. Imports neither Ray nor torch.
+
+A run's identity follows from this record alone, so it is the same for every version that reads it, whatever keys have
+been added since.
+"""
+
+import json
+from dataclasses import dataclass
+
+from pydantic import Field, JsonValue, ValidationError
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import InputError, NotCommitted
-from tasks.config.run import RunConfig, changed_meaning
+from storage.errors import InputError, NotCommitted, SchemaMismatch
+from tasks.config.credentials import shown
+from tasks.config.identity import FIRST_RULES, RULES, changed_meaning, meaning_digest
+from tasks.config.run import FROM_STORAGE, RunConfig, explained
 
 
-def stored_config(root: Root, run: str) -> RunConfig:
-    """The configuration a run was started with.
+class ConfigRecord(RunConfig):
+    """What `run.json` holds: the configuration, and the rules by which its digest is made."""
+
+    rules: int = Field(default=RULES, ge=FIRST_RULES, le=RULES)
+    """Version of `tasks.config.identity` that the run was started under. Records of the first version lack it."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "ConfigRecord":
+        """The record of a new run."""
+        return cls.model_validate({**dict(config), "rules": RULES})
+
+    @property
+    def digest(self) -> str:
+        """What every manifest of the run carries as `config_digest`."""
+        return meaning_digest(self.model_dump(mode="json", exclude={"rules"}), self.rules)
+
+
+@dataclass(frozen=True)
+class StoredConfig:
+    """A record that was read."""
+
+    config: RunConfig
+    """With defaults for the keys that the record lacks; secrets that an earlier version recorded are masked."""
+    digest: str
+    """What every manifest of the run carries as `config_digest`."""
+
+
+def read_config(root: Root, run: str) -> StoredConfig:
+    """What a run was started with, and its identity.
 
     Raises:
         DigestMismatch: its text is not what was written.
@@ -20,25 +58,60 @@ def stored_config(root: Root, run: str) -> RunConfig:
     except NotCommitted:
         raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
     where = f"{root.url}/{key}"
-    return records.parse(records.unseal_older(data, where), RunConfig, where)
+    document = _document(records.unseal_older(data, where), where)
+    rules = _rules(document.pop("rules", FIRST_RULES), where)
+    try:
+        config = RunConfig.model_validate(shown(document), context=FROM_STORAGE)
+    except ValidationError as error:
+        raise SchemaMismatch(
+            f"{where} is not a configuration that this version reads:\n{explained(error)}\n"
+            "Continue the run with the version that made it"
+        ) from None
+    return StoredConfig(config, meaning_digest(document, rules))
+
+
+def stored_config(root: Root, run: str) -> RunConfig:
+    """The configuration a run was started with. Raises as `read_config`."""
+    return read_config(root, run).config
 
 
 def record_config(root: Root, run: str, config: RunConfig) -> str:
     """Record what a run is made from, or check that it is continued unchanged.
 
     Returns:
-        Identity of the recorded configuration, which every manifest of the run carries.
+        The digest that its manifests carry: that of the record, which is there since the run was started.
 
     Raises:
         InputError: the run was started with another meaning.
     """
-    if records.publish(root, layout.run_config_key(run), config):
-        return config.digest
-    stored = stored_config(root, run)
-    if stored.digest != config.digest:
-        lines = "\n".join(f"  {line}" for line in changed_meaning(stored.meaning(), config.meaning()))
+    record = ConfigRecord.of(config)
+    if records.publish(root, layout.run_config_key(run), record):
+        return record.digest
+    stored = read_config(root, run)
+    changed = changed_meaning(stored.config.meaning(), config.meaning())
+    if changed:
+        lines = "\n".join(f"  {line}" for line in changed)
         raise InputError(
             f"run {run!r} exists in {root.url} and was started with another meaning:\n{lines}\n"
             "Continue it with its own configuration, or start a new run with another --run"
         )
     return stored.digest
+
+
+def _document(text: bytes, where: str) -> dict[str, JsonValue]:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise SchemaMismatch(f"{where} is not JSON: {error}. Restore the object from a copy") from None
+    if not isinstance(document, dict):
+        raise SchemaMismatch(f"{where} is a {type(document).__name__}, not a configuration")
+    return document
+
+
+def _rules(stored: JsonValue, where: str) -> int:
+    if not isinstance(stored, int) or not FIRST_RULES <= stored <= RULES:
+        raise SchemaMismatch(
+            f"{where} was recorded under rules {stored!r} of identity; this version knows {FIRST_RULES} to {RULES}. "
+            "Continue the run with the version that made it"
+        )
+    return stored

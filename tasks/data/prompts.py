@@ -11,6 +11,7 @@ import pyarrow.parquet
 
 from storage.errors import InputError
 from storage.schema import PROMPTS
+from tasks.config.environment import resolve, without_secrets
 from tasks.config.run import DataSection
 from tasks.data.tokenizer import TextCodec
 
@@ -18,19 +19,19 @@ Record = Mapping[str, Any]
 
 
 def read_records(url: str) -> list[Record]:
-    """Records of a JSONL or Parquet file on any fsspec filesystem.
+    """Records of a JSONL or Parquet file on any fsspec filesystem; `url` may be a reference to it, `env:NAME`.
 
     Raises:
         InputError: it is missing, empty, or a line is malformed (the message has the line's number).
     """
     try:
-        with fsspec.open(url, "rb") as file:
+        with fsspec.open(address := str(resolve(url, "the URL of a dataset")), "rb") as file:
             data: bytes = file.read()  # pyright: ignore[reportAttributeAccessIssue]
     except FileNotFoundError:
         raise InputError(f"dataset {url} is not there: give the URL of a JSONL or Parquet file") from None
     except (OSError, ImportError, ValueError) as error:
-        raise InputError(f"dataset {url} cannot be read: {error}") from error
-    records = _parquet(url, data) if url.endswith(".parquet") else _jsonl(url, data)
+        raise InputError(f"dataset {url} cannot be read: {without_secrets(str(error))}") from None
+    records = _parquet(url, data) if _is_parquet(address) else _jsonl(url, data)
     if not records:
         raise InputError(f"dataset {url} is empty: give at least one record")
     return records
@@ -105,6 +106,10 @@ def repetitions(rows: np.ndarray) -> np.ndarray:
     starts = np.r_[True, rows[order][1:] != rows[order][:-1]] if len(rows) else np.empty(0, dtype=bool)
     found[order] = places - np.maximum.accumulate(np.where(starts, places, 0))
     return found
+
+
+def _is_parquet(address: str) -> bool:
+    return address.partition("?")[0].endswith(".parquet")  # a signed URL goes on behind the name
 
 
 def _jsonl(url: str, data: bytes) -> list[Record]:

@@ -8,6 +8,7 @@ import fsspec
 import pyarrow as pa
 
 from storage.errors import InputError
+from tasks.config.environment import resolve
 from tasks.config.run import DataSection, ModelSection, RunConfig
 from tasks.data.generated import generate_addition, generate_model, generate_tokenizer
 from tasks.data.prompts import Record, check_lengths, prompt_table, read_records
@@ -71,7 +72,7 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
     Raises:
         InputError: there is no such folder.
     """
-    fs, path = fsspec.core.url_to_fs(source)
+    fs, path = fsspec.core.url_to_fs(str(resolve(source, "model.source")))
     try:
         names = sorted({str(name).rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)})
     except FileNotFoundError:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.environment import resolve
 
 GROUP = "ratchet.rewards"
 
@@ -18,8 +19,10 @@ Reward = Callable[[Mapping[str, Any], str], float]
 def resolve_reward(name: str, arguments: Mapping[str, Any]) -> Reward:
     """The function called `name` (an entry point's name or `package.module:function`), with `arguments` bound.
 
+    An argument `env:NAME` becomes what this process has in its environment.
+
     Raises:
-        InputError: there is no such entry point, or the module or function cannot be imported.
+        InputError: there is no such entry point, the module or function cannot be imported, or a variable is not set.
     """
     target = name if ":" in name else _entry_point(name)
     module, _, attribute = target.partition(":")
@@ -34,7 +37,8 @@ def resolve_reward(name: str, arguments: Mapping[str, Any]) -> Reward:
         raise InputError(f"reward.function {name!r}: module {module} has no {attribute!r}") from None
     if not callable(function):
         raise InputError(f"reward.function {name!r} is a {type(function).__name__}, not a function")
-    return cast(Reward, functools.partial(function, **arguments))
+    values = {key: resolve(value, f"reward.arguments.{key}") for key, value in arguments.items()}
+    return cast(Reward, functools.partial(function, **values))
 
 
 def _entry_point(name: str) -> str:

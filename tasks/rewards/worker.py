@@ -7,6 +7,7 @@ import reprlib
 import sys
 from typing import Any, TextIO
 
+from tasks.config.environment import without_secrets
 from tasks.rewards.resolve import Reward, resolve_reward
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32
@@ -30,8 +31,8 @@ def score(function: Reward, record: dict[str, Any], response: str) -> dict[str, 
     try:
         return {"status": "ok", "reward": finite(function(record, response)), "detail": ""}
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and it is recorded
-        # a message may hold what no UTF-8 file can
-        detail = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+        # it is stored: no secret may be in it, and nothing that a UTF-8 file cannot hold
+        detail = without_secrets(f"{type(error).__name__}: {error}").encode(errors="backslashreplace").decode()
         return {"status": "error", "reward": None, "detail": detail}
 
 

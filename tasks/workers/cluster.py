@@ -115,6 +115,7 @@ class Cluster:
         _keep_loopback()
         try:
             ray.init(
+                address="local",  # not the one that an earlier `ray start` of this machine left its address of
                 _node_ip_address=LOOPBACK,
                 num_cpus=0,  # no idle workers are started, and our actors reserve no CPU
                 num_gpus=0,

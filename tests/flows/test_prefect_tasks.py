@@ -17,6 +17,7 @@ from flows.prefect_tasks import REUSED, as_task
 from storage.backends.root import Root
 from storage.errors import InputError
 from tasks.config.run import RunConfig
+from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext, directly
 from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, Work, stage
@@ -54,7 +55,7 @@ def train(work: Work) -> StageOutput:
 
 @pytest.fixture
 def context(prefect_api: str, root: Root, config: RunConfig, tmp_path: Path) -> RunContext:
-    return RunContext("a", root, config, config.digest, Untouched(config), tmp_path, performer=as_task)
+    return RunContext("a", root, config, ConfigRecord.of(config).digest, Untouched(config), tmp_path, performer=as_task)
 
 
 def task_runs(flow_run_id: Any, expected: int) -> dict[str, TaskRun]:

@@ -38,6 +38,9 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "workers.call_deadline_s": (60, 70),
     "device.kind": ("auto", "cpu"),
     "device.deterministic": ("false", "true"),
+    "sync.probe_sequences": (8, 1),
+    "sync.max_mean_difference": (1e-3, 1.0),
+    "sync.max_difference": (5e-3, 1.0),
     "storage.keep_newest": (1, 2),
     "storage.keep_every": (1, 2),
 }

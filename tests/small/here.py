@@ -8,6 +8,7 @@ from typing import Any
 from storage.backends.root import Root
 from storage.errors import WorkerLost
 from tasks.config.run import RunConfig
+from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
 from tasks.workers.engines import EngineHandle
 from tasks.workers.trainers import TrainerGroup
@@ -82,6 +83,6 @@ def context_here(root: Root, config: RunConfig, scratch: Path, run: str = "small
     """A context whose workers are in this process; what is to be stored is stored when the block ends."""
     scratch.mkdir(parents=True, exist_ok=True)
     workers = more.pop("workers", None) or WorkersHere(config)
-    context = RunContext(run, root, config, config.digest, workers, scratch, **more)
+    context = RunContext(run, root, config, ConfigRecord.of(config).digest, workers, scratch, **more)
     with context.outbox:
         yield context

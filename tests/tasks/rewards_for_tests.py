@@ -49,4 +49,10 @@ def complaining(record, response):
     raise ValueError(f"cannot read {response}\udc80")
 
 
+def judged(record, response, *, api_key, headers):
+    if response == "raise":
+        raise ValueError(f"401 for {api_key} with {headers['Authorization']}")
+    return float(api_key == record["key"] and headers["Authorization"] == record["key"])
+
+
 NOT_A_FUNCTION = 3

@@ -55,6 +55,7 @@ def test_a_good_configuration_passes(tmp_path):
         ("train.max_length=24", "engine.max_model_len = 32 lets responses grow beyond train.max_length = 24"),
         ("device.kind=cuda", "no GPU is visible"),
         ("data.generate.held_out=100000", "leaves none of the 4095 sums for training"),
+        ("reward.arguments.api_key=env:RATCHET_NO_SUCH", "RATCHET_NO_SUCH is not set"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
@@ -108,3 +109,45 @@ def test_a_root_that_cannot_be_written(tmp_path):
 def test_a_scratch_folder_that_is_not_there(tmp_path):
     with pytest.raises(InputError, match="TMPDIR"):
         check_scratch(tmp_path / "absent")
+
+
+def test_a_root_with_credentials_in_its_url(tmp_path):
+    root = open_root("s3://AKIA1:s3cret@bucket/runs")
+    with pytest.raises(InputError, match="has credentials in its URL") as caught:
+        check_config(config_with(tmp_path), root)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_data_by_reference_is_read_where_the_environment_says(tmp_path, monkeypatch):
+    place = tmp_path / "secret.jsonl"
+    config = given_data(tmp_path, ['{"prompt": "1+1=", "answer": "2"}'], "data.train=env:RATCHET_TEST_URL")
+    root = open_root(str(tmp_path / "runs"))
+    monkeypatch.setenv("RATCHET_TEST_URL", str(place))
+    with pytest.raises(InputError, match="dataset env:RATCHET_TEST_URL is not there") as caught:
+        check_config(config, root)
+    assert "secret" not in str(caught.value)
+    (tmp_path / "prompts.jsonl").rename(place)
+    check_config(config, root)
+
+
+def test_a_model_by_reference(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    model.mkdir()
+    generate_model(model, GeneratedModel(max_positions=64), seed=0)
+    monkeypatch.setenv("RATCHET_TEST_URL", str(model))
+    text = BASE.replace("[model.generate]\nmax_positions = 64", '[model]\nsource = "env:RATCHET_TEST_URL"')
+    check_config(config_with(tmp_path, text=text), open_root(str(tmp_path / "runs")))
+
+
+def test_what_was_checked_is_not_read_again(tmp_path):
+    # command line and flow check in turn, and tokenizing a large data set takes long
+    config = given_data(tmp_path, ["{broken"])
+    root, data = open_root(str(tmp_path / "runs")), tmp_path / "prompts.jsonl"
+    with pytest.raises(InputError, match="not valid JSON"):
+        check_config(config, root)
+    data.write_text('{"prompt": "1+1=", "answer": "2"}')
+    check_config(config, root)
+    data.unlink()
+    check_config(config, root)
+    with pytest.raises(InputError, match="is not there"):
+        check_config(config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})}), root)

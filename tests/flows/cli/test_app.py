@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,50 @@ def test_a_data_set_that_cannot_be_used_is_found_before_anything_starts(
         data.write_text(content)
     config_file.write_text(MINIMAL.replace("[data.generate]", f'[data]\ntrain = "{data}"'))
     check_refused_before_the_start(["run", str(config_file)], str(tmp_path / "runs"), message, capsys)
+
+
+def test_a_literal_secret_is_refused_before_the_start(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    command = ["run", str(config_file), "--set", "reward.arguments.api_key=sk-4711"]
+    assert execute([*command, "--run", "a", "--root", str(tmp_path / "runs")]) == 2
+    captured = capsys.readouterr()
+    assert "reward.arguments.api_key would be stored with the run" in captured.err
+    assert '"env:NAME"' in captured.err
+    assert "sk-4711" not in captured.err
+    assert not list(tmp_path.rglob("run.json"))
+
+
+@pytest.mark.parametrize(
+    "command", [["ls"], ["status", "a"], ["verify", "a"], ["run", "x.toml", "--run", "a"], ["demo"]]
+)
+def test_a_root_with_credentials_in_its_url_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert execute([*command, "--root", "s3://AKIA1:s3cret@bucket/runs"]) == 2
+    captured = capsys.readouterr()
+    assert "s3://***@bucket/runs has credentials in its URL" in captured.err
+    assert "s3cret" not in captured.err + captured.out
+
+
+def test_the_command_that_continues_shows_no_secret():
+    settings = ["reward.arguments.api_key=sk-4711", "data.train=https://u:sk-4711@h/a", "reward.arguments.token=env:T"]
+    words = ["run", "https://host/my.toml?sig=sk-4711"]
+    command = continuing_command(words, "a", settings, {}, "https://u:sk-4711@host/runs", False)
+    assert "sk-4711" not in command
+    assert "--set=reward.arguments.token=env:T" in command
+
+
+def test_config_prints_the_reference_the_page_an_example_and_the_schema(capsys: pytest.CaptureFixture[str]):
+    def said(*options: str) -> str:
+        assert execute(["config", *options]) == 0
+        return capsys.readouterr().out
+
+    assert re.search(r"^  samples +whole number, at least 1 +8 +meaning +Samples of each prompt", said(), re.MULTILINE)
+    assert said("--markdown") == (PROJECT / "docs" / "configuration.md").read_text()
+    assert tomllib.loads(said("--example"))["rollout"]["samples"] == 8
+
+
+def test_the_schema_is_one_line_of_json(capfd: pytest.CaptureFixture[str]):
+    assert execute(["config", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["$defs"]["RolloutSection"]["properties"]["samples"]["default"] == 8
+    assert execute(["config", "--json", "--example"]) == 2
+    assert "give one of them" in capfd.readouterr().err

@@ -10,13 +10,14 @@ import pytest
 from cyclopts import App
 
 from flows.cli.store import register
+from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, LeaseHeld
 from storage.manifest import commit, need
 from storage.ownership.lease import acquire
 from storage.ownership.process import this_process
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config, stored_config
+from tasks.config.stored import read_config, record_config, stored_config
 from tasks.stages.names import Stage
 from tests.storage.clocks import elsewhere
 from tests.storage.runs import age, make_run
@@ -145,9 +146,24 @@ def test_fork_makes_a_run_with_settings_of_its_own(call, root: Root, config: Run
     assert "shares iterations 0 to 2 with run" in said
     stored = stored_config(root, "child")
     assert (stored.run.name, stored.train.optimizer.learning_rate) == ("child", 1e-4)
-    assert need(root, "child", 2, Stage.TRAIN).config_digest == stored.digest != config.digest
+    digests = {run: read_config(root, run).digest for run in ("run", "child")}
+    assert need(root, "child", 2, Stage.TRAIN).config_digest == digests["child"] != digests["run"]
     assert re.search(r"^child +2 .* run +-$", call("ls")[2], re.MULTILINE)
     assert "shared with run" in call("show", "child", "2")[2]
+
+
+def test_a_fork_of_a_run_that_recorded_a_secret_names_it_instead(call, root: Root, config: RunConfig):
+    key = layout.run_config_key("run")
+    document = config.model_dump(mode="json")
+    document["reward"]["arguments"] = {"api_key": "sk-4711"}
+    root.replace(key, json.dumps(document).encode())  # as the first version wrote it
+    asked = ("fork", "run", "--at", "2", "--run", "child")
+    with pytest.raises(InputError, match=r"reward\.arguments\.api_key would be stored") as refused:
+        call(*asked)
+    assert "sk-4711" not in str(refused.value)
+    assert call(*asked, "--set", "reward.arguments.api_key=env:JUDGE_KEY")[0] == 0
+    assert b"sk-4711" not in root.read_bytes(layout.run_config_key("child"))
+    assert need(root, "child", 2, Stage.TRAIN).config_digest == read_config(root, "child").digest
 
 
 @pytest.mark.parametrize("setting", ["model.generate.layers=3", "data.shuffle=false", "warmup.steps=3"])

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tasks.config.environment import trainer_environment
-from tasks.workers.trainers import rank_specs
+from tasks.workers.ranks import rank_specs
 
 
 @pytest.mark.parametrize("cards", [("0",), ("0", "1")])

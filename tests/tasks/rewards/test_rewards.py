@@ -115,3 +115,20 @@ def test_a_reward_that_cannot_be_found(name, fact):
 def test_a_scoring_process_that_cannot_start_fails_the_stage():
     with pytest.raises(StageFailed, match="did not start"):
         score_in_processes(ScoringOrder("no.such.module:f", {}, 5.0), [(RECORD, "x")], processes=1)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_secret_is_read_from_the_environment_by_the_process_that_scores(monkeypatch, processes):
+    monkeypatch.setenv("RATCHET_TEST_KEY", "sk-4711")
+    arguments = {"api_key": "env:RATCHET_TEST_KEY", "headers": {"Authorization": "env:RATCHET_TEST_KEY"}}
+    section = RewardSection(function=f"{HELPERS}:judged", arguments=arguments, processes=processes, deadline_s=20)
+    scores = score_samples(section, [({"key": "sk-4711"}, text) for text in ("fine", "raise")])
+    assert [score.reward for score in scores] == [1.0, None]
+    assert "401 for *** with ***" in scores[1].detail, "what a function raises is stored"
+    assert section.arguments == arguments
+
+
+def test_a_secret_that_is_not_set_is_named_before_anything_is_scored(monkeypatch):
+    monkeypatch.delenv("RATCHET_TEST_KEY", raising=False)
+    with pytest.raises(InputError, match="RATCHET_TEST_KEY is not set"):
+        resolve_reward(f"{HELPERS}:judged", {"api_key": "env:RATCHET_TEST_KEY", "headers": {}})

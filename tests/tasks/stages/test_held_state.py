@@ -13,6 +13,7 @@ from storage.errors import PartMissing
 from storage.manifest import Origin, commit
 from storage.parts import PartWriter
 from tasks.config.run import parse_config
+from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import STATE, ensure_reference, ensure_state, trainers
 from tasks.stages.names import Stage
@@ -54,7 +55,7 @@ def root(tmp_path: Path) -> Root:
 def context(root: Root, tmp_path: Path) -> RunContext:
     config = parse_config(tomllib.loads(f"{MINIMAL}\n[train.policy]\nkl_coefficient = 0.1\n"), "test")
     workers = WorkersHere(config, trainer=Watching)
-    return RunContext("run", root, config, config.digest, workers, tmp_path / "scratch")
+    return RunContext("run", root, config, ConfigRecord.of(config).digest, workers, tmp_path / "scratch")
 
 
 @pytest.fixture

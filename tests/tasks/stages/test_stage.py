@@ -7,6 +7,7 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import CommitConflict
+from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, Work, stage
@@ -21,7 +22,9 @@ FACTS = {"weight_version": 1, "cursor": 7}
 @pytest.fixture
 def context(tmp_path):
     config = small_config()
-    return RunContext("run", open_root(str(tmp_path)), config, config.digest, WorkersHere(config), tmp_path)
+    return RunContext(
+        "run", open_root(str(tmp_path)), config, ConfigRecord.of(config).digest, WorkersHere(config), tmp_path
+    )
 
 
 def rolling(text=b"result", calls=None, name=Stage.ROLLOUT):

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -56,6 +57,21 @@ def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
         assert listening_addresses(processes) == {"127.0.0.1"}
     assert not psutil.wait_procs(processes, timeout=0)[1]
     assert not ray.is_initialized()
+
+
+def test_an_earlier_ray_of_this_machine_is_left_alone():
+    # `ray start` leaves its address behind, also when it has ended; Ray would attach to it
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # short: paths of sockets may have 107 characters
+        Path(folder, "ray").mkdir()
+        Path(folder, "ray", "ray_current_cluster").write_text("127.0.0.1:1")
+        code = (
+            "from tests.tasks.workers.test_cluster import LOCAL, Cluster, listening_addresses\n"
+            "with Cluster(LOCAL) as cluster:\n    cluster.start()\n    cluster.check_alive()\n"
+            "    assert listening_addresses(cluster.processes()) == {'127.0.0.1'}\n"
+        )
+        environment = {**os.environ, "RAY_TMPDIR": folder}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):

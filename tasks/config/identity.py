@@ -1,0 +1,89 @@
+"""Which part of a configuration decides a run's result, and the digest of that part.
+
+The rules carry a number that is stored with each run. What was recorded keeps its identity under the rules of its own
+version; whether a run may be continued with a given configuration is decided under the current ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import JsonValue
+
+from storage.digest import value_digest
+from tasks.config.credentials import MASK, is_secret, referenced, shown
+
+Document = Mapping[str, JsonValue]
+"""A configuration, or a section of one, as plain JSON types."""
+
+_RUNTIME_1: dict[str, Any] = {
+    "run": {"name": True, "iterations": True},
+    "engine": True,
+    "device": True,
+    "storage": True,
+    "evaluate": True,
+    "model": {"source": True},
+    "data": {"train": True, "held_out": True, "warmup": True},
+    "train": {"parallel": True, "micro_batch_size": True},
+    "reward": {"deadline_s": True, "processes": True},
+    "rollout": {"groups_per_part": True},
+}
+# the probe and its limits decide whether a sync is accepted, not what it delivers
+_RUNTIME_2 = {**_RUNTIME_1, "sync": True, "workers": True}
+
+_RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
+"""Per version of the rules the runtime settings, which decide no result. An entry never changes but for new keys."""
+
+RULES = max(_RUNTIME)
+"""The current rules."""
+FIRST_RULES = min(_RUNTIME)
+"""Those of records that name none."""
+
+
+def meaning(document: Document, rules: int = RULES) -> dict[str, JsonValue]:
+    """The keys of `document` that decide the result: those that are there, without the runtime settings."""
+    return _without(document, _RUNTIME[rules])
+
+
+def meaning_digest(document: Document, rules: int = RULES) -> str:
+    """Identity of `meaning`. A key that the document lacks, being newer, has no part in it."""
+    return value_digest(meaning(document, rules))
+
+
+def changed_meaning(stored: Document, given: Document, prefix: str = "") -> list[str]:
+    """The settings that differ, one line each with both values. Secrets do not count: they may be renewed."""
+    lines: list[str] = []
+    for key in sorted({*stored, *given}):
+        old, new = stored.get(key), given.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += changed_meaning(old, new, f"{prefix}{key}.")
+        elif not (is_secret(key) or _same(old, new)):
+            lines.append(
+                f"{prefix}{key}: the run was started with {shown(old, key)!r}, now {shown(new, key)!r} is given"
+            )
+    return lines
+
+
+def is_runtime(path: Sequence[str]) -> bool:
+    """Whether the key at `path` is a runtime setting, which may change whenever a run is continued."""
+    rules: Any = _RUNTIME[RULES]
+    for name in path:
+        rules = rules.get(name, {})
+        if rules is True:
+            return True
+    return False
+
+
+def _same(old: JsonValue, new: JsonValue) -> bool:
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_same, old, new))
+    # a URL whose credentials an earlier version recorded is given by reference now
+    return old == new or (referenced(new) is not None and isinstance(old, str) and MASK in old)
+
+
+def _without(document: Document, runtime: Mapping[str, Any]) -> dict[str, JsonValue]:
+    kept: dict[str, JsonValue] = {}
+    for key, value in document.items():
+        rule = runtime.get(key)
+        if rule is not True:
+            kept[key] = _without(value, rule) if rule and isinstance(value, dict) else value
+    return kept

@@ -1,0 +1,189 @@
+"""Every key of a run's configuration, read from the models: for a page, a terminal, and a commented example."""
+
+import json
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, JsonValue, RootModel
+from pydantic.fields import FieldInfo
+
+from tasks.config.identity import is_runtime
+from tasks.config.run import RunConfig
+
+MEANING, RUNTIME = "meaning", "runtime"
+
+_KINDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
+_EXAMPLES = {"train.max_length": "128", "train.optimizer.learning_rate": "1e-5"}
+_FORMS = {"text": '"..."', "whole number": "1", "number": "1.0"}
+_WIDTH = 118
+
+_HEAD = """\
+# Configuration
+
+A run is described by one TOML file. Every key of it is here, with its type, default and limits. An unknown key is an
+error. Any key can be replaced on the command line: `--set section.key=value`. `ratchet config` prints this reference,
+`ratchet config --example` a complete file with these texts as comments, and `ratchet config --json` the JSON schema.
+
+Keys marked **meaning** decide what a run computes. They are fixed by its first start: it is continued only with the
+same values, and the digest of them is in each of its manifests. Keys marked **runtime** may change whenever it is
+continued. Paths of model and data are among these, because what they held at the first start is stored with the run.
+
+Secrets are not stored. A value `"env:NAME"` in `reward.arguments`, or for `model.source` and the URLs of `[data]`, is
+replaced by the environment variable NAME where it is used. A literal value is refused if its key is named like a secret
+(`api_key`, `token`, `password`, ...), and so is a URL with a password or a signature in it.
+
+This page is made from the models in `tasks/config/run.py` and `trainer_core/config.py`. Change the texts there, then
+run `ratchet config --markdown > docs/configuration.md`.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting."""
+
+    name: str
+    """Within its table."""
+    path: str
+    """`section.key`."""
+    kind: str
+    """Type and limits, in words."""
+    default: str | None
+    """As TOML; None if there is none."""
+    required: bool
+    """Whether it must be given wherever its table is given."""
+    role: str
+    """`meaning` or `runtime`."""
+    text: str
+    """What it says."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of the file: its own keys, without those of the tables below it."""
+
+    path: str
+    text: str
+    keys: tuple[Key, ...]
+
+
+class Schema(RootModel[dict[str, JsonValue]]):
+    """The JSON schema of a configuration."""
+
+
+def schema() -> Schema:
+    """The JSON schema of a configuration, with every text."""
+    return Schema(RunConfig.model_json_schema())
+
+
+def tables() -> list[Table]:
+    """All tables, in the order of a file."""
+    return list(_tables(RunConfig, (), None))
+
+
+def markdown() -> str:
+    """The page `docs/configuration.md`."""
+    return _HEAD + "".join(_section(table) for table in tables())
+
+
+def example() -> str:
+    """A TOML file with every key at its default and what it means as a comment."""
+    head = ["# Every key of a run's configuration at its default. Keys that are not set are commented out."]
+    return "\n".join([*head, *(line for table in tables() for line in _example_of(table))]) + "\n"
+
+
+def default_of(key: Key) -> str:
+    """A key's default in words."""
+    if key.default is None:
+        return "required" if key.required else "not set"
+    return key.default
+
+
+def _tables(model: type[BaseModel], path: tuple[str, ...], default: BaseModel | None) -> Iterator[Table]:
+    below = {name: section for name, field in model.model_fields.items() if (section := _section_of(field))}
+    keys = [_key(model, name, path, default) for name in model.model_fields if name not in below]
+    if path:
+        yield Table(".".join(path), " ".join((model.__doc__ or "").split()), tuple(keys))
+    for name, section in below.items():
+        inner = model.model_fields[name].default if default is None else dict(default)[name]
+        yield from _tables(section, (*path, name), inner if isinstance(inner, BaseModel) else None)
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    choices = [choice for choice in _choices(field.annotation) if isinstance(choice, type)]
+    return next((choice for choice in choices if issubclass(choice, BaseModel)), None)
+
+
+def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: BaseModel | None) -> Key:
+    field, place = model.model_fields[name], (*path, name)
+    value = field.default if default is None else dict(default)[name]
+    known = value is not None and not (field.is_required() and default is None)
+    return Key(
+        name=name,
+        path=".".join(place),
+        kind=", ".join([_kind(field.annotation), *_limits(field)]),
+        default=_toml(value) if known else None,
+        required=field.is_required(),
+        role=RUNTIME if is_runtime(place) else MEANING,
+        text=" ".join((field.description or "").split()),
+    )
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """The alternatives of a type, without None; those of a Literal are its values."""
+    if get_origin(annotation) in (Union, types.UnionType, Literal):
+        return [choice for part in get_args(annotation) if part is not type(None) for choice in _choices(part)]
+    return [annotation]
+
+
+def _kind(annotation: Any) -> str:
+    return " or ".join(
+        f'"{choice}"' if isinstance(choice, str) else _KINDS[get_origin(choice) or choice]
+        for choice in _choices(annotation)
+    )
+
+
+def _limits(field: FieldInfo) -> Iterator[str]:
+    for limit in field.metadata:
+        match limit:
+            case annotated_types.Ge(ge=bound):
+                yield f"at least {bound}"
+            case annotated_types.Gt(gt=bound):
+                yield f"above {bound}"
+            case annotated_types.Le(le=bound):
+                yield f"at most {bound}"
+            case annotated_types.Lt(lt=bound):
+                yield f"below {bound}"
+
+
+def _toml(value: Any) -> str:
+    return repr(value) if isinstance(value, float) else json.dumps(value)
+
+
+def _section(table: Table) -> str:
+    head = [f"\n## `[{table.path}]`", "", table.text]
+    if not table.keys:
+        return "\n".join([*head, ""])
+    rows = ["", "| key | type | default | role | text |", "| --- | --- | --- | --- | --- |"]
+    for key in table.keys:
+        default = default_of(key) if key.default is None else f"`{key.default}`"
+        note = "; required if the table is given" if key.required and key.default is not None else ""
+        cells = (f"`{key.name}`", key.kind, default + note, key.role, key.text)
+        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join([*head, *rows, ""])
+
+
+def _example_of(table: Table) -> Iterator[str]:
+    yield from ["", *_comment(table.text), f"[{table.path}]"]
+    for key in table.keys:
+        value = key.default or _EXAMPLES.get(key.path)
+        facts = [key.kind, *(["required"] if key.required else []), *([RUNTIME] if key.role == RUNTIME else [])]
+        yield from _comment(f"{key.text} ({'; '.join(facts)})")
+        yield f"{key.name} = {value}" if value else f"# {key.name} = {_FORMS[key.kind.partition(',')[0]]}"
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(text, _WIDTH)]

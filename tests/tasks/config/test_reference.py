@@ -1,0 +1,73 @@
+"""The reference of the configuration says what the models say, and its example is one."""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from storage.backends.root import open_root
+from tasks.checks import check_config
+from tasks.config import reference
+from tasks.config.run import RunConfig, parse_config
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+
+LEAST = {
+    "model": {"generate": {}},
+    "data": {"generate": {}},
+    "train": {"max_length": 128, "optimizer": {"learning_rate": 1e-5}},
+}
+
+
+def paths(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from paths(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_the_page_is_current():
+    assert PAGE.read_text() == reference.markdown(), "run: ratchet config --markdown > docs/configuration.md"
+
+
+def test_it_has_every_key_and_says_which_may_change():
+    config = parse_config(LEAST, "test")
+    keys = {key.path: key for table in reference.tables() for key in table.keys}
+    assert set(keys) == set(paths(config.model_dump(mode="json")))
+    fixed = {path for path, key in keys.items() if key.role == reference.MEANING}
+    assert fixed == set(paths(config.meaning()))
+    assert all(key.text for key in keys.values())
+
+
+def test_the_example_is_a_configuration_with_every_default(tmp_path):
+    config = parse_config(tomllib.loads(reference.example()), "test")
+    assert config == parse_config(LEAST, "test")
+    check_config(config, open_root(str(tmp_path)))
+    there = {line.partition(" = ")[0].removeprefix("# ") for line in reference.example().splitlines()}
+    assert {path.rpartition(".")[2] for path in paths(config.model_dump(mode="json"))} <= there
+
+
+def test_defaults_and_limits_are_those_of_the_models():
+    keys = {key.path: key for table in reference.tables() for key in table.keys}
+    shown = {path: (keys[path].kind, reference.default_of(keys[path])) for path in keys}
+    assert shown["train.optimizer.learning_rate"] == ("number, at least 0", "required")
+    assert shown["warmup.optimizer.learning_rate"] == ("number, at least 0", "0.001")
+    assert shown["train.policy.clip_low"] == ("number, at least 0, below 1", "0.2")
+    assert shown["device.kind"] == ('"cpu" or "cuda" or "auto"', '"auto"')
+    assert shown["storage.keep_newest"] == ("whole number, at least 1", "not set")
+    assert shown["reward.arguments"] == ("table", "{}")
+
+
+def test_the_schema_describes_every_key():
+    schema = RunConfig.model_json_schema()
+    assert json.loads(reference.schema().model_dump_json()) == schema
+    described = [
+        (name, key, field.get("description"))
+        for name, section in schema["$defs"].items()
+        for key, field in section.get("properties", {}).items()
+        if "$ref" not in field and "$ref" not in json.dumps(field.get("anyOf", ""))
+    ]
+    assert len(described) > 60
+    assert not [place for *place, text in described if not text]
