@@ -113,8 +113,8 @@ PLACES = [in_metadata, in_object, in_object_of_the_old_format, in_common, in_mod
 def load_all_ways(trainer, folder):
     """What loading the state, its weights, or a reference says."""
     trainer.import_model()
-    refusals = []
-    for load in (trainer.load, lambda path: trainer.load(path, True), trainer.load_reference):
+    refusals, reference = [], lambda path: trainer.load_reference(path, "reference")
+    for load in (trainer.load, lambda path: trainer.load(path, True), reference):
         with pytest.raises(ForeignCode) as refusal:
             load(folder)
         refusals.append(str(refusal.value))
@@ -206,7 +206,7 @@ def test_an_object_that_is_damaged_is_named(state):
 def go_on(trainer, folder):
     """Loads in every way; returns what training comes to."""
     trainer.import_model()
-    trainer.load_reference(folder)
+    trainer.load_reference(folder, "reference")
     trainer.load(folder)
     return trainer.train_policy(random_samples(2), 1.0)
 
