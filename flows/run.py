@@ -21,6 +21,7 @@ from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
 from tasks.checks import check_config, check_scratch
+from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
@@ -67,6 +68,7 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
     prepare_process()
     check_run_name(name)
     check_scratch()
+    check_root_url(root)
     store = open_root(root)
     check_config(config, store)
     digest = record_config(store, name, config)
