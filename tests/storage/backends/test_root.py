@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.backends.local import PIECE
+from storage.backends.local import CHUNK_BYTES
 from storage.backends.root import open_root
 from storage.errors import InputError, NotCommitted, StorageError, StorageUnavailable
 from tests.storage.flaky import flaky_root
@@ -53,7 +53,7 @@ def test_a_taken_key_is_refused_and_keeps_its_content(any_root):
     assert bytes(any_root.read_buffer(KEY)) == b"first"
 
 
-@pytest.mark.parametrize("size", [1, 2 * PIECE - 1, 2 * PIECE, 5 * PIECE + 3])
+@pytest.mark.parametrize("size", [1, 2 * CHUNK_BYTES - 1, 2 * CHUNK_BYTES, 5 * CHUNK_BYTES + 3])
 def test_what_is_written_in_pieces_is_whole(root, size):
     content = os.urandom(size)
     assert root.put_if_absent(KEY, content)
