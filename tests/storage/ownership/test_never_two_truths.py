@@ -105,6 +105,12 @@ class NeverTwoTruths(RuleBasedStateMachine):
         for _ in range(writes):
             self.of(which).step_to_write()
 
+    @rule(which=WHICH, writes=st.integers(1, 12))
+    def move_while_the_others_are_frozen(self, which, writes):
+        for _ in range(writes):
+            self.time.pass_by(SECONDS / 4)
+            self.of(which).step_to_write()
+
     @rule(which=WHICH)
     def kill(self, which):
         self.of(which).kill()
