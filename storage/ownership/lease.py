@@ -262,6 +262,12 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
     return (True, explanation) if winner == entry else (False, explain(run, winner, clock))
 
 
+def describe(entry: Entry, clock: Clock = SYSTEM) -> str:
+    """The holder in a few words, and since when nothing was heard of it if that is longer than its period."""
+    silent = clock.wall() >= entry.expires
+    return f"{entry.owner}{f', silent since {entry.written:%Y-%m-%d %H:%M:%S} UTC' if silent else ''}"
+
+
 def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
     """Who drives a run, and what can be done about it."""
     heard = f"last heard of at {entry.written:%Y-%m-%d %H:%M:%S} UTC"

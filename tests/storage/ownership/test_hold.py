@@ -10,10 +10,12 @@ import time
 import pytest
 
 from storage.errors import LeaseHeld, LeaseLost
+from storage.manifest import commit
 from storage.ownership.lease import acquire, check_free, explain, hold, holder, unlock
 from storage.ownership.log import newest
 from storage.ownership.process import this_process
 from tests.storage.clocks import elsewhere
+from tests.storage.tables import manifest
 
 HOLDER = """
 import sys, time
@@ -165,6 +167,21 @@ def test_a_block_in_a_thread_is_told(root):
     thread.join(60)
     assert "taken over by second" in str(told[0])
     assert newest(root, "run").owner.name == "second", "what is lost is not released"
+
+
+def test_a_lease_outlives_an_outage_that_is_longer_than_its_period(s3, s3_root):
+    with hold(s3_root, "run", "worker", 0.6) as lease:
+        with s3.gone_for(2):
+            assert commit(s3_root, manifest(), lease).epoch == lease.epoch
+        lease.check()
+    assert newest(s3_root, "run").epoch == 1
+
+
+def test_a_store_that_is_away_at_the_end_does_not_keep_the_block(s3, s3_root, caplog):
+    with hold(s3_root.patient(0.2), "run", "worker", 3600):
+        s3.faults.away = True
+    s3.faults.away = False
+    assert "could not be released" in caplog.text
 
 
 def test_a_process_at_work_on_this_machine_is_not_waited_for(root):

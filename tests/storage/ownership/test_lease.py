@@ -1,11 +1,14 @@
 """One process at a time drives a run; who may, loses it, and gets it back."""
 
+import errno
+import os
+
 import pytest
 
 from storage import layout
-from storage.errors import CommitConflict, LeaseHeld, LeaseLost
+from storage.errors import CommitConflict, LeaseHeld, LeaseLost, StorageInterrupted
 from storage.manifest import commit, find
-from storage.ownership.lease import acquire, holder, unlock
+from storage.ownership.lease import acquire, describe, holder, unlock
 from storage.ownership.log import newest
 from storage.ownership.process import Clock
 from tasks.stages.names import Stage
@@ -135,6 +138,35 @@ def test_who_waits_learns_of_the_loss(take):
     assert second.lost is None
 
 
+def test_a_fence_that_cannot_look_refuses(root, monkeypatch):
+    lease = acquire(root.patient(0.1), "run", elsewhere("one"), SECONDS, Time().clock())
+    scandir = os.scandir
+
+    def stale(folder):
+        if str(folder).endswith("/lease"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    with pytest.raises(StorageInterrupted, match="Stale file handle"):
+        commit(root, manifest(), lease)
+    assert find(root, "run", 1, Stage.ROLLOUT) is None
+    monkeypatch.undo()
+    assert lease.lost is None, "what is not known is no loss"
+    assert commit(root, manifest(), lease).epoch == lease.epoch
+
+
+def test_a_fence_whose_store_is_away_refuses_and_then_goes_on(s3, s3_root):
+    lease = acquire(s3_root, "run", elsewhere("one"), SECONDS, Time().clock())
+    lease.root = s3_root.patient(0.1)
+    s3.faults.away = True
+    for use in (lease.check, lease.renew):
+        with pytest.raises(StorageInterrupted):
+            use()
+    s3.faults.away = False
+    assert commit(s3_root, manifest(), lease).epoch == lease.epoch
+
+
 class Paused:
     """A lease whose holder falls asleep between the fence's check and the write."""
 
@@ -238,7 +270,9 @@ def test_unlock_explains_and_frees(any_root, moment, take):
 
 def test_unlock_says_what_ends_a_silence(any_root, moment, take):
     take("one")
+    assert describe(holder(any_root, "run"), moment.clock()) == "one (host elsewhere, process 7)"
     moment.pass_by(100 * SECONDS)
+    assert "process 7), silent since 2026-01-01 00:00:00 UTC" in describe(holder(any_root, "run"), moment.clock())
     free, explanation = unlock(any_root, "run", elsewhere("me"), clock=moment.clock())
     assert not free
     assert "takes it over once nothing was heard of that one for 30 s" in explanation
