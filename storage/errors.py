@@ -23,6 +23,13 @@ class StorageUnavailable(StorageError, InputError):
     exit_code = 2
 
 
+class StorageInterrupted(StorageError):
+    """The store did not answer for as long as an operation is tried again; the same operation may succeed later.
+
+    An outage, a refused connection, an overloaded server. Whether what was asked for happened is not known.
+    """
+
+
 class NotCommitted(StorageError):
     """A stage's manifest is asked for and is not there: the stage did not happen."""
 
@@ -54,7 +61,7 @@ class LeaseHeld(StorageError):
 
 
 class LeaseLost(StorageError):
-    """This process drives the run no longer: its lease ran out, was taken over, or was ended by `ratchet unlock`."""
+    """This process drives the run no longer: its lease was taken over, or was ended by `ratchet unlock`."""
 
 
 class SchemaMismatch(StorageError):

@@ -1,15 +1,22 @@
 """Work on storage that goes on behind the stages: in order, and not at all once something in it has failed."""
 
 import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
 from storage import meter
-from storage.errors import RatchetError
+from storage.errors import LeaseLost, RatchetError
 
 logger = logging.getLogger(__name__)
+
+LINGER_SECONDS = 10.0
+"""How long an interrupt waits for the job in progress."""
+
+_Job = tuple[Callable[[], object], Future[None]]
 
 
 class Outbox:
@@ -19,12 +26,17 @@ class Outbox:
     The order is the promise: nothing is published before everything that was added earlier. After a failure nothing
     that follows is done.
 
-    As a context manager it waits for the jobs at the end.
+    As a context manager it does all jobs before it ends, also if the block fails: what a stage has begun to store is
+    worth storing. If the block is interrupted, or has lost its lease, it drops the jobs that have not begun and waits
+    for the one in progress for a limited time.
     """
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+    def __init__(self, linger: float = LINGER_SECONDS) -> None:
+        self._linger = linger
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._last: Future[None] | None = None
+        self._dropped = threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -33,13 +45,12 @@ class Outbox:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.settle()
-        except RatchetError as failure:
-            if error is None:
-                raise
-            logger.warning("what was still to be stored was not: %s", failure)
+            if isinstance(error, LeaseLost) or not isinstance(error, Exception | None):
+                self._leave()
+            else:
+                self._finish(error)
         finally:
-            self._thread.shutdown(cancel_futures=True)
+            self._jobs.put(None)
 
     @property
     def idle(self) -> bool:
@@ -51,8 +62,12 @@ class Outbox:
 
     def add(self, job: Callable[[], object]) -> None:
         """Do `job` after everything that was added before; raises as `idle`."""
-        before = None if self.idle else self._last
-        self._last = self._thread.submit(_after, before, job)
+        if self.idle and self._thread is None:
+            # a daemon: an upload that an interrupt has left behind does not keep the process
+            self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)
+            self._thread.start()
+        self._last = Future()
+        self._jobs.put((job, self._last))
 
     @meter.measured()  # whoever waits here waits for storage
     def settle(self) -> None:
@@ -60,9 +75,51 @@ class Outbox:
         if self._last is not None:
             self._last.result()
 
+    def _finish(self, error: Exception | None) -> None:
+        try:
+            self.settle()
+        except RatchetError as failure:
+            if error is None:
+                raise
+            logger.warning("what was still to be stored was not: %s", failure)
+        except KeyboardInterrupt:
+            self._leave()
+            raise
 
-def _after(before: Future[None] | None, job: Callable[[], object]) -> None:
-    if before is not None:
-        before.result()  # its failure is ours
-    with meter.separate():
-        job()
+    def _leave(self) -> None:
+        self._dropped.set()
+        if self._last is not None and wait([self._last], self._linger).not_done:
+            logger.warning("what is being stored took longer than %g s; the next start stores it", self._linger)
+
+    def _work(self) -> None:
+        failure: BaseException | None = None
+        while (work := self._jobs.get()) is not None:
+            job, future = work
+            if self._dropped.is_set():
+                future.cancel()
+                future.set_running_or_notify_cancel()
+            elif failure is not None:
+                future.set_exception(failure)
+            else:
+                with _Answer(future), meter.separate():
+                    job()
+                failure = future.exception()
+
+
+class _Answer:
+    """Hands what becomes of a block to whoever waits for it."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+        return True

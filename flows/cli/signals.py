@@ -1,21 +1,38 @@
-"""What SIGINT, SIGTERM and SIGHUP do to a command: it ends as if by Ctrl-C, once, and clears up in peace."""
+"""What SIGINT, SIGTERM and SIGHUP do to a command: the first ends it in an orderly way, a further one at once."""
 
+import contextlib
+import os
 import signal
+import threading
+import time
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Self
 
+LIMIT_SECONDS = 90.0
+"""How long an orderly end may take. What takes most of it is waiting for a store that does not answer."""
+
+_SAME_SECONDS = 1.0  # a closing terminal and the shell in it, or a service manager, send several signals for one reason
+
 
 class Signals:
-    """Turns the first of the signals into KeyboardInterrupt; later ones must not disturb the clearing up.
+    """Turns the first of the signals into KeyboardInterrupt, so that everything the command has begun is cleared up.
+
+    That takes at most `limit` seconds. Then, or with a further signal, the process ends as if killed. What is committed
+    stays committed either way, and the next start clears up the rest.
 
     A signal that is ignored when the command starts (`nohup`, a background job) stays ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = LIMIT_SECONDS) -> None:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         handlers = {number: signal.getsignal(number) for number in numbers}
         self._before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
         self._received: signal.Signals | None = None
+        self._since = 0.0
+        self._limit = limit
+        # unlike an Event, a handler may use it whatever the thread that it interrupts is doing
+        self._news: SimpleQueue[str] = SimpleQueue()
 
     @property
     def received(self) -> bool:
@@ -28,20 +45,46 @@ class Signals:
         return 128 + (self._received or signal.SIGINT)
 
     def take(self) -> None:
-        """Become the handler, also when somebody else has become it meanwhile."""
+        """Become the handler, also if a library has replaced it meanwhile."""
         for number in self._before:
             signal.signal(number, self._interrupt)
 
     def __enter__(self) -> Self:
         self.take()
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._news.put("over")
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
-        for other in self._before:
-            signal.signal(other, signal.SIG_IGN)
-        self._received = signal.Signals(number)
+        if self._received is not None:
+            if time.monotonic() - self._since >= _SAME_SECONDS:
+                self._end_at_once("a further signal")
+            return
+        self._received, self._since = signal.Signals(number), time.monotonic()
+        _say(
+            f"{self._received.name}: ending, within {self._limit:g} s. A further signal ends it at once. Nothing that "
+            "is committed is lost"
+        )
+        self._news.put("interrupted")
         raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        if self._news.get() == "interrupted":
+            try:
+                self._news.get(timeout=self._limit)
+            except Empty:
+                self._end_at_once(f"the end took longer than {self._limit:g} s")
+
+    def _end_at_once(self, why: str) -> None:
+        _say(f"{why}: ended at once. Nothing that was committed is lost; the next start clears up what is left")
+        os._exit(self.exit_code)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone
+        # past the buffers and locks of whatever is interrupted
+        os.write(2, f"ratchet: {text}\n".encode())

@@ -21,10 +21,13 @@ from storage.errors import StorageUnavailable
 from storage.kill_points import Point
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+# of a network filesystem whose server is away; a disk that fails says EIO too, which is tried again in vain
+_TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN)
 # Linux asks for page-cache memory in blocks as large as the write, and from 2 MB on they are hard to find: 86 MB in one
 # write took 13 times the CPU time of the same in pieces (ext4, kernel 6.18)
 CHUNK_BYTES = 1 << 20
-_unflushed: set[Path] = set()  # folders that this process has made, and whose names may not be on the disk yet
+_NEWEST = 2  # a process publishes iteration by iteration: what it did not flush is in the last folder or the one before
+_flushed: set[Path] = set()  # folders whose names this process has flushed, and those of all folders above them
 _flushing = threading.Lock()
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
 
@@ -33,7 +36,8 @@ def put_if_absent(target: Path, data: memoryview, durable: bool = True) -> bool:
     """Write `data` at `target` unless the name is taken; False if it was taken.
 
     Args:
-        durable: on return it is on the disk, name and all. Otherwise a power cut may take it or damage it.
+        durable: on return it is on the disk, name and all, whoever wrote it. Otherwise a power cut may take it or
+            damage it.
     """
 
     def write(file: BinaryIO) -> None:
@@ -74,18 +78,64 @@ def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
         file.write(data[start : start + CHUNK_BYTES])
 
 
-def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True) -> bool:
-    if target.exists():
+def exists(target: Path) -> bool:
+    """Whether `target` is there; raises OSError if that cannot be told, where `os.path.exists` says no."""
+    try:
+        target.stat()
+    except FileNotFoundError:
         return False
+    return True
+
+
+def files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All files below `folder`, links included; raises OSError for a folder that is there and cannot be read."""
+    for entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            yield from files(Path(entry.path))
+        else:
+            yield entry
+
+
+def folders(folder: Path) -> list[str]:
+    """Names of the folders in `folder`, sorted; raises as `files`."""
+    return sorted(entry.name for entry in _entries(folder) if entry.is_dir(follow_symlinks=False))
+
+
+def flush_newest(folder: Path) -> None:
+    """Flush the names of what a process may have linked last in the folders of `folder`, and died."""
+    for name in folders(folder)[-_NEWEST:]:
+        _flush_all_names(folder / name)
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether the same operation may succeed later."""
+    return isinstance(error, OSError) and error.errno in _TEMPORARY
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except FileNotFoundError:  # removed since its name was read
+        return []
+
+
+def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True) -> bool:
+    if exists(target) or not _create(target, fill, given, durable):
+        if durable:  # the process that linked it may have been killed before it flushed the name
+            _flush_all_names(target.parent)
+        return False
+    if durable:
+        _sync(target.parent)
+    return True
+
+
+def _create(target: Path, fill: Callable[[BinaryIO], object], given: Path | None, durable: bool) -> bool:
     _make_folders(target.parent)
     with _temporary(target.parent, fill, given, durable) as temporary:
         if durable:
             _flush_names(target.parent)
-        if not _link(temporary, target):
-            return False
-    if durable:
-        _sync(target.parent)
-    return True
+        return _link(temporary, target)
 
 
 @contextlib.contextmanager
@@ -109,7 +159,7 @@ def _take(source: Path, path: Path) -> bool:
     """Give a local file the name `path` too, flushed and read-only; False if it must be copied instead."""
     status = source.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        return False  # somebody knows it by another name, and may write to it
+        return False  # it has another name, through which it may be written to
     try:
         os.link(source, path)
         path.chmod(_READ_ONLY)
@@ -143,20 +193,31 @@ def _make_folders(folder: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for made in reversed(missing):
-        _unflushed.add(made)  # before any thread can find it
+        _flushed.discard(made)  # its name may have been there before, and be removed since
         made.mkdir(exist_ok=True)
 
 
-def _flush_names(folder: Path) -> None:
-    """Flush the names of new folders: a file in a folder that a power cut forgets is lost too.
+def _flush_all_names(folder: Path) -> None:
+    """Flush the names in `folder`, its own and those of the folders above it, whichever process made them."""
+    _sync(folder)
+    _flush_names(folder)
 
-    Once a file has been flushed this costs little, because a journal has written the folders with it.
+
+def _flush_names(folder: Path) -> None:
+    """Flush the name of a folder and of those above it: a file in a folder that a power cut forgets is lost too.
+
+    A folder that is there already may have been made by a process that was killed before it flushed the name, so this
+    is done once for each folder, up to the mount point.
     """
     with _flushing:
+        done = []
         for one in (folder, *folder.parents):
-            if one in _unflushed:
+            if one in _flushed or one.is_mount():
+                break
+            with contextlib.suppress(PermissionError):  # a folder above the root, which we did not make
                 _sync(one.parent)
-                _unflushed.remove(one)
+            done.append(one)
+        _flushed.update(done)
 
 
 def _sync(path: Path) -> None:

@@ -1,40 +1,93 @@
-"""Object stores: conditional puts, and which failures are worth another try.
+"""Object stores: conditional puts, uploads in parts, and which failures are worth another try.
 
-s3fs maps what a server answers to errors of the operating system: 412 of a conditional put to FileExistsError, 503 to
-EBUSY, 500 to EREMOTEIO - but 409 ConditionalRequestConflict (two conditional puts at once: try again) to a bare EIO, so
-the status is looked at. A retry after an answer that was lost meets its own object, so callers read back and compare
-whenever a put finds the key taken.
+s3fs maps what a server answers to errors of the operating system: 503 to EBUSY, 500 to EREMOTEIO, but 409
+ConditionalRequestConflict (two conditional puts at once: try again) to a bare EIO, and the 412 of a conditional put to
+FileExistsError only if the body is that of Amazon (Ceph's is not). So the status is looked at. A retry after an answer
+that was lost meets its own object, so callers read back and compare whenever a put finds the key taken.
 """
 
 import errno
 import functools
-from collections.abc import Callable
+import http
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_all, stop_before_delay
+from tenacity import wait_random_exponential as wait_random
 
-_ATTEMPTS = 6
-_TRANSIENT = (errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET)
-_TRANSIENT_STATUS = (409, 429, 500, 502, 503, 504)
+PATIENCE_SECONDS = 60.0
+"""For how long an operation is tried again while the store is busy or does not answer."""
+
+LARGE_ATTEMPTS = 4
+"""How often a transfer is tried at least that may itself take longer than PATIENCE_SECONDS."""
+
+CLIENT_CONFIG = {"retries": {"mode": "standard", "total_max_attempts": 2}}
+"""botocore's own attempts, which would multiply ours: two, so that a long upload survives a request that is lost."""
+
+_LONGEST_PAUSE = 5.0
+_TEMPORARY = (
+    errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE,
+    errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN,
+)  # fmt: skip
+_TEMPORARY_STATUS = (408, 409, 429, 500, 502, 503, 504)
 
 
-def put_if_absent(fs: Any, path: str, data: bytes) -> bool:
+class Upload(NamedTuple):
+    """An upload in parts that was begun and neither finished nor aborted. It costs money and is in no listing."""
+
+    key: str
+    """What it was to become."""
+    id: str
+    """The store's name of it."""
+    started: datetime
+    """When it was begun, by the store's clock."""
+
+
+def put_if_absent(fs: Any, path: str, data: bytes, patience: float) -> bool:
     """Conditional put of `data`; False if the object is there."""
-    return _create(lambda: fs.pipe_file(path, data, mode="create"))
+    return _create(lambda: fs.pipe_file(path, data, mode="create"), patience, 1)
 
 
-def put_file_if_absent(fs: Any, path: str, source: Path) -> bool:
+def put_file_if_absent(fs: Any, path: str, source: Path, patience: float) -> bool:
     """Conditional put of a local file, streamed in several parts if it is large; False if the object is there."""
-    return _create(lambda: fs.put_file(str(source), path, mode="create"))
+    return _create(lambda: fs.put_file(str(source), path, mode="create"), patience, LARGE_ATTEMPTS)
 
 
-def retried[T](call: Callable[[], T]) -> T:
-    """The result of `call`, tried again with growing random pauses while the store says that it is busy or away."""
+def uploads(fs: Any, path: str, patience: float) -> Iterator[Upload]:
+    """Uploads in parts below the folder `path` (bucket/prefix) that were begun; their keys begin with the bucket."""
+    bucket, _, prefix = path.partition("/")
+    where: dict[str, str] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
+    while True:
+        page = retried(functools.partial(fs.call_s3, "list_multipart_uploads", **where), is_temporary, patience)
+        for one in page.get("Uploads", ()):
+            yield Upload(f"{bucket}/{one['Key']}", one["UploadId"], one["Initiated"])
+        if not page.get("IsTruncated"):
+            return
+        where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def abort_upload(fs: Any, path: str, upload_id: str, patience: float) -> None:
+    """Let the store drop the parts of an upload; FileNotFoundError if there is no such upload."""
+    bucket, _, key = path.partition("/")
+    call = functools.partial(fs.call_s3, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
+    retried(call, is_temporary, patience)
+
+
+def retried[T](
+    call: Callable[[], T], temporary: Callable[[BaseException], bool], patience: float, attempts: int = 1
+) -> T:
+    """The result of `call`, tried again with growing random pauses after each failure that is `temporary`.
+
+    Args:
+        patience: seconds after which it is tried no more.
+        attempts: how often it is tried at least.
+    """
     for attempt in Retrying(
-        retry=retry_if_exception(_is_transient),
-        stop=stop_after_attempt(_ATTEMPTS),
-        wait=wait_random_exponential(multiplier=0.05, max=2),
+        retry=retry_if_exception(temporary),
+        stop=stop_all(stop_after_attempt(attempts), stop_before_delay(patience)),
+        wait=wait_random(multiplier=0.05, max=_LONGEST_PAUSE),
         reraise=True,
     ):
         with attempt:
@@ -42,27 +95,41 @@ def retried[T](call: Callable[[], T]) -> T:
     raise AssertionError("tenacity returns or raises")
 
 
+def is_temporary(error: BaseException) -> bool:
+    """Whether the store is busy or away, so that the same request may succeed later."""
+    if isinstance(error, (TimeoutError, *_connection_errors())):
+        return True
+    return isinstance(error, OSError) and (error.errno in _TEMPORARY or _status(error) in _TEMPORARY_STATUS)
+
+
 @functools.cache
 def client_errors() -> tuple[type[Exception], ...]:
     """What the S3 client raises beside OSError: no credentials, no endpoint, a broken connection."""
     from botocore.exceptions import BotoCoreError, ClientError  # a local run never loads it
 
-    return BotoCoreError, ClientError
+    return BotoCoreError, ClientError, *_connection_errors()
 
 
-def _create(put: Callable[[], object]) -> bool:
+@functools.cache
+def _connection_errors() -> tuple[type[Exception], ...]:
+    from aiohttp import ClientError as ConnectionFailed
+    from botocore.exceptions import ConnectionError as NotConnected
+    from botocore.exceptions import HTTPClientError, IncompleteReadError
+    from botocore.parsers import ResponseParserError  # a proxy in front of the store answered, not in XML
+
+    return NotConnected, HTTPClientError, IncompleteReadError, ResponseParserError, ConnectionFailed
+
+
+def _create(put: Callable[[], object], patience: float, attempts: int) -> bool:
     try:
-        retried(put)
+        retried(put, is_temporary, patience, attempts)
     except FileExistsError:
         return False
-    return True
-
-
-def _is_transient(error: BaseException) -> bool:
-    # broken connections are not here: s3fs and botocore have tried those again themselves
-    if not isinstance(error, OSError):
+    except OSError as error:
+        if _status(error) != http.HTTPStatus.PRECONDITION_FAILED:
+            raise
         return False
-    return error.errno in _TRANSIENT or isinstance(error, TimeoutError) or _status(error) in _TRANSIENT_STATUS
+    return True
 
 
 def _status(error: OSError) -> int | None:

@@ -10,7 +10,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import pyarrow as pa
 
 from storage import kill_points, layout
 from storage.backends import local, objects
-from storage.errors import InputError, NotCommitted, StorageError, StorageUnavailable
+from storage.backends.objects import PATIENCE_SECONDS, Upload
+from storage.errors import InputError, NotCommitted, StorageError, StorageInterrupted, StorageUnavailable
 from storage.kill_points import Point
 from storage.meter import measured
 
 _CONDITIONAL_PUT = ("s3", "s3a")
+_CHECK_SECONDS = 10.0  # patience of the check at the start: a wrong address should be reported soon
 _memory_lock = threading.Lock()
 
 
@@ -45,13 +47,25 @@ class Root:
     fs: Any
     path: str
     protocol: str
+    patience: float = PATIENCE_SECONDS
+    """Seconds for which an operation is tried again while the store is busy or does not answer."""
+
+    def patient(self, seconds: float) -> "Root":
+        """The same root, with at most that patience."""
+        return replace(self, patience=min(seconds, self.patience))
 
     def full(self, key: str) -> str:
         """The filesystem's own path of `key`."""
         return f"{self.path}/{key}"
 
     def exists(self, key: str) -> bool:
-        """Whether `key` is there now."""
+        """Whether `key` is there now.
+
+        Raises:
+            StorageInterrupted: that is not known, because the store does not answer.
+        """
+        if self.protocol == "file":
+            return self._read(key, lambda: local.exists(Path(self.full(key))))
         return self._read(key, lambda: bool(self.fs.exists(self.full(key))))
 
     def read_bytes(self, key: str) -> bytes:
@@ -74,7 +88,8 @@ class Root:
         """Write `data` under `key` unless the key is taken; whole or not at all.
 
         Args:
-            durable: on return it outlives a power cut too. Where that costs nothing more it does in any case.
+            durable: on return what is under `key` outlives a power cut too, also what another process has written.
+                Where that costs nothing more it does in any case.
 
         Returns:
             True if this call wrote it, False if the key was taken (by whatever content: read it back and compare).
@@ -83,11 +98,11 @@ class Root:
             raise StorageError(f"{key}: refusing to write an empty object; conditional puts of empty bodies overwrite")
         with _explained(self, key):
             if self.protocol == "file":
-                return local.put_if_absent(Path(self.full(key)), memoryview(data), durable)
+                return self._retried(lambda: local.put_if_absent(Path(self.full(key)), memoryview(data), durable))
             if self.protocol == "memory":
                 return _store_if_absent(self.fs, self.full(key), bytes(data))
             kill_points.reached(Point.MID_PART, key)
-            return objects.put_if_absent(self.fs, self.full(key), bytes(data))
+            return objects.put_if_absent(self.fs, self.full(key), bytes(data), self.patience)
 
     def put_file_if_absent(self, key: str, source: Path) -> bool:
         """Like `put_if_absent`, with the content of a local file; a large one is streamed.
@@ -98,18 +113,19 @@ class Root:
             raise StorageError(f"{key}: refusing to write an empty object; {source} holds nothing")
         with _explained(self, key):
             if self.protocol == "file":
+                # not tried again: of a file that is taken as it is, what a flush failed to write is lost silently
                 return local.put_file_if_absent(Path(self.full(key)), source)
             if self.protocol == "memory":
                 return _store_if_absent(self.fs, self.full(key), source.read_bytes())
-            return objects.put_file_if_absent(self.fs, self.full(key), source)
+            return objects.put_file_if_absent(self.fs, self.full(key), source, self.patience)
 
     def replace(self, key: str, data: bytes | pa.Buffer) -> None:
         """Write a derived file for people, replacing what was there. Nothing may decide anything by reading it."""
         with _explained(self, key):
             if self.protocol == "file":
-                local.replace(Path(self.full(key)), memoryview(data))
+                self._retried(lambda: local.replace(Path(self.full(key)), memoryview(data)))
             else:
-                objects.retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
+                self._retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
 
     def remove(self, key: str) -> None:
         """Remove an object that nothing names; one that is gone already is no error."""
@@ -122,20 +138,47 @@ class Root:
 
     def stored(self, prefix: str) -> list[Stored]:
         """Objects below `prefix` with size and time, sorted by key; use as `keys`."""
-        try:
-            found = self._read(prefix, lambda: self.fs.find(self.full(prefix), detail=True))
-        except FileNotFoundError:
-            return []
-        named = ((name.removeprefix(self.path).lstrip("/"), info) for name, info in found.items())
-        return sorted((Stored(key, info["size"], _modified(info)) for key, info in named), key=lambda one: one.key)
+        return sorted(self._read(prefix, lambda: list(self._stored(prefix))), key=lambda one: one.key)
+
+    def _stored(self, prefix: str) -> Iterator[Stored]:
+        if self.protocol == "file":
+            for entry in local.files(Path(self.full(prefix))):
+                with contextlib.suppress(FileNotFoundError):  # removed since its name was read
+                    status = entry.stat(follow_symlinks=False)
+                    modified = datetime.fromtimestamp(status.st_mtime, UTC)
+                    yield Stored(entry.path.removeprefix(f"{self.path}/"), status.st_size, modified)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            for name, info in self.fs.find(self.full(prefix), detail=True).items():
+                yield Stored(name.removeprefix(self.path).lstrip("/"), info["size"], _modified(info))
 
     def folders(self) -> list[str]:
         """Names one level below the root that hold something: to show, never to decide."""
+        if self.protocol == "file":
+            return self._read("", lambda: local.folders(Path(self.path)))
         try:
             found = self._read("", lambda: self.fs.ls(self.path, detail=True))
         except FileNotFoundError:
             return []
         return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
+
+    def flush_newest(self, prefix: str) -> None:
+        """Flush what was published last below `prefix`: its writer may have been killed before it did that."""
+        if self.protocol == "file":
+            self._read(prefix, lambda: local.flush_newest(Path(self.full(prefix))))
+
+    def uploads(self, prefix: str) -> list[Upload]:
+        """Uploads in parts below `prefix` that were begun and neither finished nor aborted, sorted by key."""
+        if self.protocol not in _CONDITIONAL_PUT:
+            return []
+        with _explained(self, prefix):
+            found = list(objects.uploads(self.fs, self.full(prefix).rstrip("/"), self.patience))
+        return sorted(one._replace(key=one.key.removeprefix(f"{self.path}/")) for one in found)
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Drop what an upload in parts has stored; one that is finished or gone already is no error."""
+        with _explained(self, key, reading=True), contextlib.suppress(FileNotFoundError):
+            objects.abort_upload(self.fs, self.full(key), upload_id, self.patience)
 
     def download(self, key: str, target: Path) -> None:
         """Bring `key` to the local file `target`; on local storage it is a hard link (parts are write-once).
@@ -149,7 +192,7 @@ class Root:
                 with contextlib.suppress(OSError):
                     os.link(self.full(key), target)
                     return
-            objects.retried(lambda: self.fs.get_file(self.full(key), str(target)))
+            self._retried(lambda: self.fs.get_file(self.full(key), str(target)), objects.LARGE_ATTEMPTS)
 
     def check_writable(self) -> None:
         """Write and remove a small object, and see that a second write under its name is refused.
@@ -157,10 +200,10 @@ class Root:
         Raises:
             StorageUnavailable: that failed.
         """
-        key = layout.probe_key(uuid.uuid4().hex)
-        self.put_if_absent(key, b"ratchet")
-        twice = self.put_if_absent(key, b"Ratchet")
-        self.remove(key)
+        key, probed = layout.probe_key(uuid.uuid4().hex), self.patient(_CHECK_SECONDS)
+        probed.put_if_absent(key, b"ratchet")
+        twice = probed.put_if_absent(key, b"Ratchet")
+        probed.remove(key)
         if twice:
             raise StorageUnavailable(
                 f"{self.url} ignores conditional writes (If-None-Match: *): two writers would overwrite each other. "
@@ -169,7 +212,10 @@ class Root:
 
     def _read[T](self, key: str, call: Callable[[], T]) -> T:
         with _explained(self, key, reading=True):
-            return call() if self.protocol == "file" else objects.retried(call)
+            return self._retried(call)
+
+    def _retried[T](self, call: Callable[[], T], attempts: int = 1) -> T:
+        return objects.retried(call, _temporary(self), self.patience, attempts)
 
 
 def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] | None = None) -> Root:
@@ -193,8 +239,8 @@ def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] |
             "Use file:///some/folder or s3://bucket/prefix"
         )
     # an object written by another process must be seen at once: no listing cache
-    caching = {} if protocol == "memory" else {"use_listings_cache": False}
-    fs = fsspec.filesystem(protocol, **caching, **(options or {}))
+    remote = {"use_listings_cache": False, "config_kwargs": objects.CLIENT_CONFIG}
+    fs = fsspec.filesystem(protocol, **({} if protocol == "memory" else remote) | (options or {}))
     return Root(url.rstrip("/"), fs, fs._strip_protocol(url).rstrip("/"), protocol)
 
 
@@ -223,6 +269,11 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
     except (OSError, *clients) as error:
         if reading and isinstance(error, FileNotFoundError):
             raise
+        if _temporary(root)(error):
+            raise StorageInterrupted(
+                f"the store does not answer at {root.url}/{key} ({type(error).__name__}: {error}). Nothing that was "
+                "committed is lost: start the same command again when it does"
+            ) from error
         raise StorageUnavailable(_failure(root, key, error)) from error
 
 
@@ -233,6 +284,10 @@ def _failure(root: Root, key: str, error: Exception) -> str:
             "free space and start the same command again"
         )
     return f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
+
+
+def _temporary(root: Root) -> Callable[[BaseException], bool]:
+    return objects.is_temporary if root.protocol in _CONDITIONAL_PUT else local.is_temporary
 
 
 def _store_if_absent(fs: Any, path: str, data: bytes) -> bool:

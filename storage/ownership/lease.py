@@ -1,12 +1,17 @@
 """Who drives a run: a lease with fencing tokens, from put-if-absent alone.
 
-The lease of a run is a log of numbered entries, each published put-if-absent: acquired, renewed, released. A renewal
-and a takeover contend for the same number, so exactly one of them happens, and the number of the `acquired` entry is a
-fencing token that rises with every holder. The newest entry says who drives the run until when.
+The lease of a run is a log of numbered entries: acquired, renewed, released. A renewal and a takeover contend for the
+same number, so exactly one of them happens, and the number of the `acquired` entry is a fencing token that rises with
+every holder. The newest entry says who drives the run.
 
-What this gives: two processes whose clocks agree never drive one run at once. What does not rest on clocks: a holder
-that was asleep past its time may still publish a manifest that it was just about to publish. Then that manifest is the
-truth, which the process that took over meets and uses, because a manifest is published put-if-absent too.
+A holder whose process is known to be dead is replaced at once. Any other is watched for one period, during which its
+entry must not change. Each side measures the period on its own steady clock, and no wall clocks are compared. The
+holder counts from before it asked for its entry, the other from after it saw it, so their times do not overlap if both
+clocks run at the same speed. A holder that was frozen for longer than the period keeps the run if nobody followed.
+
+What does not rest on clocks: whoever was followed commits nothing, because the fence looks into the log before each
+commit. A holder that freezes between that look and the publication may still publish. Then that manifest is the truth,
+which the process that took over meets and uses, because a manifest is published put-if-absent too.
 """
 
 import logging
@@ -15,42 +20,25 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from storage import layout, meter, records
+from storage import layout, meter
 from storage.backends.root import Root
 from storage.errors import LeaseHeld, LeaseLost, StorageError
+from storage.ownership import log
+from storage.ownership.interruption import Interruptible
+from storage.ownership.log import Entry, newest
 from storage.ownership.process import SYSTEM, Clock, Life, Owner, life, this_process
 
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""How long a holder that is heard of no more keeps the run."""
+"""How long a holder of which nothing is heard keeps the run."""
 
-
-class Entry(BaseModel):
-    """One entry of a lease's log."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format_version: int = 1
-    """Version of this record's own format."""
-    number: int
-    """Position in the log, from 1."""
-    kind: Literal["acquired", "renewed", "released"]
-    epoch: int
-    """Fencing token: number of the entry by which this holder acquired the lease."""
-    token: str
-    """Random: tells this acquisition from all others."""
-    owner: Owner
-    """Who holds it; of a `released` entry, who ended it."""
-    written: datetime
-    """By the holder's clock (UTC)."""
-    expires: datetime
-    """Until when it holds without a further entry."""
+_RENEWALS = 3  # in a period
+_LOOKS = 60  # in a period, of whoever watches
+_RELEASE_SECONDS = 5.0  # patience of the last entry: without it the run is free a period later
 
 
 class Lease:
@@ -58,89 +46,113 @@ class Lease:
 
     def __init__(self, root: Root, run: str, entry: Entry, confirmed: float, clock: Clock = SYSTEM) -> None:
         self.root, self.run, self.clock = root, run, clock
-        self.seconds = (entry.expires - entry.written).total_seconds()
+        self.seconds = entry.seconds
         self._entry, self._confirmed = entry, confirmed
         self._lost: str | None = None
-        self._lock = threading.Lock()
+        self._listeners: list[Callable[[LeaseLost], object]] = []
+        self._lock = threading.RLock()
 
     @property
     def epoch(self) -> int:
         """Fencing token: higher for every later holder."""
         return self._entry.epoch
 
+    @property
+    def lost(self) -> LeaseLost | None:
+        """Why this process holds the lease no longer, as far as it has noticed; None while it does."""
+        return None if self._lost is None else self._loss()
+
+    def on_lost(self, listener: Callable[[LeaseLost], object]) -> None:
+        """Have `listener` called once, by the thread that notices the loss; now if it is lost already."""
+        with self._lock:
+            if self._lost is None:
+                self._listeners.append(listener)
+                return
+        listener(self._loss())
+
     def check(self) -> None:
-        """See that the lease is still held, by the clock and in the store.
+        """See in the store that the lease is still held. If its period is over that takes a renewal.
 
         Raises:
-            LeaseLost: it ran out, was taken over, or was ended.
+            LeaseLost: it was taken over or ended.
+            StorageInterrupted: that is not known, because the store does not answer.
         """
         with self._lock:
-            self._check_time()
-            while self.root.exists(layout.lease_key(self.run, self._entry.number + 1)):
-                self._yield_to(_read(self.root, self.run, self._entry.number + 1))
+            self._refuse_if_lost()
+            if self.clock.steady() - self._confirmed >= self.seconds:
+                self._append("renewed", self.root)
+            elif log.newest_number(self.root, self.run) != self._entry.number:
+                self._follow(newest(self.root, self.run))
 
-    def renew(self) -> None:
-        """Hold it for another whole period from now.
+    def renew(self, patience: float | None = None) -> None:
+        """Hold it for another whole period from now; also if the last one is over and nobody followed.
+
+        Args:
+            patience: seconds for which it is tried; those of the root if not given.
 
         Raises:
-            LeaseLost: as `check`.
+            LeaseLost, StorageInterrupted: as `check`.
         """
         with self._lock:
-            self._check_time()
-            self._append("renewed", self.seconds)
+            self._refuse_if_lost()
+            self._append("renewed", self.root if patience is None else self.root.patient(patience))
+
+    def prune(self) -> None:
+        """Remove entries that were followed long ago."""
+        log.prune(self.root, self.run, self._entry.number)
 
     def release(self) -> None:
         """Let another process have the run at once; a lease that is lost already stays lost."""
         with self._lock:
             if self._lost is None:
-                self._lost = "it was released"
+                self._lost = "it was released"  # before another process can have it
                 try:
-                    self._append("released", 0)
+                    self._append("released", self.root.patient(_RELEASE_SECONDS))
+                except LeaseLost:
+                    pass
                 except StorageError as failure:
                     logger.warning("the lease of run %s could not be released: %s", self.run, failure)
 
-    def _check_time(self) -> None:
-        if self._lost is None and self.clock.steady() - self._confirmed >= self.seconds:
-            self._lost = f"it was not renewed for {self.seconds:g} s"
-        if self._lost is not None:
-            raise LeaseLost(f"this process drives run {self.run} no longer: {self._lost}. Start the same command again")
+    def _loss(self) -> LeaseLost:
+        return LeaseLost(f"this process drives run {self.run} no longer: {self._lost}. Start the same command again")
 
-    def _append(self, kind: Literal["renewed", "released"], seconds: float) -> None:
+    def _refuse_if_lost(self) -> None:
+        if self._lost is not None:
+            raise self._loss()
+
+    def _append(self, kind: Literal["renewed", "released"], root: Root) -> None:
+        seconds = timedelta(seconds=self.seconds if kind == "renewed" else 0)
         while True:
             before, now = self.clock.steady(), self.clock.wall()
-            entry = self._entry.model_copy(
-                update={
-                    "number": self._entry.number + 1,
-                    "kind": kind,
-                    "written": now,
-                    "expires": now + timedelta(seconds=seconds),
-                }
-            )
-            winner = _append(self.root, self.run, entry)
-            if winner == entry:
+            following = {"number": self._entry.number + 1, "kind": kind, "written": now, "expires": now + seconds}
+            entry = self._entry.model_copy(update=following)
+            last = log.append(root, self.run, entry)
+            if last == entry:
                 self._entry, self._confirmed = entry, before
                 return
-            self._yield_to(winner)
+            self._follow(last)
 
-    def _yield_to(self, winner: Entry) -> None:
-        if winner.token == self._entry.token and winner.kind == "renewed":
-            self._entry = winner  # an earlier renewal of ours, whose answer never came: it confirms nothing
+    def _follow(self, last: Entry | None) -> None:
+        """Take `last` for ours if it is an earlier renewal whose answer never came; it confirms nothing."""
+        if last == self._entry:
             return
-        verb = "ended" if winner.kind == "released" else "taken over"
-        self._lost = f"it was {verb} by {winner.owner}"
-        self._check_time()
+        if last is not None and (last.token, last.kind) == (self._entry.token, "renewed"):
+            self._entry = last
+            return
+        if last is None or last.number < self._entry.number:
+            self._lost = f"its entry {layout.lease_key(self.run, self._entry.number)} was removed"
+        else:
+            self._lost = f"it was {'ended' if last.kind == 'released' else 'taken over'} by {last.owner}"
+        loss, listeners, self._listeners = self._loss(), self._listeners, []
+        for listener in listeners:
+            listener(loss)
+        raise loss
 
 
-def newest(root: Root, run: str) -> Entry | None:
-    """The newest entry of a run's lease, or None if nobody ever held it."""
-    numbers = [layout.lease_number(key) for key in root.keys(layout.lease_folder(run)) if layout.is_lease(key)]
-    return _read(root, run, max(numbers)) if numbers else None
-
-
-def holder(root: Root, run: str, clock: Clock = SYSTEM) -> Entry | None:
-    """The entry by which a process drives the run now, or None if it is free."""
+def holder(root: Root, run: str) -> Entry | None:
+    """The newest entry of the process that drives the run, or None if any other may have it at once."""
     entry = newest(root, run)
-    return None if _is_free(entry, clock) else entry
+    return None if _is_free(entry) else entry
 
 
 def check_free(root: Root, run: str, clock: Clock = SYSTEM) -> None:
@@ -149,8 +161,8 @@ def check_free(root: Root, run: str, clock: Clock = SYSTEM) -> None:
     Raises:
         LeaseHeld: a process of this machine that is running drives the run.
     """
-    entry = holder(root, run, clock)
-    if entry is not None and life(entry.owner) is Life.ALIVE:
+    entry = newest(root, run)
+    if entry is not None and _is_at_work(entry, clock):
         raise LeaseHeld(explain(run, entry, clock))
 
 
@@ -162,52 +174,77 @@ def acquire(
     clock: Clock = SYSTEM,
     pause: Callable[[float], None] = time.sleep,
 ) -> Lease:
-    """Get the lease, waiting at most until the present one runs out.
-
-    Of a holder on this machine it is known at once whether it lives. Another one lives if it renews while we wait.
+    """Get the lease; from a holder that may be alive, after nothing was heard of it for one of its periods.
 
     Raises:
-        LeaseHeld: the holder is alive.
+        LeaseHeld: the holder is a process of this machine at work, or has renewed its lease.
     """
-    waiting_for: Entry | None = None
+    watch: Watch | None = None
     while True:
+        asked = clock.steady()
         last = newest(root, run)
-        if _is_free(last, clock):
+        if _is_free(last) or (watch is not None and watch.is_over(last, asked)):
             before, entry = clock.steady(), _acquisition(last, owner, seconds, clock)
-            # looked at again: a number that gc removed long ago could be free without being the newest
-            if _append(root, run, entry) == entry == newest(root, run):
+            if log.append(root, run, entry) == entry:
                 return Lease(root, run, entry, before, clock)
             continue
         assert last is not None
-        if life(last.owner) is Life.ALIVE or (waiting_for is not None and waiting_for != last):
+        if _is_at_work(last, clock) or (watch is not None and watch.entry != last):
             raise LeaseHeld(explain(run, last, clock))
-        waiting_for = last
-        pause(min(0.5, max(0.01, (last.expires - clock.wall()).total_seconds())))
+        if watch is None:
+            logger.warning("%s", explain(run, last, clock))
+        watch = Watch.going_on(watch, last, asked, clock.steady())
+        pause(last.seconds / _LOOKS)
+
+
+class Watch:
+    """A look-out for an entry that changes, by somebody who cannot know whether its holder lives."""
+
+    def __init__(self, entry: Entry, since: float) -> None:
+        self.entry, self.since = entry, since
+
+    @classmethod
+    def going_on(cls, before: "Watch | None", entry: Entry, asked: float, answered: float) -> "Watch":
+        """The same watch, or another one that begins with this look.
+
+        A look that took long tells of a store that was away. The holder could not renew either, so it gets a period.
+        """
+        slow = answered - asked > entry.seconds / _RENEWALS
+        return cls(entry, answered) if before is None or slow else before
+
+    def is_over(self, entry: Entry | None, asked: float) -> bool:
+        """Whether `entry`, asked for at that time, has stayed the same for one of its holder's periods."""
+        return entry == self.entry and asked - self.since >= self.entry.seconds
 
 
 @contextmanager
 def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> Iterator[Lease]:
     """Hold the lease of `run` for a block of code, renewing it from a thread of its own.
 
-    The block learns of a loss by `check()`, and a commit that is given the lease as its fence refuses.
+    If another process takes it over, the block ends with LeaseLost as soon as that is noticed, if the main thread
+    executes it. In another thread it learns of it by `check()`, by `lost` or by `on_lost`.
 
     Raises:
         LeaseHeld: another process drives the run.
+        LeaseLost: another process has taken it over meanwhile.
     """
     lease = acquire(root, run, this_process(owner), seconds)
-    stop = threading.Event()
-    thread = threading.Thread(target=_keep, args=(lease, stop, seconds / 3), name=f"lease-{run}", daemon=True)
+    stop, every = threading.Event(), seconds / _RENEWALS
+    thread = threading.Thread(target=_keep, args=(lease, stop, every), name=f"lease-{run}", daemon=True)
     thread.start()
     try:
-        yield lease
+        root.flush_newest(layout.manifest_folder(run))  # what is published from now on rests on these
+        with Interruptible() as block:
+            lease.on_lost(block.end_with)
+            yield lease
     finally:
         stop.set()
-        thread.join()
+        thread.join(2 * every)
         lease.release()
 
 
 def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Clock = SYSTEM) -> tuple[bool, str]:
-    """End the lease of a holder that is dead, or of any with `force`.
+    """End the lease of a holder that is known to be dead, or of any with `force`.
 
     Returns:
         Whether the run is free now, and an explanation of who held it.
@@ -216,38 +253,42 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
     if last is None or last.kind == "released":
         return True, f"run {run} is driven by nobody"
     explanation = explain(run, last, clock)
-    if not force and not _is_free(last, clock):
+    if not force and not _is_free(last):
         return False, explanation
     now = clock.wall()
     ended = {"number": last.number + 1, "kind": "released", "owner": owner, "written": now, "expires": now}
     entry = last.model_copy(update=ended)
-    if _append(root, run, entry) != entry:
-        return False, f"{explanation}. It renewed its lease just now, so it is alive"
-    return True, explanation
+    winner = log.append(root, run, entry)
+    return (True, explanation) if winner == entry else (False, explain(run, winner, clock))
+
+
+def describe(entry: Entry, clock: Clock = SYSTEM) -> str:
+    """The holder in a few words, and since when nothing was heard of it if that is longer than its period."""
+    silent = clock.wall() >= entry.expires
+    return f"{entry.owner}{f', silent since {entry.written:%Y-%m-%d %H:%M:%S} UTC' if silent else ''}"
 
 
 def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
     """Who drives a run, and what can be done about it."""
-    left = (entry.expires - clock.wall()).total_seconds()
     heard = f"last heard of at {entry.written:%Y-%m-%d %H:%M:%S} UTC"
-    match life(entry.owner):
-        case Life.DEAD:
-            return f"run {run} was driven by {entry.owner}, which is gone: the run can be taken over at once"
-        case _ if left <= 0:
-            return f"run {run} was driven by {entry.owner}, {heard}; its lease has run out: the run can be taken over"
-        case Life.ALIVE:
-            return f"run {run} is driven by {entry.owner}, which is running. Wait for it or stop it"
-        case _:
-            return (
-                f"run {run} is driven by {entry.owner}, {heard}. If it is heard of no more, the run is free in "
-                f"{left:.0f} s; if you know that it is dead, `ratchet unlock {run} --force` frees it now"
-            )
+    if life(entry.owner) is Life.DEAD:
+        return f"run {run} was driven by {entry.owner}, which is gone: the run can be taken over at once"
+    if _is_at_work(entry, clock):
+        return f"run {run} is driven by {entry.owner}, which is running. Wait for it or stop it"
+    return (
+        f"run {run} is driven by {entry.owner}, {heard}. A process that starts or continues the run takes it over once "
+        f"nothing was heard of that one for {entry.seconds:.0f} s; if you know that it is dead, "
+        f"`ratchet unlock {run} --force` frees it now"
+    )
 
 
-def _is_free(entry: Entry | None, clock: Clock) -> bool:
-    if entry is None or entry.kind == "released":
-        return True
-    return clock.wall() >= entry.expires or life(entry.owner) is Life.DEAD
+def _is_free(entry: Entry | None) -> bool:
+    return entry is None or entry.kind == "released" or life(entry.owner) is Life.DEAD
+
+
+def _is_at_work(entry: Entry, clock: Clock) -> bool:
+    # one machine and one wall clock, and if it jumps only a refusal comes too early or after a watch
+    return entry.kind != "released" and life(entry.owner) is Life.ALIVE and clock.wall() < entry.expires
 
 
 def _acquisition(last: Entry | None, owner: Owner, seconds: float, clock: Clock) -> Entry:
@@ -263,25 +304,13 @@ def _acquisition(last: Entry | None, owner: Owner, seconds: float, clock: Clock)
     )
 
 
-def _append(root: Root, run: str, entry: Entry) -> Entry:
-    """Publish `entry`, or return the one that has its number."""
-    key = layout.lease_key(run, entry.number)
-    if records.publish(root, key, entry):
-        return entry
-    return _read(root, run, entry.number)  # ours after all, if only the answer was lost
-
-
-def _read(root: Root, run: str, number: int) -> Entry:
-    return records.read(root, layout.lease_key(run, number), Entry)
-
-
 def _keep(lease: Lease, stop: threading.Event, every: float) -> None:
     while not stop.wait(every):
         try:
             with meter.separate():  # no stage waits for it
-                lease.renew()
-        except LeaseLost as loss:
-            logger.warning("%s", loss)
-            return
+                lease.renew(patience=every)
+                lease.prune()
+        except LeaseLost:
+            return  # its listeners know
         except StorageError as failure:
             logger.warning("the lease of run %s could not be renewed yet: %s", lease.run, failure)

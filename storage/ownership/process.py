@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+_PROC = Path("/proc")
 _START_TIME = 19  # of the fields of /proc/PID/stat behind the name in parentheses; proc(5) calls it the 22nd of all
 
 
@@ -48,9 +49,9 @@ class Clock:
     """The two clocks of a lease."""
 
     wall: Callable[[], datetime]
-    """Shared by all machines, as far as clocks are: judges whether another's lease has run out."""
+    """For people, and for processes of an earlier version: no process judges another machine's lease by it."""
     steady: Callable[[], float]
-    """Seconds that nobody sets back and that go on while the machine sleeps: judges one's own."""
+    """Seconds that nobody sets back and that go on while the machine sleeps: measures every period."""
 
 
 def _steady() -> float:
@@ -72,7 +73,14 @@ def life(owner: Owner) -> Life:
     """Whether the process of `owner` is running. Only its own machine, since its last start, can know."""
     if owner.place is None or owner.host != socket.gethostname() or owner.place != _place():
         return Life.UNKNOWN
-    return Life.ALIVE if _birth(owner.process) == owner.birth else Life.DEAD
+    try:
+        os.kill(owner.process, 0)
+    except ProcessLookupError:
+        return Life.DEAD
+    except PermissionError:
+        pass  # it is there, and another user's: /proc may hide it (mount option hidepid)
+    seen = _birth(owner.process)
+    return Life.ALIVE if None in (seen, owner.birth) or seen == owner.birth else Life.DEAD
 
 
 def _place() -> str | None:
@@ -84,9 +92,9 @@ def _place() -> str | None:
 
 
 def _birth(process: int) -> str | None:
+    """Start time of a process; empty if it has ended and its parent has not asked for that, None if it is not seen."""
     try:
-        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # a zombie has ended; it is only that nobody asked for its exit status yet
-    return None if state in "ZX" else fields[_START_TIME - 1]
+    return "" if state in "ZX" else fields[_START_TIME - 1]

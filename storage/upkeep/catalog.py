@@ -11,7 +11,7 @@ from storage.backends.root import Root
 from storage.errors import InputError
 from storage.ids import check_run_name
 from storage.manifest import Manifest, Part, load
-from storage.ownership.lease import holder
+from storage.ownership.lease import describe, holder
 from storage.parallel import each
 from storage.unfinished import read_piece
 
@@ -141,7 +141,7 @@ def _summary(root: Root, run: str) -> RunSummary:
         iteration=last.iteration if last else None,
         stage=last.stage if last else None,
         finished=last.finished if last else None,
-        driven_by=str(entry.owner) if entry else None,
+        driven_by=describe(entry) if entry else None,
         parent=origin.run if origin else None,
     )
 

@@ -67,6 +67,6 @@ class FlakyFileSystem:
         return getattr(self.inner, name)
 
 
-def flaky_root(script: Iterable[str] = (), reading: Iterable[str] = ()) -> Root:
+def flaky_root(script: Iterable[str] = (), reading: Iterable[str] = (), patience: float = 60) -> Root:
     """A root on a FlakyFileSystem, treated as S3."""
-    return Root("s3://flaky/runs", FlakyFileSystem(script, reading), "/flaky/runs", "s3")
+    return Root("s3://flaky/runs", FlakyFileSystem(script, reading), "/flaky/runs", "s3", patience)

@@ -1,6 +1,7 @@
-"""moto's S3 behind a real socket on loopback, with a layer that drops or refuses answers on the way."""
+"""moto's S3 behind a real socket on loopback, with a layer that drops, refuses or changes answers on the way."""
 
 import logging
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,13 +23,19 @@ class Faults:
         self.application = DomainDispatcherApplication(create_backend_app)
         self.pending: list[str] = []
         self.requests: list[str] = []
+        self.away = False
+        """Whether every request is refused with 503, as by a load balancer with no server behind it."""
+        self.ceph = False
+        """Whether refused conditions are told as Ceph RGW 16.2 tells them: without naming the condition."""
 
     def __call__(self, environ, start_response):
         writing = environ["REQUEST_METHOD"] in ("PUT", "POST")
         self.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
         step = self.pending.pop(0) if writing and self.pending else "ok"
+        if self.away:
+            step = "503 ServiceUnavailable"
         if step == "ok":
-            return self.application(environ, start_response)
+            return self._as_ceph(environ, start_response) if self.ceph else self.application(environ, start_response)
         if step == "lost":
             list(self.application(environ, lambda status, headers, *_: None))
             step = "500 InternalError"
@@ -38,16 +45,28 @@ class Faults:
         start_response(step, [("Content-Type", "application/xml")])
         return [f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()]
 
+    def _as_ceph(self, environ, start_response):
+        said = []
+        body = b"".join(self.application(environ, lambda status, headers, *_: said.append((status, headers))))
+        status, headers = said[0]
+        if status.startswith("412"):
+            body = re.sub(rb"<Condition>.*?</Condition>", b"", body)
+            headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
+        start_response(status, headers)
+        return [body]
+
 
 class S3Server:
     """The server, and roots on it."""
 
-    def __init__(self, faults: Faults, port: int) -> None:
-        self.faults = faults
+    def __init__(self) -> None:
+        self.faults = Faults()
+        self._port = 0
+        self.start()
         self.options = {
             "key": "test",
             "secret": "test",
-            "client_kwargs": {"endpoint_url": f"http://127.0.0.1:{port}", "region_name": "us-east-2"},
+            "client_kwargs": {"endpoint_url": f"http://127.0.0.1:{self._port}", "region_name": "us-east-2"},
         }
         location = {"LocationConstraint": "us-east-2"}
         fs = s3fs.S3FileSystem(**self.options)
@@ -60,15 +79,35 @@ class S3Server:
     def fail_next(self, steps: Iterable[str]) -> None:
         self.faults.pending = list(steps)
 
+    def start(self) -> None:
+        """Serve, on the same port each time; moto keeps what is stored."""
+        self._server = make_server("127.0.0.1", self._port, self.faults, threaded=True)
+        self._port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Refuse connections."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @contextmanager
+    def gone_for(self, seconds: float) -> Iterator[None]:
+        """Be stopped for that long, from the beginning of a block."""
+        self.stop()
+        again = threading.Timer(seconds, self.start)
+        again.start()
+        try:
+            yield
+        finally:
+            again.join()
+
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    faults = Faults()
-    server = make_server("127.0.0.1", 0, faults, threaded=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    server = S3Server()
     try:
-        yield S3Server(faults, server.server_port)
+        yield server
     finally:
-        server.shutdown()
-        thread.join()
+        server.stop()

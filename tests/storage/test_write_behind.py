@@ -1,8 +1,13 @@
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
-from storage.errors import StorageError, StorageUnavailable
+from storage.errors import LeaseLost, StorageError, StorageUnavailable
 from storage.write_behind import Outbox
 
 
@@ -58,3 +63,49 @@ def test_what_went_wrong_in_the_block_is_what_is_raised(caplog):
         raise StorageError("a rank died")
     assert done == ["upload"]
     assert "no space left" in caplog.text
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, LeaseLost])
+def test_an_interrupt_waits_for_the_job_in_progress_and_drops_the_others(end):
+    done, begun, go = [], threading.Event(), threading.Event()
+    with pytest.raises(end), Outbox(linger=60) as outbox:
+        outbox.add(lambda: (begun.set(), go.wait(), done.append("upload")))
+        outbox.add(lambda: done.append("manifest"))
+        begun.wait()
+        threading.Timer(0.1, go.set).start()
+        raise end
+    assert done == ["upload"]
+
+
+@pytest.mark.parametrize("when", ["in the block", "at its end", "after an error"])
+def test_an_interrupt_does_not_wait_for_ever(caplog, when):
+    done, begun, go = [], threading.Event(), threading.Event()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Outbox(linger=0.1) as outbox:
+        outbox.add(lambda: (begun.set(), go.wait(60), done.append("upload")))
+        outbox.add(lambda: done.append("manifest"))
+        begun.wait()
+        if when == "in the block":
+            raise KeyboardInterrupt
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if when == "after an error":
+            raise StorageError("a rank died")
+    assert time.monotonic() - started < 30
+    assert "took longer than 0.1 s; the next start stores it" in caplog.text
+    go.set()
+    time.sleep(0.1)
+    assert "manifest" not in done, "nothing follows, even when the upload ends after all"
+
+
+LEFT_BEHIND = """
+import sys, time
+from storage.write_behind import Outbox
+with Outbox(linger=0.1) as outbox:
+    outbox.add(lambda: time.sleep(600))
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_upload_that_was_left_behind_does_not_keep_the_process():
+    ended = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60, check=False)
+    assert "KeyboardInterrupt" in ended.stderr

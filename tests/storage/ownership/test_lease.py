@@ -1,41 +1,21 @@
 """One process at a time drives a run; who may, loses it, and gets it back."""
 
+import errno
 import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 
-from storage import layout, records
-from storage.errors import CommitConflict, DigestMismatch, LeaseHeld, LeaseLost
+from storage import layout
+from storage.errors import CommitConflict, LeaseHeld, LeaseLost, StorageInterrupted
 from storage.manifest import commit, find
-from storage.ownership.lease import Entry, acquire, explain, hold, holder, newest, unlock
-from storage.ownership.process import Clock, Life, Owner, _birth, life, this_process
+from storage.ownership.lease import acquire, describe, holder, unlock
+from storage.ownership.log import newest
+from storage.ownership.process import Clock
 from tasks.stages.names import Stage
 from tests.storage.clocks import Time, elsewhere
 from tests.storage.flaky import flaky_root
+from tests.storage.ownership.conftest import SECONDS
 from tests.storage.tables import manifest
-
-SECONDS = 30.0
-
-
-@pytest.fixture
-def moment():
-    return Time()
-
-
-@pytest.fixture
-def take(any_root, moment):
-    """Acquire with a controlled clock, on every backend."""
-
-    def acquire_as(name, skew=0.0):
-        return acquire(any_root, "run", elsewhere(name), SECONDS, moment.clock(skew), moment.pass_by)
-
-    return acquire_as
 
 
 def test_a_free_run_is_taken_with_a_token_that_rises(take, any_root):
@@ -44,7 +24,7 @@ def test_a_free_run_is_taken_with_a_token_that_rises(take, any_root):
     first.release()
     second = take("two")
     assert second.epoch > first.epoch
-    assert holder(any_root, "run", second.clock).owner.name == "two"
+    assert holder(any_root, "run").owner.name == "two"
 
 
 def test_a_holder_that_renews_is_not_waited_for(any_root, moment, take):
@@ -61,54 +41,130 @@ def test_a_holder_that_renews_is_not_waited_for(any_root, moment, take):
     lease.check()
 
 
-def test_a_holder_that_is_heard_of_no_more_is_replaced_when_its_time_is_over(take, moment):
+def test_a_holder_of_which_nothing_is_heard_is_replaced_after_a_whole_period(take, moment):
     first = take("one")
-    moment.pass_by(5)
+    moment.pass_by(SECONDS - 1)  # nobody watched it then
     second = take("two")
-    assert SECONDS <= moment.now < SECONDS + 1
+    assert 2 * SECONDS - 1 <= moment.now < 2 * SECONDS
     second.check()
-    with pytest.raises(LeaseLost, match="not renewed for 30 s"):
-        first.check()
+    for use in (first.check, first.renew):
+        with pytest.raises(LeaseLost, match=r"taken over by two.*Start the same command again"):
+            use()
 
 
-def test_renewing_keeps_it(take, moment):
+@pytest.mark.parametrize("skew", [-86400.0, 31.0, 86400.0])
+def test_a_wall_clock_that_is_wrong_takes_no_lease(take, any_root, moment, skew):
+    lease = take("one")
+    renewed = []
+
+    def pause(seconds):
+        moment.pass_by(seconds)
+        if moment.now > 10 * (len(renewed) + 1):
+            renewed.append(lease.renew())
+
+    with pytest.raises(LeaseHeld, match="driven by one"):
+        acquire(any_root, "run", elsewhere("two"), SECONDS, moment.clock(skew), pause)
+    lease.check()
+
+
+@pytest.mark.parametrize("skew", [-86400.0, 86400.0])
+def test_a_wall_clock_that_is_wrong_does_not_lengthen_the_watch(take, moment, skew):
+    take("one", skew)
+    take("two").check()
+    assert SECONDS <= moment.now < SECONDS + 1
+
+
+def test_renewing_keeps_it(take, moment, any_root):
     lease = take("one")
     for _ in range(10):
         moment.pass_by(SECONDS * 0.9)
         lease.renew()
         lease.check()
-    moment.pass_by(SECONDS)
-    for use in (lease.check, lease.renew):
-        with pytest.raises(LeaseLost, match="Start the same command again"):
-            use()
+    assert newest(any_root, "run").number == 11
 
 
-def test_a_lease_that_ran_out_is_not_renewed_even_if_nobody_took_it(take, moment, any_root):
+def test_a_holder_that_was_frozen_goes_on_if_nobody_followed(take, moment, any_root):
     lease = take("one")
-    moment.pass_by(SECONDS)
-    with pytest.raises(LeaseLost):
-        lease.renew()
-    assert newest(any_root, "run").number == lease.epoch
+    moment.pass_by(100 * SECONDS)
+    assert commit(any_root, manifest(), lease).epoch == lease.epoch
+    assert newest(any_root, "run").number == lease.epoch + 1, "the commit has renewed it first"
+    moment.pass_by(100 * SECONDS)
+    lease.renew()
+    lease.check()
 
 
-def test_a_stale_holder_commits_nothing(take, moment, any_root):
-    first = take("one", skew=0)
-    moment.pass_by(SECONDS)
-    second = take("two")
-    with pytest.raises(LeaseLost):
+def test_a_stale_holder_commits_nothing(take, any_root):
+    first, second = take("one"), take("two")
+    with pytest.raises(LeaseLost, match="taken over by two"):
         commit(any_root, manifest(), first)
     assert find(any_root, "run", 1, Stage.ROLLOUT) is None
     assert commit(any_root, manifest(), second).epoch == second.epoch
 
 
-def test_a_stale_holder_whose_clock_stands_still_is_refused_by_the_store(take, moment, any_root):
+def test_a_stale_holder_whose_clock_did_not_move_is_refused_by_the_store(take, any_root):
     first = take("one")
     first.clock = Time().clock()  # as if no time had passed for it
-    moment.pass_by(SECONDS)
     take("two")
     with pytest.raises(LeaseLost, match="taken over by two"):
         commit(any_root, manifest(), first)
-    assert find(any_root, "run", 1, Stage.ROLLOUT) is None
+
+
+def test_a_renewal_of_the_next_holder_is_not_taken_for_ones_own(take):
+    first, second = take("one"), take("two")
+    second.renew()
+    for use in (first.check, first.renew, first.check):
+        with pytest.raises(LeaseLost, match="taken over by two"):
+            use()
+    second.check()
+
+
+def test_an_entry_that_was_removed_is_a_lost_lease(take, any_root):
+    lease = take("one")
+    any_root.remove(layout.lease_key("run", 1))
+    with pytest.raises(LeaseLost, match=r"000000001\.json was removed"):
+        lease.check()
+
+
+def test_who_waits_learns_of_the_loss(take):
+    first, told = take("one"), []
+    first.on_lost(told.append)
+    second = take("two")
+    assert first.lost is None
+    for use in (first.check, first.check):
+        with pytest.raises(LeaseLost):
+            use()
+    first.on_lost(told.append)
+    assert [str(loss) for loss in told] == [str(first.lost)] * 2
+    assert second.lost is None
+
+
+def test_a_fence_that_cannot_look_refuses(root, monkeypatch):
+    lease = acquire(root.patient(0.1), "run", elsewhere("one"), SECONDS, Time().clock())
+    scandir = os.scandir
+
+    def stale(folder):
+        if str(folder).endswith("/lease"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    with pytest.raises(StorageInterrupted, match="Stale file handle"):
+        commit(root, manifest(), lease)
+    assert find(root, "run", 1, Stage.ROLLOUT) is None
+    monkeypatch.undo()
+    assert lease.lost is None, "what is not known is no loss"
+    assert commit(root, manifest(), lease).epoch == lease.epoch
+
+
+def test_a_fence_whose_store_is_away_refuses_and_then_goes_on(s3, s3_root):
+    lease = acquire(s3_root, "run", elsewhere("one"), SECONDS, Time().clock())
+    lease.root = s3_root.patient(0.1)
+    s3.faults.away = True
+    for use in (lease.check, lease.renew):
+        with pytest.raises(StorageInterrupted):
+            use()
+    s3.faults.away = False
+    assert commit(s3_root, manifest(), lease).epoch == lease.epoch
 
 
 class Paused:
@@ -122,11 +178,10 @@ class Paused:
         self.meanwhile()
 
 
-def test_a_commit_that_comes_late_is_the_one_that_all_adopt(take, moment, any_root):
+def test_a_commit_that_comes_late_is_the_one_that_all_adopt(take, any_root):
     first, successors = take("one"), []
 
     def meanwhile():
-        moment.pass_by(SECONDS)
         successors.append(take("two"))
 
     late = commit(any_root, manifest(writer="one", facts={"x": 1}), Paused(first, meanwhile))
@@ -141,13 +196,11 @@ def test_the_run_is_free_at_once_after_a_release(take, moment):
     assert moment.now == 0
 
 
-def test_releasing_what_is_lost_harms_nobody(take, moment, any_root):
-    first = take("one")
-    moment.pass_by(SECONDS)
-    second = take("two")
+def test_releasing_what_is_lost_harms_nobody(take, any_root):
+    first, second = take("one"), take("two")
     first.release()
     second.check()
-    assert holder(any_root, "run", second.clock).epoch == second.epoch
+    assert holder(any_root, "run").epoch == second.epoch
 
 
 @pytest.mark.parametrize("fault", ["server error", "timeout"])
@@ -190,29 +243,12 @@ def test_a_lease_counts_from_before_it_was_asked_for(moment, renewed):
     else:
         root.fs.pipe_file = slow
         lease = acquire(root, "run", elsewhere("one"), SECONDS, moment.clock(), moment.pass_by)
+    number = newest(root, "run").number
     lease.check()
+    assert newest(root, "run").number == number
     moment.pass_by(SECONDS * 0.5)
-    assert holder(root, "run", moment.clock()) is None
-    with pytest.raises(LeaseLost):
-        lease.check()
-
-
-def test_a_number_that_gc_freed_gives_no_lease(take, moment, any_root):
-    take("one").release()
-    others = []
-
-    def steady():
-        if not others:  # between the look at the log and the append: a day passes for everybody else
-            others.append(take("three"))
-            others[0].renew()
-            any_root.remove(layout.lease_key("run", 3))
-        return moment.now
-
-    clock = Clock(moment.clock().wall, steady)
-    with pytest.raises(LeaseHeld, match="driven by three"):
-        acquire(any_root, "run", elsewhere("two"), SECONDS, clock, lambda seconds: others[0].renew())
-    assert records.read(any_root, layout.lease_key("run", 3), Entry).owner.name == "two"
-    others[0].check()
+    lease.check()
+    assert newest(root, "run").number == number + 1, "its period was over, so it had to be renewed"
 
 
 def test_unlock_explains_and_frees(any_root, moment, take):
@@ -232,103 +268,24 @@ def test_unlock_explains_and_frees(any_root, moment, take):
     take("two").check()
 
 
-def test_unlock_frees_what_has_run_out(any_root, moment, take):
+def test_unlock_says_what_ends_a_silence(any_root, moment, take):
     take("one")
-    moment.pass_by(SECONDS)
+    assert describe(holder(any_root, "run"), moment.clock()) == "one (host elsewhere, process 7)"
+    moment.pass_by(100 * SECONDS)
+    assert "process 7), silent since 2026-01-01 00:00:00 UTC" in describe(holder(any_root, "run"), moment.clock())
     free, explanation = unlock(any_root, "run", elsewhere("me"), clock=moment.clock())
-    assert free
-    assert "has run out" in explanation
-    assert newest(any_root, "run").kind == "released"
+    assert not free
+    assert "takes it over once nothing was heard of that one for 30 s" in explanation
 
 
-def test_a_damaged_entry_is_named(any_root):
-    any_root.put_if_absent(layout.lease_key("run", 1), b"{")
-    with pytest.raises(DigestMismatch, match=layout.lease_key("run", 1)):
-        newest(any_root, "run")
+def test_unlock_says_so_if_the_holder_renews_meanwhile(any_root, moment, take):
+    lease = take("one")
 
+    def wall():
+        lease.renew()
+        return moment.clock().wall()
 
-def test_this_process_lives_and_one_that_ended_does_not():
-    assert life(this_process("me")) is Life.ALIVE
-    code = "from storage.ownership import process; print(process.this_process('it').model_dump_json())"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    gone = Owner.model_validate_json(ended.stdout)
-    assert life(gone) is Life.DEAD
-    assert life(this_process("me").model_copy(update={"birth": "1"})) is Life.DEAD
-    assert life(gone.model_copy(update={"host": "elsewhere"})) is Life.UNKNOWN
-    assert life(gone.model_copy(update={"place": "another boot"})) is Life.UNKNOWN
-
-
-def test_a_process_that_ended_and_was_not_waited_for_does_not_live():
-    process = subprocess.Popen(["sleep", "60"])
-    owner = this_process("me").model_copy(update={"process": process.pid, "birth": _birth(process.pid)})
-    assert life(owner) is Life.ALIVE
-    process.kill()
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.01)
-    assert life(owner) is Life.DEAD
-    process.wait()
-
-
-HOLDER = """
-import sys, time
-from storage.ownership.lease import hold
-from storage.backends.root import open_root
-with hold(open_root(sys.argv[1]), "run", "worker", float(sys.argv[2])) as lease:
-    sys.stdout.write(f"{lease.epoch}\\n"); sys.stdout.flush()
-    sys.stdin.read()
-"""
-
-
-def start_holder(url, seconds):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, url, str(seconds)], **pipes)
-    assert process.stdout.readline() == "1\n"
-    return process
-
-
-@pytest.mark.parametrize("ending", [signal.SIGKILL, None], ids=["killed", "ended"])
-def test_a_process_of_this_machine_that_is_gone_is_replaced_at_once(root, ending):
-    process = start_holder(root.url, 3600)
-    with (
-        pytest.raises(LeaseHeld, match=rf"worker \(host .*, process {process.pid}\), which is running"),
-        hold(root, "run", "second"),
-    ):
-        pass
-    process.stdin.close() if ending is None else process.send_signal(ending)
-    process.wait()
-    with hold(root, "run", "second") as lease:
-        lease.check()
-        assert "second" in explain("run", holder(root, "run"))
-
-
-def test_a_process_that_was_stopped_finds_its_run_taken(root):
-    process = start_holder(root.url, 0.6)
-    process.send_signal(signal.SIGSTOP)
-    try:
-        while holder(root, "run") is not None:
-            time.sleep(0.05)
-        with hold(root, "run", "second") as lease:
-            process.send_signal(signal.SIGCONT)
-            process.communicate()
-            lease.check()
-    finally:
-        process.kill()
-        process.wait()
-    assert [records.read(root, key, Entry).owner.name for key in root.keys("run/lease")][-1] == "second"
-
-
-def test_a_lease_is_renewed_while_its_block_works(root):
-    with hold(root, "run", "worker", 0.3) as lease:
-        deadline = time.monotonic() + 30
-        while newest(root, "run").number < 4 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        lease.check()
-    assert newest(root, "run").number >= 4
-    assert "lease-run" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_block_that_fails_releases(root):
-    with pytest.raises(ZeroDivisionError), hold(root, "run", "worker"):
-        raise ZeroDivisionError
-    assert newest(root, "run").kind == "released"
-    assert newest(root, "run").owner.process == os.getpid()
+    free, explanation = unlock(any_root, "run", elsewhere("me"), force=True, clock=Clock(wall, moment.clock().steady))
+    assert not free
+    assert "driven by one" in explanation
+    lease.check()

@@ -1,0 +1,98 @@
+"""The log of a lease: numbered entries, each published put-if-absent. The newest says who drives the run.
+
+An append contends for the number after the newest, so of two at one moment one happens. The holder removes entries
+that others followed long ago (`prune`), which leaves their numbers free: a process that knows the log as it was then
+can take such a number, and a second look tells it that this is not the newest. So the entries that count are numbered
+without gaps, and no number counts twice.
+"""
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from storage import layout, records
+from storage.backends.root import Root
+from storage.errors import NotCommitted
+from storage.ownership.process import Owner
+from storage.parallel import each
+
+KEPT_ENTRIES = 32
+"""How many of the newest entries stay. A listing is not one moment: one that takes as long as so many renewals could
+see neither an entry that is removed meanwhile nor the one that is written."""
+
+_PRUNED_AT_ONCE = 1024  # a log of an earlier version may have a hundred thousand entries
+_REMOVERS = 8
+
+
+class Entry(BaseModel):
+    """One entry of a lease's log."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = 1
+    """Version of this record's own format."""
+    number: int
+    """Position in the log, from 1."""
+    kind: Literal["acquired", "renewed", "released"]
+    epoch: int
+    """Fencing token: number of the entry by which this holder acquired the lease."""
+    token: str
+    """Random: tells this acquisition from all others."""
+    owner: Owner
+    """Who holds it; of a `released` entry, who ended it."""
+    written: datetime
+    """By the holder's clock (UTC)."""
+    expires: datetime
+    """`written` and the period for which the holder keeps the run without a further entry. Other hosts watch for that
+    long on a clock of their own; an earlier version compares this time with its clock."""
+
+    @property
+    def seconds(self) -> float:
+        """The period."""
+        return (self.expires - self.written).total_seconds()
+
+
+def newest(root: Root, run: str) -> Entry | None:
+    """The newest entry of a run's log, or None if there is none."""
+    number = newest_number(root, run)
+    while number is not None:
+        try:
+            return read(root, run, number)
+        except NotCommitted:  # removed since it was listed
+            later = newest_number(root, run)
+            if later == number:
+                raise
+            number = later
+    return None
+
+
+def newest_number(root: Root, run: str) -> int | None:
+    """The number of the newest entry: all that tells whether it is still one's own."""
+    return max(_numbers(root, run), default=None)
+
+
+def read(root: Root, run: str, number: int) -> Entry:
+    """The entry with that number; raises as `records.read`."""
+    return records.read(root, layout.lease_key(run, number), Entry)
+
+
+def append(root: Root, run: str, entry: Entry) -> Entry:
+    """Publish `entry` after the one before it; returns the newest entry, which is another one if that failed."""
+    published = records.publish(root, layout.lease_key(run, entry.number), entry)
+    number = newest_number(root, run)
+    if published and number == entry.number:
+        return entry
+    if number is None or number <= entry.number:  # the answer was lost, or a listing is behind (network filesystems)
+        return read(root, run, entry.number)
+    return newest(root, run) or entry
+
+
+def prune(root: Root, run: str, number: int) -> None:
+    """Remove entries that lie far before `number`, which is or was the newest."""
+    old = [one for one in _numbers(root, run) if one <= number - KEPT_ENTRIES]
+    each(lambda one: root.remove(layout.lease_key(run, one)), old[:_PRUNED_AT_ONCE], _REMOVERS)
+
+
+def _numbers(root: Root, run: str) -> list[int]:
+    return [layout.lease_number(key) for key in root.keys(layout.lease_folder(run)) if layout.is_lease(key)]

@@ -1,0 +1,59 @@
+"""A process that says which files and folders it flushes and which names it links, and may kill itself after a link.
+
+flushes.py ROOT KILL STEP...: KILL is the end of the name after whose link it sends itself SIGKILL, or "-". A step is
+"part" (write_bytes), "file" (a file that is given away), "hold" (the lease, until the end) or the number of the
+iteration whose manifest is committed.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from storage.backends.root import Root, open_root
+from storage.manifest import commit
+from storage.ownership.lease import hold
+from storage.parts import PartWriter
+from tasks.stages.names import Stage
+from tests.storage.tables import manifest
+
+
+def record(kill: str) -> None:
+    """Let this process say what it flushes and links, each time before anything else can happen."""
+    fsync, link = os.fsync, os.link
+
+    def said_fsync(descriptor):
+        fsync(descriptor)
+        sys.stdout.write(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink()}\n")
+
+    def said_link(source, target, **options):
+        link(source, target, **options)
+        sys.stdout.write(f"link {target}\n")
+        sys.stdout.flush()
+        if str(target).endswith(kill):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fsync, os.link = said_fsync, said_link
+
+
+def do(root: Root, step: str, stack: ExitStack) -> None:
+    writer = PartWriter(root, "run", 1, Stage.TRAIN)
+    if step == "hold":
+        stack.enter_context(hold(root, "run", "worker", 3600))
+    elif step == "part":
+        writer.write_bytes("part.arrow", b"content")
+    elif step == "file":
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path(root.path).parents[1])))
+        (folder / "part.arrow").write_bytes(b"content")
+        writer.write_file("part.arrow", folder / "part.arrow")
+    else:
+        commit(root, manifest(Stage.TRAIN, int(step)))
+
+
+if __name__ == "__main__":
+    record(sys.argv[2])
+    with ExitStack() as things:
+        for asked in sys.argv[3:]:
+            do(open_root(sys.argv[1]), asked, things)
