@@ -110,7 +110,7 @@ def demo(
 
 @app.command
 def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
-    """Show where a run stands, from its storage alone.
+    """Show how far a run is, from its storage alone.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def prove_resume(
     plant: Annotated[bool, Parameter(help="Turn over one bit: the proof must fail.", negative=())] = False,
     json: Json = False,
 ) -> int:
-    """Show that a run which is killed and continued comes to the same as one that is not, bit for bit.
+    """Show that a run that is killed and continued ends in the same bits as one that is not.
 
     The run is done twice: without interruption, and with processes killed and started again. Exit code 0 only if
     weights, optimizer, random generators, tables and metrics do not differ in a single bit.

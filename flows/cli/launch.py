@@ -83,12 +83,12 @@ def launch(order: Order, output: Output) -> int:
         # an interrupt at the very start of a task run comes out of Prefect as a ValueError
         if not (signals.received or isinstance(end, KeyboardInterrupt)):
             raise
-        output.error(f"interrupted. Nothing that was committed is lost; go on with: {order.again}")
+        output.error(f"interrupted. Nothing that was committed is lost; continue with: {order.again}")
         return signals.exit_code
     except InputError:
         raise
     except RatchetError as error:
-        raise type(error)(f"{error}\nWhen that is mended, go on with: {order.again}") from error
+        raise type(error)(f"{error}\nFix this, then continue with: {order.again}") from error
     status = read_status(root, order.run)
     output.result(summarise(status, meter), closing_lines(status))
     return 0
@@ -113,9 +113,9 @@ def _run_flow(order: Order, signals: Signals) -> None:
 
 
 def _quieten_prefect() -> None:
-    """Keep Prefect's log off the terminal, where errors stand once and in our words; its server has all of it.
+    """Keep Prefect's log off the terminal, where each error is shown once, in our words; its server has all of it.
 
-    Somebody who sets PREFECT_LOGGING_LEVEL to INFO or DEBUG wants to see it.
+    Whoever sets PREFECT_LOGGING_LEVEL to INFO or DEBUG sees it.
     """
     if logging.getLogger("prefect").getEffectiveLevel() > logging.INFO:
         for handler in (*logging.getLogger().handlers, *logging.getLogger("prefect._internal").handlers):

@@ -1,7 +1,7 @@
 """Killing a process of a run at a named point: for `ratchet prove-resume` and the fault matrix, and never otherwise.
 
-A folder says what is to happen and takes down what happened. Its files are only appended to, with one write a line, so
-that a process which is killed at once has still said that it was.
+A folder says what is to happen and records what happened. Its files are only appended to, one write a line, so that a
+process that is killed at once has still recorded it.
 """
 
 import os
@@ -61,7 +61,7 @@ class Fault:
 
 
 class Reached(BaseModel):
-    """A point that a process of the run came by."""
+    """A point that a process of the run reached."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,7 +79,7 @@ class FaultFolder:
         self.path = path
 
     def plan(self, faults: list[Fault]) -> None:
-        """Lay down what is to happen; the folder must be empty."""
+        """Record what is to happen; the folder must be empty."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / _PLANNED).write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8")
 
@@ -92,11 +92,11 @@ class FaultFolder:
         return [Fault.parse(line) for line in self._lines(_DELIVERED)]
 
     def reached(self) -> list[Reached]:
-        """All points that were come by, in order."""
+        """All points that were reached, in order."""
         return [Reached.model_validate_json(line) for line in self._lines(_REACHED)]
 
     def observe(self, point: Point, key: str, processes: Processes) -> None:
-        """Take down a point, and do what is to happen there."""
+        """Record a point, and do what is to happen there."""
         place = layout.place_of(key)
         if place is None or (point is Point.MID_PART and not layout.is_part(key)):
             return
@@ -117,7 +117,7 @@ class FaultFolder:
         os.kill(process, signal.SIGKILL)
 
     def _claim(self, fault: Fault) -> bool:
-        """Whether nobody else delivers it: several threads may come by a point at once."""
+        """Whether this thread delivers it: several may reach a point at once."""
         try:
             (self.path / f"claimed {fault}").touch(exist_ok=False)
         except FileExistsError:
@@ -135,7 +135,7 @@ class FaultFolder:
 
 @contextmanager
 def injected(folder: Path | None, processes: Processes) -> Iterator[None]:
-    """Let happen inside the block what the folder says; nothing without a folder."""
+    """Inside the block, do what the folder says; nothing without a folder."""
     if folder is None:
         yield
         return

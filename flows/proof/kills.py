@@ -15,7 +15,7 @@ def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[
     """Random points of a run, at most one a stage and iteration, in the order of work.
 
     Args:
-        regenerate: whether the run samples for itself, and so comes by the middle of a rollout's part.
+        regenerate: whether the run samples for itself, and so reaches the middle of a rollout's part.
 
     Raises:
         InputError: there are fewer stages than kills.
@@ -32,7 +32,7 @@ def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[
 
 
 def possible(config: RunConfig, regenerate: bool) -> Iterator[Fault]:
-    """Every point at which a process of the run is sure to be there to be killed, in the order of work."""
+    """Every point at which the process to be killed is sure to exist, in the order of work."""
     for iteration in range(config.run.iterations + 1):
         for stage in stages_of(iteration):
             if stage == Stage.EVALUATE and not evaluation_due(iteration, config.run.iterations, config.evaluate.every):
@@ -72,7 +72,7 @@ def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:
     for fault in faults:
         if (fault.stage, fault.iteration, fault.point) not in there:
             raise InputError(
-                f"--at {fault}: this run of {config.run.iterations} iterations never comes by that point"
+                f"--at {fault}: this run of {config.run.iterations} iterations never reaches that point"
                 + (" (with stored rollouts nothing is sampled: --regenerate)" if fault.stage == Stage.ROLLOUT else "")
             )
         if fault.victim not in victims:

@@ -1,4 +1,4 @@
-"""`ratchet prove-resume`: a run uninterrupted, and again with processes killed, must come to the same, bit for bit."""
+"""`ratchet prove-resume`: a run uninterrupted, and again with processes killed, must end in the same bits."""
 
 import os
 import subprocess
@@ -70,13 +70,13 @@ class ProofReport(BaseModel):
     points: tuple[str, ...]
     """Points at which a process was killed, as STAGE@ITERATION:POINT:VICTIM."""
     points_missed: tuple[str, ...]
-    """Points that were planned and never came."""
+    """Points that were planned and never reached."""
     starts: int
     """How often the interrupted run was started."""
     done_twice: tuple[str, ...]
     """Stages that were begun again although they were committed."""
     orphans: tuple[str, ...]
-    """Processes of the interrupted run that outlived it."""
+    """Processes of the interrupted run that were still running after it."""
     manifests: int
     states: int
     tensors: int
@@ -174,7 +174,7 @@ def _run_killed(order: ProofOrder, root: Root, folder: FaultFolder, output: Outp
 
 def _must_succeed(code: int) -> None:
     if code != 0:
-        raise StageFailed(f"the run ended with exit code {code} and was not killed: its own message stands above")
+        raise StageFailed(f"the run ended with exit code {code} and was not killed: see its own message above")
 
 
 def _report(
@@ -262,5 +262,5 @@ def report_lines(report: ProofReport) -> list[str]:
         *([f"first difference: {report.first_difference}"] if report.differences else []),
         *([f"{len(report.differences) - 1} more differences"] if len(report.differences) > 1 else []),
     ]
-    verdict = "the interrupted run came to the same, bit for bit" if report.identical else "NOT the same"
+    verdict = "the interrupted run ended in the same bits" if report.identical else "NOT the same"
     return [*counted, *troubles, f"determinism ends: {report.determinism}", verdict]

@@ -1,7 +1,7 @@
 """The Prefect server of one command: the configured one, or a temporary one of our own.
 
-Prefect would start a temporary server by itself, at the first call and while nothing else goes on. Ours is started
-ahead, on a port that is bound before the process begins, outside the terminal's process group, so that Ctrl-C leaves it
+Prefect would start a temporary server by itself, at the first call, while everything else waits. Ours is started
+early, on a port that is bound before the process begins, outside the terminal's process group, so that Ctrl-C leaves it
 alive until the run's last state is told, and tied to this process by a pipe, so that nothing is left behind.
 """
 

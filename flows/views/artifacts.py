@@ -40,7 +40,7 @@ def iteration_table(history: Sequence[IterationRecord]) -> list[dict[str, float 
 
 
 def summary(status: RunStatus) -> str:
-    """Markdown with the first and last figures and where everything lies."""
+    """Markdown with the first and last figures and where everything is stored."""
     rows = [
         ("iterations", str(status.iterations)),
         ("mean reward", _change(status.first_reward, status.last_reward)),

@@ -104,7 +104,7 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
 
 
 def closing_lines(status: RunStatus) -> list[str]:
-    """First and last figures, and where everything lies."""
+    """First and last figures, and where everything is stored."""
     return [
         f"run {status.run}: {status.iterations} iterations complete",
         f"mean reward         {_change(status.first_reward, status.last_reward)}",

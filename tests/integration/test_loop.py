@@ -107,7 +107,7 @@ def test_interrupted_with_ctrl_c_and_continued_gives_the_weights_of_the_whole_ru
     process.send_signal(signal.SIGINT)
     interrupted = finish(process)
     assert interrupted.code == 130
-    assert "go on with: " in interrupted.err
+    assert "continue with: " in interrupted.err
     assert "Traceback" not in interrupted.err
     assert not still_running(started)
     continued = run_tiny(tmp_path, home, *PIECES)

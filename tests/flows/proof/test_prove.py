@@ -31,8 +31,8 @@ def order(config: RunConfig, iterations: int = 3, **changes) -> ProofOrder:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Fault(Stage.TRAIN, 4, Point.STARTED), "this run of 3 iterations never comes by that point"),
-        (Fault(Stage.REWARD, 1, Point.UPLOAD), "never comes by that point"),
+        (Fault(Stage.TRAIN, 4, Point.STARTED), "this run of 3 iterations never reaches that point"),
+        (Fault(Stage.REWARD, 1, Point.UPLOAD), "never reaches that point"),
         (Fault(Stage.ROLLOUT, 1, Point.MID_PART), "--regenerate"),
         (
             Fault(Stage.TRAIN, 1, Point.UPLOAD, "trainer-1"),
@@ -48,7 +48,7 @@ def test_a_point_that_cannot_come_is_refused_before_anything_starts(config: RunC
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({}, "the interrupted run came to the same, bit for bit"),
+        ({}, "the interrupted run ended in the same bits"),
         ({"differences": ("train of iteration 2: x", "more")}, "first difference: train of iteration 2: x"),
         ({"points_missed": ("train@1:upload:flow",)}, "never reached: train@1:upload:flow"),
         ({"done_twice": ("reward of iteration 1",)}, "done twice: reward of iteration 1"),
