@@ -116,3 +116,12 @@ def test_a_run_that_is_driven_is_refused_before_anything_starts(root: Root):
     with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is running"):
         check_free(root, "a")
     check_free(root, "a")
+
+
+def test_each_iteration_draws_the_prompts_after_those_that_were_trained_on(root: Root, tmp_path: Path):
+    drive(root, tmp_path, 2)
+    rollouts = [need(root, RUN, iteration, Stage.ROLLOUT) for iteration in (1, 2)]
+    assert [need(root, RUN, iteration, Stage.WEIGHT_SYNC).facts["cursor"] for iteration in (0, 1, 2)] == [0, 6, 12]
+    assert [one.facts["cursor"] for one in rollouts] == [6, 12]
+    seeds = [set(read_table(root, one, ROLLOUT, ["seed"])["seed"].to_pylist()) for one in rollouts]
+    assert not seeds[0] & seeds[1]
