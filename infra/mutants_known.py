@@ -20,6 +20,7 @@ class Mutant:
 
 
 _FAULTS = ("tests/tasks/stages", "tests/faults/test_saving_behind.py", "tests/faults/test_matrix.py")
+_UPKEEP = ("tests/storage/upkeep",)
 _STAGES = ("tests/tasks/stages", "tests/flows/test_iteration.py", "tests/flows/test_runtime_settings.py")
 
 MUTANTS = (
@@ -168,5 +169,102 @@ MUTANTS = (
         "                    os.fsync(file.fileno())\n",
         "",
         ("tests/storage",),
+    ),
+    Mutant(
+        "retention-looks-first",
+        "retention looks at forks before it writes its record",
+        "storage/upkeep/retention.py",
+        "        if self.apply:\n            self._retire(stored, pushed_out, retention)\n"
+        "        found = list(self._unnamed(parts, stored, pushed_out))\n"
+        "        if not found:\n            return [], []\n"
+        "        # after the records: a fork that was made meanwhile is seen here, or it sees them\n"
+        "        elsewhere = self.shared.named([one.key for one in found])\n",
+        "        found = list(self._unnamed(parts, stored, pushed_out))\n"
+        "        elsewhere = self.shared.named([one.key for one in found])\n"
+        "        if self.apply:\n            self._retire(stored, pushed_out, retention)\n"
+        "        if not found:\n            return [], []\n",
+        _UPKEEP,
+    ),
+    Mutant(
+        "retention-ignores-forks",
+        "retention deletes parts that other runs name",
+        "storage/upkeep/retention.py",
+        "        needed = elsewhere.parts()\n",
+        "        needed: set[str] = set()\n",
+        _UPKEEP,
+    ),
+    Mutant(
+        "forks-name-their-own-iteration-only",
+        "a part is looked for in manifests of its own iteration only",
+        "storage/upkeep/shared.py",
+        "        own = frozenset(key for key in keys if layout.is_part_of(key, self._run))\n",
+        "        own = frozenset(\n            key\n            for key in keys\n"
+        "            if layout.is_part_of(key, self._run) and layout.place_of(key)[0] == layout.place_of(one.key)[0]\n"
+        "        )\n",
+        _UPKEEP,
+    ),
+    Mutant(
+        "fork-looks-once",
+        "a fork does not look again for states that its parent retires meanwhile",
+        "storage/upkeep/fork.py",
+        "        if retired:\n",
+        "        if retired and key in past.retired:\n",
+        _UPKEEP,
+    ),
+    Mutant(
+        "adopted-part-stays-old",
+        "a part that a stage finds under the taken key keeps its age",
+        "storage/parts.py",
+        "        return self.root.make_young(part.key) and is_intact(self.root, part)\n",
+        "        return is_intact(self.root, part)\n",
+        (*_UPKEEP, "tests/storage/test_continued.py"),
+    ),
+    Mutant(
+        "orphans-not-looked-at-again",
+        "an orphan is deleted although a stage has found it meanwhile",
+        "storage/upkeep/retention.py",
+        "                if one.reason != _ORPHAN or one.key in orphaned:\n",
+        "                if one.reason:\n",
+        _UPKEEP,
+    ),
+    Mutant(
+        "cleaning-without-a-fence",
+        "a process that lost its lease goes on deleting",
+        "storage/upkeep/retention.py",
+        "        if self.fence is not None:\n            self.fence.check()\n",
+        "        return\n",
+        _UPKEEP,
+    ),
+    Mutant(
+        "unreadable-names-nothing",
+        "a record of another run that cannot be read counts as naming nothing",
+        "storage/upkeep/retention.py",
+        "        if elsewhere.unreadable:\n            return [], list(elsewhere.unreadable)\n",
+        "",
+        _UPKEEP,
+    ),
+    Mutant(
+        "killed-fork-is-a-past",
+        "a new run continues from what a killed fork has left under its name",
+        "tasks/config/stored.py",
+        "        check_unused(root, run)\n",
+        "        pass\n",
+        ("tests/tasks/config/test_past.py",),
+    ),
+    Mutant(
+        "past-not-compared",
+        "a run continues from manifests of another configuration",
+        "tasks/config/stored.py",
+        "    check_past(root, run, stored.digest)\n",
+        "",
+        ("tests/tasks/config/test_past.py",),
+    ),
+    Mutant(
+        "names-per-record",
+        "the names of a run are gathered once for each of its records",
+        "storage/upkeep/catalog.py",
+        "if layout.retired_key(key) in there)",
+        "if layout.retired_key(key) in set(keys))",
+        _UPKEEP,
     ),
 )

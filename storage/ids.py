@@ -33,13 +33,18 @@ class Workflow:
     """Once it is committed the next iteration can begin; its state is the newest that was served."""
 
 
+def is_run_name(name: str) -> bool:
+    """Whether `name` can be the id of a run."""
+    return _RUN_NAME.fullmatch(name) is not None
+
+
 def check_run_name(name: str) -> str:
     """Return `name` if it can be the id of a run.
 
     Raises:
         InputError: it is not 1 to 63 characters of a-z, 0-9, '.', '_' and '-', starting with a letter or digit.
     """
-    if not _RUN_NAME.fullmatch(name):
+    if not is_run_name(name):
         raise InputError(
             f"run name {name!r} cannot be used: give 1 to 63 characters of a-z, 0-9, '.', '_' and '-', "
             "starting with a letter or a digit"

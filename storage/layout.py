@@ -15,6 +15,7 @@ _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.json")
 _ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.(attempt-|attempts/)\d+\.json")
 _PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.pieces/[^/]+\.json")
 
+_REVISION = re.compile(r"\.r(\d+)\.json$")
 _OF_STAGE = re.compile(r"(/manifests/\d{6,}/[^/.]+\.r\d+)\..*$")
 
 _PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGE})[./]")
@@ -37,9 +38,25 @@ def manifest_folder(run: str) -> str:
     return f"{run}/manifests"
 
 
+def iteration_folder(run: str, iteration: int) -> str:
+    """What the manifest folder holds of one iteration."""
+    return f"{manifest_folder(run)}/{iteration:06d}"
+
+
 def is_manifest(key: str) -> bool:
     """Whether a key in the manifest folder is a manifest."""
     return _MANIFEST.fullmatch(key.partition("/")[2]) is not None
+
+
+def revision_of(key: str) -> int:
+    """The revision in the key of a manifest."""
+    found = _REVISION.search(key)
+    return int(found.group(1)) if found else 0
+
+
+def run_of(key: str) -> str:
+    """The run whose folder a key is in."""
+    return key.partition("/")[0]
 
 
 def place_of(key: str) -> tuple[int, str] | None:
@@ -94,12 +111,17 @@ def is_part_of(key: str, run: str) -> bool:
     return key.startswith(f"{part_folder(run)}/")
 
 
+def stage_parts(run: str, iteration: int, stage: str) -> str:
+    """Parts that one stage wrote."""
+    return f"{part_folder(run)}/{iteration:06d}/{stage}"
+
+
 def part_key(run: str, iteration: int, stage: str, name: str, digest: str) -> str:
     """A write-once part. Its digest comes before the extension, so equal content has an equal key."""
     folder, slash, last = name.rpartition("/")
     stem, dot, extension = last.rpartition(".")
     stem, suffix = (stem, f".{extension}") if dot else (last, "")
-    return f"{run}/parts/{iteration:06d}/{stage}/{folder}{slash}{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
+    return f"{stage_parts(run, iteration, stage)}/{folder}{slash}{stem}-{digest[:DIGEST_CHARACTERS]}{suffix}"
 
 
 def key_flaw(key: str, digest: str) -> str | None:

@@ -197,8 +197,10 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         CommitConflict: it was committed with other content by anybody else.
         LeaseLost: by the fence; nothing was written.
         StageFailed: a fact is not finite; nothing was written.
+        StorageError: it names parts of another stage or run and no origin; nothing was written.
     """
     digest = manifest.digest
+    _check_parts(manifest)
     if fence is not None:
         fence.check()
         manifest = manifest.model_copy(update={"epoch": fence.epoch})
@@ -208,6 +210,18 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
     if winner.digest != digest:
         raise _conflict(manifest, winner)
     return winner
+
+
+def _check_parts(manifest: Manifest) -> None:
+    # retention looks for names of a run's parts in that run, and in others only where manifests have an origin
+    own = layout.stage_parts(manifest.run, manifest.iteration, manifest.stage)
+    foreign = [part.key for part in manifest.parts if not part.key.startswith(f"{own}/")]
+    if foreign and manifest.origin is None:
+        raise StorageError(
+            f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} names {foreign[0]}, which is "
+            f"not below {own}: only a manifest with an origin may share parts, because retention of the run that wrote "
+            "them looks for no other. Store the part with the stage, or fork that run"
+        )
 
 
 def _conflict(manifest: Manifest, winner: Manifest) -> CommitConflict:

@@ -34,8 +34,8 @@ class PartWriter:
     def write_bytes(self, name: str, data: bytes | pa.Buffer, rows: int | None = None) -> Part:
         """Store `data`. Equal content has an equal key, so writing it again is harmless."""
         part = self._part(name, bytes_digest(data), len(memoryview(data)), rows)
-        if not self.root.put_if_absent(part.key, data) and not is_intact(self.root, part):
-            self.root.replace(part.key, data)  # damaged since: what the name promises is at hand
+        if not self.root.put_if_absent(part.key, data) and not self._adopted(part):
+            self.root.replace(part.key, data)
         return part
 
     @measured()
@@ -78,11 +78,12 @@ class PartWriter:
         before = path.stat()
         if file_digest(path) != (part.digest, part.bytes):
             raise StorageError(f"{path} changed before it was stored as {part.key}: finish writing it first")
-        if not self.root.put_file_if_absent(part.key, path) and not is_intact(self.root, part):
-            self.root.replace(part.key, path.read_bytes())
+        stored = self.root.put_file_if_absent(part.key, path)
         after = path.stat()
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise StorageError(f"{path} changed while it was stored as {part.key}: finish writing it first")
+        if not stored and not self._adopted(part):
+            self.root.replace(part.key, path.read_bytes())
         kill_points.reached(Point.UPLOAD, part.key)
 
     @measured()
@@ -108,6 +109,14 @@ class PartWriter:
     def store_files(self, folder: Path, parts: Sequence[Part], prefix: str = "") -> None:
         """Store files that were described with the same folder and prefix; as `store_file`, also in what it raises."""
         each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
+
+    def _adopted(self, part: Part) -> bool:
+        """Whether the part that an earlier attempt left under the key can be used as it is.
+
+        From now on it is as young as a new one: until the manifest is published nothing else keeps gc from it. The
+        content is compared after that, because gc may have been faster.
+        """
+        return self.root.make_young(part.key) and is_intact(self.root, part)
 
     def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
         if flaw := layout.name_flaw(name):

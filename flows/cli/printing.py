@@ -63,13 +63,15 @@ class Unlocked(BaseModel):
 
 
 def of_listing(listing: Listing) -> list[str]:
-    """One line a run."""
+    """One line a run, and what is wrong with those whose records cannot be read."""
     rows = [("RUN", "ITERATION", "LAST STAGE", "FINISHED (UTC)", "FORK OF", "DRIVEN BY")]
     for one in listing.runs:
         finished = f"{one.finished:%Y-%m-%d %H:%M:%S}" if one.finished else "-"
         place = "-" if one.iteration is None else str(one.iteration)
-        rows.append((one.run, place, str(one.stage or "-"), finished, one.parent or "-", one.driven_by or "-"))
-    return table(rows) if listing.runs else [f"no runs in {listing.root}"]
+        stage = "DAMAGED" if one.damaged else str(one.stage or "-")
+        rows.append((one.run, place, stage, finished, one.parent or "-", one.driven_by or "-"))
+    damaged = [f"{one.run}: {one.damaged}" for one in listing.runs if one.damaged]
+    return [*table(rows), *damaged] if listing.runs else [f"no runs in {listing.root}"]
 
 
 def of_shown(shown: Shown, in_detail: bool) -> list[str]:
@@ -138,10 +140,13 @@ def of_verification(report: Verification) -> list[str]:
 
 
 def of_collection(found: Collection) -> list[str]:
-    """One line an object, and the sum."""
+    """One line an object, the sum, and why there may be more."""
     rows = [(one.key, size(one.bytes), one.reason) for one in found.garbage]
     verb = "removed" if found.applied else "could be removed; --apply does it"
-    return [*table(rows), f"{len(found.garbage)} objects ({size(found.bytes)}) of run {found.run} {verb}"]
+    unreadable = [f"cannot be read, of run {one.run}: {one.reason}" for one in found.unreadable]
+    kept = ["No part counts as garbage before these can be read, because they may name it:", *unreadable]
+    total = f"{len(found.garbage)} objects ({size(found.bytes)}) of run {found.run} {verb}"
+    return [*table(rows), total, *(kept if unreadable else [])]
 
 
 def of_fork(made: Forked) -> list[str]:

@@ -140,7 +140,9 @@ def gc_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Show what nobody needs any more of a run: orphans older than a day, and states that retention gives up.
+    """Show what a run needs no more: orphans older than a day, and states that retention retires.
+
+    Exit code 1 if a record cannot be read that may name parts: then no part is deleted.
 
     Parameters
     ----------
@@ -153,11 +155,12 @@ def gc_command(
         if value is not None and value < 1:
             raise InputError(f"{option} {value} cannot be used: give a number from 1 on")
     store = _open(root, run)
-    with hold(store, run, "ratchet gc") if apply else nullcontext():
-        found = collect(store, WORKFLOW, run, Retention(newest=keep_newest, every=keep_every), apply=apply)
+    retention = Retention(newest=keep_newest, every=keep_every)
+    with hold(store, run, "ratchet gc") if apply else nullcontext() as fence:
+        found = collect(store, WORKFLOW, run, retention, apply=apply, fence=fence)
     with Output(json=json) as output:
         output.result(found, lines.of_collection(found))
-    return 0
+    return StageFailed.exit_code if found.unreadable else 0
 
 
 def fork_command(

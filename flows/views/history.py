@@ -1,15 +1,17 @@
 """What a run has done, from its manifests alone."""
 
 import bisect
+import itertools
 import statistics
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 
 from storage.backends.root import Root
-from storage.manifest import Manifest, find
+from storage.manifest import Manifest, find, load
+from storage.parallel import each
+from storage.upkeep.catalog import names
 from tasks.stages.names import Stage
 
 PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
@@ -68,17 +70,30 @@ def synced_iterations(root: Root, run: str, at_most: int) -> int:
 
 
 def first_incomplete(root: Root, run: str, iterations: int, evaluated_every: int) -> int:
-    """The iteration a run goes on with; `iterations` + 1 if all are complete.
+    """The iteration a run continues with; `iterations` + 1 if all are complete. Takes a few look-ups and no listing.
 
     Complete is an iteration whose weights are synced and whose evaluation, if it is due, is done. Evaluations that an
     earlier configuration did not ask for are not made up for.
     """
-    synced = synced_iterations(root, run, iterations + 2)
+
+    def evaluated(iteration: int) -> bool:
+        return find(root, run, iteration, Stage.EVALUATE) is not None
+
+    return _continues_with(synced_iterations(root, run, iterations + 2), evaluated, iterations, evaluated_every)
+
+
+def first_incomplete_of(history: Sequence[IterationRecord], iterations: int, evaluated_every: int) -> int:
+    """Like `first_incomplete`, of a history that was read."""
+    done = [record.done for record in history[: iterations + 2]]
+    synced = next((number for number, stages in enumerate(done) if Stage.WEIGHT_SYNC not in stages), len(done))
+    return _continues_with(synced, lambda iteration: Stage.EVALUATE in done[iteration], iterations, evaluated_every)
+
+
+def _continues_with(synced: int, evaluated: Callable[[int], bool], iterations: int, evaluated_every: int) -> int:
     if synced > iterations + 1 or synced == 0:
         return min(synced, iterations + 1)
     last = synced - 1
-    evaluated = find(root, run, last, Stage.EVALUATE) is not None
-    return synced if evaluated or not evaluation_due(last, iterations, evaluated_every) else last
+    return last if evaluation_due(last, iterations, evaluated_every) and not evaluated(last) else synced
 
 
 def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
@@ -87,24 +102,34 @@ def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
 
 
 def read_history(root: Root, run: str) -> list[IterationRecord]:
-    """All iterations that have begun, from 0."""
-    begun: list[IterationRecord] = []
+    """All iterations that have begun, from 0. Reads each newest manifest once."""
+    newest = names(root, run).newest
+    places = list(itertools.takewhile(bool, (_places(newest, iteration) for iteration in itertools.count())))
+    manifests = iter(each(lambda place: load(root, newest[place]), itertools.chain(*places), _READERS))
+    history: list[IterationRecord] = []
     before: Manifest | None = None
-    with ThreadPoolExecutor(_READERS) as pool:
-        batch = range(_READERS)
-        while True:
-            for manifests in pool.map(lambda iteration: read_iteration(root, run, iteration), batch):
-                if not manifests:
-                    return begun
-                begun.append(record_of(manifests, before))
-                before = manifests[-1]
-            batch = range(batch.stop, batch.stop + _READERS)
+    for some in (list(itertools.islice(manifests, len(one))) for one in places):
+        history.append(record_of(some, before))
+        before = some[-1]
+    return history
+
+
+def read_record(root: Root, run: str, iteration: int) -> IterationRecord:
+    """One iteration that has begun. Reads its manifests and the last one of the iteration before."""
+    before = names(root, run, iteration - 1).newest if iteration else {}
+    last = [load(root, before[place]) for place in _places(before, iteration - 1)[-1:]]
+    return record_of(read_iteration(root, run, iteration), next(iter(last), None))
 
 
 def read_iteration(root: Root, run: str, iteration: int) -> list[Manifest]:
     """The committed manifests of one iteration, in the order of work."""
-    found = (find(root, run, iteration, stage) for stage in stages_of(iteration))
-    return [manifest for manifest in found if manifest is not None]
+    newest = names(root, run, iteration).newest
+    return each(lambda place: load(root, newest[place]), _places(newest, iteration), len(ITERATION))
+
+
+def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple[int, str]]:
+    """Which stages of an iteration are committed, in the order of work."""
+    return [(iteration, stage) for stage in stages_of(iteration) if (iteration, stage) in newest]
 
 
 def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> IterationRecord:

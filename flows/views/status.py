@@ -1,4 +1,4 @@
-"""Where a run stands, from storage alone: imports no torch, Ray, vLLM or Prefect."""
+"""What a run has done, from storage alone: imports no torch, Ray, vLLM or Prefect."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from flows.views.history import (
     IterationRecord,
     evaluation_due,
     first_and_last,
-    first_incomplete,
+    first_incomplete_of,
     read_history,
     seconds_per_iteration,
     stages_of,
@@ -64,7 +64,7 @@ class RunStatus(BaseModel):
 
 
 def read_status(root: Root, run: str) -> RunStatus:
-    """Read where a run stands.
+    """Read what a run has done and what comes next.
 
     Raises:
         InputError: there is no such run.
@@ -73,7 +73,7 @@ def read_status(root: Root, run: str) -> RunStatus:
     history = read_history(root, run)
     # a continued run may have gone beyond what it was started for
     last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
-    first = first_incomplete(root, run, last, every)
+    first = first_incomplete_of(history, last, every)
     first_reward, last_reward = first_and_last(record.reward for record in history)
     first_accuracy, last_accuracy = first_and_last(record.accuracy for record in history)
     key = layout.report_key(run, PLOT)

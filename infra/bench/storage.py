@@ -25,6 +25,7 @@ import torch
 
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, RatchetError
+from storage.layout import part_key
 from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
 from storage.reader import flat, read_stored_table
@@ -136,7 +137,10 @@ def commit_milliseconds(root: Root, count: int) -> float:
     taken = []
     stages = list(Stage)
     for number in range(count):
-        one = manifest(10_000 + number // len(stages), parts, stages[number % len(stages)])
+        iteration, stage = 10_000 + number // len(stages), stages[number % len(stages)]
+        keys = (part_key("bench", iteration, stage, part.name, part.digest) for part in parts)
+        own = tuple(part.model_copy(update={"key": key}) for part, key in zip(parts, keys, strict=True))
+        one = manifest(iteration, own, stage)
         before = time.perf_counter()
         commit(root, one)
         taken.append(time.perf_counter() - before)

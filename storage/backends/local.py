@@ -72,6 +72,11 @@ def replace(target: Path, data: memoryview) -> None:
     _sync(target.parent)
 
 
+def make_young(target: Path) -> None:
+    """Let a file look as if it was written now. Raises PermissionError if it is not this user's."""
+    os.utime(target)
+
+
 def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
     """Write all of `data` in chunks of CHUNK_BYTES bytes; see there for the reason."""
     for start in range(0, len(data), CHUNK_BYTES):
@@ -97,8 +102,8 @@ def files(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def folders(folder: Path) -> list[str]:
-    """Names of the folders in `folder`, sorted; raises as `files`."""
-    return sorted(entry.name for entry in _entries(folder) if entry.is_dir(follow_symlinks=False))
+    """Names of the folders in `folder` and of links to folders, sorted; raises as `files`."""
+    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
 
 
 def flush_newest(folder: Path) -> None:

@@ -27,6 +27,7 @@ CLIENT_CONFIG = {"retries": {"mode": "standard", "total_max_attempts": 2}}
 """botocore's own attempts, which would multiply ours: two, so that a long upload survives a request that is lost."""
 
 _LONGEST_PAUSE = 5.0
+_ONE_COPY = 5 * 2**30  # bytes: S3 copies larger objects in several requests, which make a new object in any case
 _TEMPORARY = (
     errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE,
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN,
@@ -53,6 +54,12 @@ def put_if_absent(fs: Any, path: str, data: bytes, patience: float) -> bool:
 def put_file_if_absent(fs: Any, path: str, source: Path, patience: float) -> bool:
     """Conditional put of a local file, streamed in several parts if it is large; False if the object is there."""
     return _create(lambda: fs.put_file(str(source), path, mode="create"), patience, LARGE_ATTEMPTS)
+
+
+def make_young(fs: Any, path: str) -> None:
+    """Copy an object onto itself within the store. S3 refuses that unless something changes, such as its metadata."""
+    small = fs.info(path)["size"] <= _ONE_COPY
+    fs.cp_file(path, path, **({"MetadataDirective": "REPLACE"} if small else {}))
 
 
 def uploads(fs: Any, path: str, patience: float) -> Iterator[Upload]:

@@ -74,14 +74,16 @@ class Root:
         Raises:
             NotCommitted: there is no such key.
         """
+        # a record is small: without this s3fs asks for the size first, to fetch a large object in several requests
+        options = {"max_concurrency": 1} if self.protocol in _CONDITIONAL_PUT else {}
         with _absence_explained(self, key):
-            return self._read(key, lambda: self.fs.cat_file(self.full(key)))
+            return self._read(key, lambda: self.fs.cat_file(self.full(key), **options))
 
     def read_buffer(self, key: str) -> pa.Buffer:
         """The content of `key` without copying it: mapped memory on local storage. Raises as `read_bytes`."""
-        if self.protocol != "file":
-            return pa.py_buffer(self.read_bytes(key))
         with _absence_explained(self, key):
+            if self.protocol != "file":
+                return pa.py_buffer(self._read(key, lambda: self.fs.cat_file(self.full(key))))
             return self._read(key, lambda: pa.memory_map(self.full(key)).read_buffer())
 
     def put_if_absent(self, key: str, data: bytes | pa.Buffer, durable: bool = True) -> bool:
@@ -132,6 +134,25 @@ class Root:
         with contextlib.suppress(FileNotFoundError):
             self._read(key, lambda: self.fs.rm_file(self.full(key)))
 
+    def make_young(self, key: str) -> bool:
+        """Let an object look as if it was written now, so that gc counts it as in use; False if that was not possible.
+
+        It is not if the object is gone or belongs to another user: then write it again.
+        """
+        try:
+            self._read(key, lambda: self._make_young(key))
+        except (FileNotFoundError, StorageUnavailable):
+            return False
+        return True
+
+    def info(self, key: str) -> Stored | None:
+        """Size and time of the object at `key`, or None if it is not there."""
+        try:
+            found = self._read(key, lambda: self.fs.info(self.full(key)))
+        except FileNotFoundError:
+            return None
+        return Stored(key, found["size"], _modified(found)) if found["type"] == "file" else None
+
     def keys(self, prefix: str) -> list[str]:
         """Keys below `prefix`, sorted: to show and to clean up, never to decide what is committed."""
         return [stored.key for stored in self.stored(prefix)]
@@ -149,8 +170,14 @@ class Root:
                     yield Stored(entry.path.removeprefix(f"{self.path}/"), status.st_size, modified)
             return
         with contextlib.suppress(FileNotFoundError):
-            for name, info in self.fs.find(self.full(prefix), detail=True).items():
+            for name, info in self._find(prefix).items():
                 yield Stored(name.removeprefix(self.path).lstrip("/"), info["size"], _modified(info))
+
+    def _find(self, prefix: str) -> dict[str, Any]:
+        if prefix and self.protocol in _CONDITIONAL_PUT:
+            # apart from the path: of a folder without objects s3fs would ask twice more whether it is an object
+            return self.fs.find(self.path, detail=True, prefix=f"{prefix}/")
+        return self.fs.find(self.full(prefix), detail=True)
 
     def folders(self) -> list[str]:
         """Names one level below the root that hold something: to show, never to decide."""
@@ -209,6 +236,14 @@ class Root:
                 f"{self.url} ignores conditional writes (If-None-Match: *): two writers would overwrite each other. "
                 "Use a store that honours them"
             )
+
+    def _make_young(self, key: str) -> None:
+        path = self.full(key)
+        if self.protocol == "file":
+            return local.make_young(Path(path))
+        if self.protocol == "memory":
+            return self.fs.cp_file(path, path)
+        return objects.make_young(self.fs, path)
 
     def _read[T](self, key: str, call: Callable[[], T]) -> T:
         with _explained(self, key, reading=True):

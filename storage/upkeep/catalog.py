@@ -1,6 +1,6 @@
 """What is in a root: runs, their manifests, and which parts are named by anything. To show and to clean up."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import InputError
-from storage.ids import check_run_name
+from storage.errors import DigestMismatch, InputError, SchemaMismatch, StorageError
+from storage.ids import check_run_name, is_run_name
 from storage.manifest import Manifest, Part, load
 from storage.ownership.lease import describe, holder
 from storage.parallel import each
@@ -18,8 +18,26 @@ from storage.unfinished import read_piece
 _READERS = 8
 
 
+class Unreadable(BaseModel):
+    """A record that cannot be read, so what it names is not known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    """The run it belongs to."""
+    key: str
+    """Key below the storage root."""
+    reason: str
+    """Damaged, of a later version, or what the store said."""
+
+    @classmethod
+    def of(cls, key: str, error: StorageError) -> "Unreadable":
+        """From what reading it has raised."""
+        return cls(run=layout.run_of(key), key=key, reason=str(error))
+
+
 class Retired(BaseModel):
-    """Record that retention has given up the parts of one manifest."""
+    """Record that retention has deleted the parts of one manifest, or is about to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,6 +51,44 @@ class Retired(BaseModel):
     """When (UTC)."""
     rule: str
     """Why, in words."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a run has recorded, from the names of its records alone."""
+
+    manifests: tuple[str, ...] = ()
+    """Keys of all manifests, sorted."""
+    retired: frozenset[str] = frozenset()
+    """Those of them whose parts retention has deleted."""
+    pieces: tuple[str, ...] = ()
+    """Keys of the records of pieces."""
+    attempts: tuple[str, ...] = ()
+    """Keys of the records of attempts."""
+
+    def only(self, wanted: Callable[[str], bool]) -> "Names":
+        """Those of them that are wanted."""
+        return Names(
+            manifests=tuple(filter(wanted, self.manifests)),
+            retired=frozenset(filter(wanted, self.retired)),
+            pieces=tuple(filter(wanted, self.pieces)),
+            attempts=tuple(filter(wanted, self.attempts)),
+        )
+
+    def of_stage(self, stage: str) -> dict[str, int]:
+        """Iterations of a stage's manifests, by key."""
+        places = ((key, layout.place_of(key)) for key in self.manifests)
+        return {key: place[0] for key, place in places if place is not None and place[1] == stage}
+
+    @property
+    def newest(self) -> dict[tuple[int, str], str]:
+        """Key of the newest revision of each stage, by iteration and stage."""
+        chosen: dict[tuple[int, str], str] = {}
+        for key in sorted(self.manifests, key=layout.revision_of):
+            place = layout.place_of(key)
+            if place is not None:
+                chosen[place] = key
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -78,19 +134,23 @@ class RunSummary(BaseModel):
     """Id of the run."""
     iteration: int | None
     """Newest iteration that has a committed stage."""
-    stage: str | None
+    stage: str | None = None
     """Last committed stage of it."""
-    finished: datetime | None
+    finished: datetime | None = None
     """When that was (UTC)."""
-    driven_by: str | None
+    driven_by: str | None = None
     """The process that drives the run now."""
-    parent: str | None
+    parent: str | None = None
     """The run that this one was forked from."""
+    damaged: str | None = None
+    """Why a record that these figures come from cannot be read; None if they all can."""
 
 
 def runs(root: Root) -> list[str]:
     """Names of all runs, sorted."""
-    return [name for name in root.folders() if root.exists(layout.run_config_key(name))]
+    candidates = [name for name in root.folders() if is_run_name(name)]
+    there = each(lambda name: root.exists(layout.run_config_key(name)), candidates, _READERS)
+    return [name for name, is_run in zip(candidates, there, strict=True) if is_run]
 
 
 def require_run(root: Root, run: str) -> None:
@@ -104,43 +164,94 @@ def require_run(root: Root, run: str) -> None:
         raise InputError(f"there is no run {run!r} in {root.url}, only {there}: check --root and the name")
 
 
-def contents(root: Root, run: str) -> Contents:
+def names(root: Root, run: str, iteration: int | None = None) -> Names:
+    """What a run has recorded, all of it or of one iteration; one listing."""
+    folder = layout.manifest_folder(run) if iteration is None else layout.iteration_folder(run, iteration)
+    keys = root.keys(folder)
+    there, manifests = set(keys), tuple(key for key in keys if layout.is_manifest(key))
+    return Names(
+        manifests=manifests,
+        retired=frozenset(key for key in manifests if layout.retired_key(key) in there),
+        pieces=tuple(key for key in keys if layout.is_piece(key)),
+        attempts=tuple(key for key in keys if layout.is_attempt(key)),
+    )
+
+
+def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
     """Read everything that a run has recorded.
+
+    Args:
+        recorded: read these alone.
 
     Raises:
         DigestMismatch, SchemaMismatch: a record is damaged or of a later version.
     """
-    keys = root.keys(layout.manifest_folder(run))
-    manifest_keys = [key for key in keys if layout.is_manifest(key)]
-    retired_keys = {layout.retired_key(key): key for key in manifest_keys if layout.retired_key(key) in set(keys)}
-    manifests = dict(zip(manifest_keys, each(lambda key: load(root, key), manifest_keys, _READERS), strict=True))
-    pieces = [key for key in keys if layout.is_piece(key)]
-    parts = dict(zip(pieces, each(lambda key: read_piece(root, key), pieces, _READERS), strict=True))
-    retired = {whole: records.read(root, key, Retired) for key, whole in retired_keys.items()}
-    return Contents(run, in_order(manifests), retired, parts)
+
+    def refuse(_: str, error: StorageError) -> None:
+        raise error
+
+    return _contents(root, run, recorded or names(root, run), refuse)
 
 
-def named_parts(root: Root, runs: Iterable[str]) -> set[str]:
-    """Keys of all parts that must be there for these runs."""
-    return {key for run in runs for key in contents(root, run).named}
+def survey(root: Root, run: str, recorded: Names | None = None) -> tuple[Contents, list[Unreadable]]:
+    """Like `contents`, but what cannot be read is named and left out.
+
+    Args:
+        recorded: read these alone.
+    """
+    unreadable: list[Unreadable] = []
+
+    def note(key: str, error: StorageError) -> None:
+        unreadable.append(Unreadable.of(key, error))
+
+    return _contents(root, run, recorded or names(root, run), note), unreadable
+
+
+def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, StorageError], None]) -> Contents:
+    def read_all[T](keys: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
+        def attempt(key: str) -> tuple[str, T | StorageError]:
+            try:
+                return key, read(key)
+            except (DigestMismatch, SchemaMismatch) as error:
+                return key, error
+
+        found: dict[str, T] = {}
+        for key, value in each(attempt, keys, _READERS):
+            if isinstance(value, StorageError):
+                failed(key, value)
+            else:
+                found[key] = value
+        return found
+
+    manifests = read_all(recorded.manifests, lambda key: load(root, key))
+    pieces = read_all(recorded.pieces, lambda key: read_piece(root, key))
+    wholes = {layout.retired_key(key): key for key in recorded.manifests if key in recorded.retired}
+    retired = read_all(wholes, lambda key: records.read(root, key, Retired))
+    return Contents(run, in_order(manifests), {wholes[key]: record for key, record in retired.items()}, pieces)
 
 
 def summaries(root: Root) -> list[RunSummary]:
-    """All runs of a root, sorted by name. Reads two manifests of each."""
+    """All runs of a root, sorted by name. Reads the manifests of each one's first stage and last iteration."""
     return each(lambda run: _summary(root, run), runs(root), _READERS)
 
 
 def _summary(root: Root, run: str) -> RunSummary:
-    keys = [key for key in root.keys(layout.manifest_folder(run)) if layout.is_manifest(key)]
-    folders = sorted({key.rpartition("/")[0] for key in keys})
-    newest = [load(root, key) for key in keys if folders and key.startswith(f"{folders[-1]}/")]
-    last = next(reversed(in_order({one.stage: one for one in newest}).values()), None)
-    entry, origin = holder(root, run), load(root, keys[0]).origin if keys else None
+    iteration: int | None = None
+    try:
+        recorded = names(root, run)
+        iteration = max((number for number, _ in recorded.newest), default=None)
+        last = [load(root, key) for (number, _), key in recorded.newest.items() if number == iteration]
+        first = [load(root, recorded.manifests[0])] if iteration else []
+        entry = holder(root, run)
+    except StorageError as error:
+        return RunSummary(run=run, iteration=iteration, damaged=str(error))
+    stage = next(reversed(in_order({one.stage: one for one in last}).values()), None)
+    origin = next((one.origin for one in (*first, *last) if one.origin), None)
     return RunSummary(
         run=run,
-        iteration=last.iteration if last else None,
-        stage=last.stage if last else None,
-        finished=last.finished if last else None,
+        iteration=iteration,
+        stage=stage.stage if stage else None,
+        finished=stage.finished if stage else None,
         driven_by=describe(entry) if entry else None,
         parent=origin.run if origin else None,
     )
@@ -148,7 +259,8 @@ def _summary(root: Root, run: str) -> RunSummary:
 
 def in_order(manifests: Mapping[str, Manifest]) -> dict[str, Manifest]:
     """The same manifests in the order of work: by iteration, and in it each after those that it was made from."""
-    known = {manifest.digest: manifest for manifest in manifests.values()}
+    digests = {key: manifest.digest for key, manifest in manifests.items()}
+    known = {digests[key]: manifest for key, manifest in manifests.items()}
     steps: dict[str, int] = {}
 
     def step(digest: str) -> int:
@@ -158,7 +270,8 @@ def in_order(manifests: Mapping[str, Manifest]) -> dict[str, Manifest]:
             steps[digest] = 1 + max(map(step, before), default=0)
         return steps[digest]
 
-    def place(one: Manifest) -> tuple[int, int, datetime, int]:
-        return one.iteration, step(one.digest), one.finished, one.revision
+    def place(key: str) -> tuple[int, int, datetime, int]:
+        one = manifests[key]
+        return one.iteration, step(digests[key]), one.finished, one.revision
 
-    return dict(sorted(manifests.items(), key=lambda item: place(item[1])))
+    return {key: manifests[key] for key in sorted(manifests, key=place)}

@@ -8,8 +8,8 @@ from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import CommitConflict, InputError, StorageError
 from storage.ids import Workflow, check_run_name
-from storage.manifest import Manifest, Origin, commit
-from storage.upkeep.catalog import Contents, Retired, contents, require_run
+from storage.manifest import Manifest, Origin, commit, load
+from storage.upkeep.catalog import Contents, Names, Retired, contents, names, require_run
 
 
 class Forked(BaseModel):
@@ -44,40 +44,116 @@ def fork(
     require_run(root, parent)
     if root.exists(layout.run_config_key(check_run_name(run))):
         raise InputError(f"run {run!r} is in {root.url} already: give the fork another name with --run")
-    past = contents(root, parent)
-    shared = [manifest for manifest in past.newest if manifest.iteration <= iteration]
-    _check_complete(past, workflow, shared, iteration)
+    recorded = names(root, parent)
+    _check_complete(recorded, workflow, parent, iteration)
+    past = contents(root, parent, recorded.only(lambda key: _iteration(key) <= iteration))
+    copies = _copies(past.newest, run, config_digest)
+    _check_begun(root, run, copies)
+    for copy in copies:
+        _publish(root, copy, run)
+    _take_over_retirements(root, workflow, past, copies, iteration)
+    key = layout.run_config_key(run)
+    # compared, because the answer to our own write may have been lost
+    if not records.publish(root, key, config) and root.read_bytes(key) != records.seal(config):
+        raise InputError(f"run {run!r} was made by another process just now: give the fork another name with --run")
+    parts = {part.key: part.bytes for copy in copies for part in copy.parts}
+    return Forked(run=run, parent=parent, iteration=iteration, manifests=len(copies), shared_bytes=sum(parts.values()))
+
+
+def check_unused(root: Root, run: str) -> None:
+    """Refuse a name for a new run that has manifests already: a run of another configuration would continue from them.
+
+    Raises:
+        InputError: a fork under this name was interrupted before it became a run, or its `run.json` was removed.
+    """
+    there = names(root, run).manifests
+    if there:
+        raise InputError(
+            f"run {run!r} has no {layout.run_config_key(run)} in {root.url}, but {len(there)} manifests, such as "
+            f"{there[0]}: a fork that was interrupted. Complete it with the same `ratchet fork ... --run {run}`, or "
+            f"remove the folder {run}, or give the new run another name with --run"
+        )
+
+
+def check_past(root: Root, run: str, config_digest: str) -> None:
+    """Refuse a run that would continue from manifests of another configuration.
+
+    What is under a run's name by mistake begins with iteration 0, as a fork does, so that is looked at.
+
+    Raises:
+        InputError: a manifest was made under another configuration than the run's own.
+    """
+    for key in names(root, run, 0).manifests:
+        manifest = load(root, key)
+        if manifest.config_digest != config_digest:
+            came = f"shared with run {manifest.origin.run}" if manifest.origin else f"written by {manifest.writer}"
+            raise InputError(
+                f"{manifest.stage} of iteration 0 of run {run!r} ({came}) belongs to configuration "
+                f"{manifest.config_digest}, but the run was started with {config_digest}: its past was left by "
+                f"something else, such as a fork that was interrupted. Start a new run with another --run, or remove "
+                f"the folder {run} from {root.url}"
+            )
+
+
+def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration: int) -> None:
+    synced = set(recorded.of_stage(workflow.ends_iteration).values())
+    if iteration not in synced:
+        there = f"iterations 0 to {max(synced)} are" if synced else "no iteration is"
+        raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}. Choose another with --at")
+
+
+def _check_begun(root: Root, run: str, copies: list[Manifest]) -> None:
+    """Refuse what another fork of the name left beyond our last iteration: the new run would continue from there."""
+    ours = {layout.manifest_key(run, copy.iteration, copy.stage, 0) for copy in copies}
+    foreign = sorted(set(names(root, run).manifests) - ours)
+    if foreign:
+        raise InputError(
+            f"run {run!r} was begun as a fork of something else, which has left {foreign[0]}: give this one another "
+            f"name with --run, or remove the folder {run} from {root.url}"
+        )
+
+
+def _take_over_retirements(
+    root: Root, workflow: Workflow, past: Contents, copies: list[Manifest], iteration: int
+) -> None:
+    """Retire the copies of what the parent has retired; each other state is kept as long as its copy is.
+
+    Looked at after the copies are published: a retention of the parent at this moment sees them, or we see its records.
+
+    Raises:
+        InputError: the state to continue from is not kept.
+    """
+    recorded = names(root, past.run)
+    states = recorded.of_stage(workflow.holds_state)
+    kept = sorted(at for key, at in states.items() if key not in recorded.retired)
+    for original, copy in zip(past.newest, copies, strict=True):
+        key = layout.manifest_key(past.run, original.iteration, original.stage, original.revision)
+        is_last = original.iteration == iteration and original.stage == workflow.holds_state
+        retired = key in recorded.retired
+        if is_last and (retired or not all(root.exists(part.key) for part in original.parts)):
+            raise InputError(
+                f"the train state of iteration {iteration} of run {past.run!r} is not kept; those of {kept} are. "
+                "Choose one of them with --at"
+            )
+        if retired:
+            record = records.read(root, layout.retired_key(key), Retired)
+            whole = layout.manifest_key(copy.run, copy.iteration, copy.stage, copy.revision)
+            records.publish(root, layout.retired_key(whole), record.model_copy(update={"manifest": copy.digest}))
+
+
+def _copies(shared: list[Manifest], run: str, config_digest: str) -> list[Manifest]:
     digests: dict[str, str] = {}
+    copies = []
     for manifest in shared:
         copy = _copy(manifest, run, config_digest, digests)
-        _publish(root, copy, run)
         digests[manifest.digest] = copy.digest
-    _take_over_retirements(root, past, shared, run, digests)
-    _check_kept(root, workflow, parent, iteration)
-    if not records.publish(root, layout.run_config_key(run), config):
-        raise InputError(f"run {run!r} was made by another process just now: give the fork another name with --run")
-    parts = {part.key: part.bytes for manifest in shared for part in manifest.parts}
-    return Forked(run=run, parent=parent, iteration=iteration, manifests=len(shared), shared_bytes=sum(parts.values()))
+        copies.append(copy)
+    return copies
 
 
-def _check_complete(past: Contents, workflow: Workflow, shared: list[Manifest], iteration: int) -> None:
-    if any(one.iteration == iteration and one.stage == workflow.ends_iteration for one in shared):
-        return
-    synced = [one.iteration for one in past.newest if one.stage == workflow.ends_iteration]
-    there = f"iterations 0 to {max(synced)} are" if synced else "no iteration is"
-    raise InputError(f"iteration {iteration} of run {past.run!r} is not complete; {there}. Choose another with --at")
-
-
-def _check_kept(root: Root, workflow: Workflow, parent: str, iteration: int) -> None:
-    # after our manifests are written: a retention of the parent at this moment sees them, or we see its record
-    past = contents(root, parent)
-    kept = [manifest.iteration for manifest in past.kept.values() if manifest.stage == workflow.holds_state]
-    state = next(one for one in past.newest if one.iteration == iteration and one.stage == workflow.holds_state)
-    if iteration not in kept or not all(root.exists(part.key) for part in state.parts):
-        raise InputError(
-            f"the train state of iteration {iteration} of run {parent!r} is not kept; those of {kept} are. "
-            "Choose one of them with --at"
-        )
+def _iteration(key: str) -> int:
+    place = layout.place_of(key)
+    return place[0] if place else 0
 
 
 def _copy(manifest: Manifest, run: str, config_digest: str, digests: Mapping[str, str]) -> Manifest:
@@ -98,16 +174,6 @@ def _publish(root: Root, manifest: Manifest, run: str) -> None:
         commit(root, manifest)
     except CommitConflict as error:
         raise InputError(
-            f"run {run!r} was begun as a fork of something else: give this one another name with --run ({error})"
+            f"run {run!r} was begun as a fork of something else: give this one another name with --run, or remove the "
+            f"folder {run} from {root.url} ({error})"
         ) from error
-
-
-def _take_over_retirements(
-    root: Root, past: Contents, shared: list[Manifest], run: str, digests: Mapping[str, str]
-) -> None:
-    for key, record in past.retired.items():
-        manifest = past.manifests[key]
-        if manifest in shared:
-            copy = Retired(manifest=digests[manifest.digest], keys=record.keys, time=record.time, rule=record.rule)
-            whole = layout.manifest_key(run, manifest.iteration, manifest.stage, 0)
-            records.publish(root, layout.retired_key(whole), copy)

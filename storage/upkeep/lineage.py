@@ -15,7 +15,7 @@ from storage.manifest import Manifest, Origin
 from storage.parts import read_parts
 from storage.reader import read_stored_table
 from storage.schema import PROMPTS
-from storage.upkeep.catalog import contents, require_run, runs
+from storage.upkeep.catalog import contents, require_run, runs, survey
 
 
 class Step(BaseModel):
@@ -109,11 +109,12 @@ def of_weights(root: Root, workflow: Workflow, run: str, version: int) -> Weight
     rollout = next((one for one in ancestors if one.digest == made.inputs.get("rollout")), None)
     reward = next((one for one in ancestors if one.digest == made.inputs.get("reward")), None)
     sync = _stage(newest, version, workflow.ends_iteration)
+    place = {manifest.digest: number for number, manifest in enumerate(newest)}
     return WeightsLineage(
         run=run,
         version=version,
         weights_digest=_fact(sync, "weights_digest", str),
-        steps=tuple(_step(one) for one in sorted(ancestors, key=newest.index)),
+        steps=tuple(_step(one) for one in sorted(ancestors, key=lambda one: place[one.digest])),
         sampled_by=_fact(rollout, "weight_version", int),
         prompts=_prompts(root, rollout),
         reward_mean=reward.metrics.get("reward_mean") if reward else None,
@@ -182,10 +183,10 @@ def _ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> Iterator[Ma
 
 
 def _users(root: Root, workflow: Workflow, rollout: Manifest) -> Iterator[Step]:
-    """Training steps on these rollouts, or on a fork's manifest of the same parts."""
+    """Training steps on these rollouts, or on a fork's manifest of the same parts, as far as runs can be read."""
     keys = {part.key for part in rollout.parts}
     for run in runs(root):
-        newest = contents(root, run).newest
+        newest = survey(root, run)[0].newest
         same = {one.digest for one in newest if one.stage == workflow.samples and {p.key for p in one.parts} & keys}
         for one in newest:
             if one.stage == workflow.holds_state and same & set(one.inputs.values()):

@@ -1,22 +1,35 @@
-"""Garbage: what may go, and taking it away. Nothing that a kept manifest of any run names is ever removed.
+"""Garbage: what may be deleted, and deleting it. Nothing that a kept manifest of any run names is ever deleted.
 
-Retention gives up train states first by a record, then looks again at what everything names, and only then removes. A
-fork does it the other way round: it publishes manifests that name the parts, then looks for such a record. So of a fork
-and a retention at the same moment at least one sees the other.
+Retention retires train states first, by a record, then looks at what other runs name, and only then deletes. A fork
+does it the other way round: it publishes manifests that name the parts, then looks for such records. So of a fork and a
+retention at the same moment at least one sees the other.
+
+What nothing names is deleted when it is a day old. A stage that finds such a part makes it young again, and each is
+looked at once more just before it is deleted.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import batched, groupby
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout, records
-from storage.backends.root import Root
+from storage.backends.objects import Upload
+from storage.backends.root import Root, Stored
+from storage.errors import StorageUnavailable
 from storage.ids import Workflow
-from storage.manifest import Manifest, revisions
-from storage.upkeep.catalog import Contents, Retired, contents, named_parts
+from storage.manifest import Fence
+from storage.upkeep.catalog import Contents, Names, Retired, Unreadable, names, survey
+from storage.upkeep.shared import SharedParts
 
-_GIVEN_UP = "of a train state that retention gives up"
+logger = logging.getLogger(__name__)
+
+_RETIRED = "of a train state that retention retires"
+_ORPHAN = "no manifest names it"
+_BATCH = 16  # objects that are deleted between two looks at who drives the run
 
 ORPHAN_AGE = timedelta(days=1)
 """A younger object that nothing names may belong to a stage in work."""
@@ -47,27 +60,31 @@ KEEP_ALL = Retention()
 
 
 class Garbage(BaseModel):
-    """One object that may go."""
+    """One object that may be deleted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
     """Key below the storage root."""
     bytes: int
-    """Its size."""
+    """Its size; 0 where the store does not tell."""
     reason: str
-    """Why nobody needs it."""
+    """Why nothing needs it."""
+    upload: str | None = None
+    """Id of the upload, if it is one that was never finished."""
 
 
 class Collection(BaseModel):
-    """What gc found, and whether it removed it."""
+    """What gc found, and whether it deleted it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     applied: bool
     """False: nothing was touched."""
-    garbage: tuple[Garbage, ...]
+    garbage: tuple[Garbage, ...] = ()
+    unreadable: tuple[Unreadable, ...] = ()
+    """Records that may name parts and cannot be read. While there are any, no part counts as garbage."""
 
     @computed_field
     @property
@@ -84,98 +101,208 @@ def collect(
     *,
     apply: bool = False,
     now: datetime | None = None,
+    fence: Fence | None = None,
 ) -> Collection:
-    """Find what may go of a run's own objects; with `apply`, remove it. Hold the run's lease to apply.
+    """Find what may be deleted of a run's own objects; with `apply`, delete it. Hold the run's lease to apply.
+
+    Args:
+        fence: the lease; it is checked between deletions.
 
     Raises:
-        DigestMismatch, SchemaMismatch: a record of some run cannot be read, so what it names is not known.
+        LeaseLost: by the fence; what is left is left.
     """
-    moment = now or datetime.now(UTC)
-    stored = contents(root, run)
-    given_up = {
-        key: manifest
-        for key, manifest in _states(stored, workflow)
-        if not _keeps(stored, workflow, retention, manifest)
-    }
-    if apply:
-        for key, manifest in given_up.items():
-            _retire(root, key, manifest, retention, moment)
-    garbage = [*_parts(root, stored, given_up, moment), *_records(root, stored, moment), *_leftovers(root, run, moment)]
-    if apply:
-        for one in garbage:
-            root.remove(one.key)
-    return Collection(run=run, applied=apply, garbage=tuple(garbage))
+    cleaning = _Cleaning(root, run, SharedParts(root, run), now or datetime.now(UTC), apply, fence)
+    recorded = names(root, run)
+    stored, unreadable = survey(root, run, recorded)
+    unreadable += cleaning.shared.look().unreadable
+    garbage = [*_records(root, stored, cleaning.moment), *_leftovers(root, run, cleaning.moment)]
+    if not unreadable:
+        parts = root.stored(layout.part_folder(run))
+        found, unreadable = cleaning.parts(parts, stored, _pushed_out(recorded, workflow, retention), retention)
+        garbage = [*found, *garbage]
+    return Collection(run=run, applied=apply, garbage=tuple(cleaning.deleted(garbage)), unreadable=tuple(unreadable))
 
 
-def give_up(root: Root, workflow: Workflow, run: str, retention: Retention, served: int) -> Collection:
-    """Remove the one train state that newly served weights have pushed out of retention, if there is one.
+def catch_up(
+    root: Root,
+    workflow: Workflow,
+    run: str,
+    retention: Retention,
+    *,
+    fence: Fence | None = None,
+    shared: SharedParts | None = None,
+) -> Collection:
+    """Delete the train states that earlier processes left, or that an earlier configuration kept.
 
-    What `collect` does for all states, without reading the whole root: one look-up for each other run, because a fork
-    names the parts of a state in its own manifest of the same iteration. Hold the run's lease.
+    What `collect` does, for the train states of committed stages alone: it reads the manifests of those that have parts
+    and goes by the names of all other records, so a run can wait for it. What an uncommitted stage has left is kept for
+    the next attempt. Raises as `collect`.
+
+    Args:
+        shared: kept from call to call by a process that cleans more than once.
+    """
+    cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
+    recorded = names(root, run)
+    pushed_out = _pushed_out(recorded, workflow, retention)
+    committed = {layout.place_of(key) for key in recorded.of_stage(workflow.holds_state)}
+    retired = {layout.place_of(key) for key in (*recorded.retired, *pushed_out)}
+    old = cleaning.moment - ORPHAN_AGE
+    parts = [
+        one
+        for one in root.stored(layout.part_folder(run))
+        if (place := layout.place_of(one.key)) in committed and (one.modified < old or place in retired)
+    ]
+    places = {layout.place_of(one.key) for one in parts}
+    near = recorded.only(lambda key: key in pushed_out or layout.place_of(key) in places)
+    return cleaning.states(parts, near, pushed_out, retention)
+
+
+def give_up(
+    root: Root,
+    workflow: Workflow,
+    run: str,
+    retention: Retention,
+    served: int,
+    *,
+    fence: Fence | None = None,
+    shared: SharedParts | None = None,
+) -> Collection:
+    """Delete the one train state that newly served weights have pushed out of retention, if there is one.
+
+    What `catch_up` does for all states, with some ten requests and one for each other run. Arguments and what it raises
+    are the same.
 
     Args:
         served: iteration of the weights that were served last.
     """
-    iteration = served - (retention.newest or 0)
-    garbage: list[Garbage] = []
-    if iteration > 0 and not retention.keeps(iteration, served):
-        stage = workflow.holds_state
-        manifests = list(revisions(root, run, iteration, stage))
-        for manifest in manifests:
-            key = layout.manifest_key(run, iteration, stage, manifest.revision)
-            _retire(root, key, manifest, retention, datetime.now(UTC))
-        others = [other for other in root.folders() if other != run]
-        named = {
-            part.key
-            for other in others
-            for one in revisions(root, other, iteration, workflow.holds_state)
-            for part in one.parts
-        }
-        own = {part.key: part for one in manifests for part in one.parts if layout.is_part_of(part.key, run)}
-        garbage = [
-            Garbage(key=key, bytes=part.bytes, reason=_GIVEN_UP) for key, part in own.items() if key not in named
-        ]
-        for one in garbage:
-            root.remove(one.key)
-    return Collection(run=run, applied=True, garbage=tuple(garbage))
+    iteration, stage = served - (retention.newest or 0), workflow.holds_state
+    if iteration <= 0 or retention.keeps(iteration, served):
+        return Collection(run=run, applied=True)
+    cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
+    recorded = names(root, run, iteration).only(lambda key: _stage(key) == stage)
+    parts = root.stored(layout.stage_parts(run, iteration, stage))
+    return cleaning.states(parts, recorded, set(recorded.manifests) - recorded.retired, retention)
 
 
-def _states(stored: Contents, workflow: Workflow) -> Iterator[tuple[str, Manifest]]:
-    return ((key, manifest) for key, manifest in stored.kept.items() if manifest.stage == workflow.holds_state)
+@dataclass(frozen=True)
+class _Cleaning:
+    """Finding and deleting what nothing needs of one run."""
+
+    root: Root
+    run: str
+    shared: SharedParts
+    moment: datetime = field(default_factory=lambda: datetime.now(UTC))
+    apply: bool = True
+    fence: Fence | None = None
+
+    def states(self, parts: list[Stored], near: Names, pushed_out: set[str], retention: Retention) -> Collection:
+        """Retire states and delete those of their parts that are not shared; warn if that cannot be told."""
+        stored, unreadable = survey(self.root, self.run, near)
+        garbage: list[Garbage] = []
+        if not unreadable:
+            garbage, unreadable = self.parts(parts, stored, pushed_out, retention)
+        self.shared.report(unreadable)
+        return Collection(
+            run=self.run, applied=True, garbage=tuple(self.deleted(garbage)), unreadable=tuple(unreadable)
+        )
+
+    def parts(
+        self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str], retention: Retention
+    ) -> tuple[list[Garbage], list[Unreadable]]:
+        """Retire states, then find which parts nothing needs, and what could not be read to tell that."""
+        if self.apply:
+            self._retire(stored, pushed_out, retention)
+        found = list(self._unnamed(parts, stored, pushed_out))
+        if not found:
+            return [], []
+        # after the records: a fork that was made meanwhile is seen here, or it sees them
+        elsewhere = self.shared.named([one.key for one in found])
+        if elsewhere.unreadable:
+            return [], list(elsewhere.unreadable)
+        needed = elsewhere.parts()
+        return [one for one in found if one.key not in needed], []
+
+    def deleted(self, garbage: Iterable[Garbage]) -> Iterator[Garbage]:
+        """Delete one after the other, and say which; without `apply`, only say it."""
+        for some in batched(garbage, _BATCH):
+            if not self.apply:
+                yield from some
+                continue
+            self._check()
+            orphaned = self._still_orphaned(one.key for one in some if one.reason == _ORPHAN)
+            for one in some:
+                if one.reason != _ORPHAN or one.key in orphaned:
+                    self._delete(one)
+                    yield one
+
+    def _retire(self, stored: Contents, states: Iterable[str], retention: Retention) -> None:
+        for some in batched(sorted(states), _BATCH):
+            self._check()
+            for key in some:
+                manifest = stored.manifests[key]
+                keys = tuple(part.key for part in manifest.parts)
+                rule = f"retention: {retention}"
+                record = Retired(manifest=manifest.digest, keys=keys, time=self.moment, rule=rule)
+                records.publish(self.root, layout.retired_key(key), record)
+
+    def _unnamed(self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str]) -> Iterator[Garbage]:
+        retired = {*stored.retired, *pushed_out}
+        gone = {part.key for key, one in stored.manifests.items() if key in retired for part in one.parts}
+        named = {part.key for key, one in stored.manifests.items() if key not in retired for part in one.parts}
+        named |= {part.key for part in stored.unfinished.values()}
+        for one in parts:
+            if one.key in named or layout.is_temporary(one.key):
+                continue
+            if one.key in gone:
+                yield Garbage(key=one.key, bytes=one.bytes, reason=_RETIRED)
+            elif one.modified < self.moment - ORPHAN_AGE:
+                yield Garbage(key=one.key, bytes=one.bytes, reason=_ORPHAN)
+
+    def _still_orphaned(self, keys: Iterable[str]) -> set[str]:
+        """Those of the keys that no manifest or piece of their own stage names by now, and that no stage made young."""
+        orphaned: set[str] = set()
+        for place, some in groupby(sorted(keys), layout.place_of):
+            at_place = Names()
+            if place is not None:
+                at_place = names(self.root, self.run, place[0]).only(
+                    lambda key, place=place: layout.place_of(key) == place
+                )
+            stored, unreadable = survey(self.root, self.run, at_place)
+            if not unreadable:
+                orphaned |= {key for key in some if key not in stored.named and self._is_old(key)}
+        return orphaned
+
+    def _is_old(self, key: str) -> bool:
+        found = self.root.info(key)
+        return found is not None and found.modified < self.moment - ORPHAN_AGE
+
+    def _delete(self, one: Garbage) -> None:
+        if one.upload is None:
+            self.root.remove(one.key)
+        else:
+            self.root.abort_upload(one.key, one.upload)
+
+    def _check(self) -> None:
+        if self.fence is not None:
+            self.fence.check()
 
 
-def _keeps(stored: Contents, workflow: Workflow, retention: Retention, state: Manifest) -> bool:
+def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
+    """Manifests of states that are to be retired."""
     # a state is not the newest before its weights are served: until then the one before may be needed again
-    served = (manifest.iteration for manifest in stored.kept.values() if manifest.stage == workflow.ends_iteration)
-    return retention.keeps(state.iteration, max(served, default=0))
+    served = max(recorded.of_stage(workflow.ends_iteration).values(), default=0)
+    states = recorded.of_stage(workflow.holds_state).items()
+    return {key for key, iteration in states if key not in recorded.retired and not retention.keeps(iteration, served)}
 
 
-def _retire(root: Root, key: str, manifest: Manifest, retention: Retention, moment: datetime) -> None:
-    keys = tuple(part.key for part in manifest.parts)
-    record = Retired(manifest=manifest.digest, keys=keys, time=moment, rule=f"retention: {retention}")
-    records.publish(root, layout.retired_key(key), record)
-
-
-def _parts(root: Root, stored: Contents, given_up: dict[str, Manifest], moment: datetime) -> Iterator[Garbage]:
-    retired = {part.key for key, one in stored.manifests.items() if key in stored.retired for part in one.parts}
-    retired |= {part.key for manifest in given_up.values() for part in manifest.parts}
-    kept = {key: manifest for key, manifest in stored.kept.items() if key not in given_up}
-    named = {part.key for manifest in kept.values() for part in manifest.parts}
-    named |= {part.key for part in stored.unfinished.values()}
-    # after the records of retirement are written: a fork that was made meanwhile is seen here, or it sees them
-    named |= named_parts(root, [other for other in root.folders() if other != stored.run])
-    for one in root.stored(layout.part_folder(stored.run)):
-        if one.key in named or layout.is_temporary(one.key):
-            continue
-        if one.key in retired:
-            yield Garbage(key=one.key, bytes=one.bytes, reason=_GIVEN_UP)
-        elif one.modified < moment - ORPHAN_AGE:
-            yield Garbage(key=one.key, bytes=one.bytes, reason="no manifest names it")
+def _stage(key: str) -> str | None:
+    place = layout.place_of(key)
+    return place[1] if place else None
 
 
 def _records(root: Root, stored: Contents, moment: datetime) -> Iterator[Garbage]:
     entries = [one for one in root.stored(layout.lease_folder(stored.run)) if layout.is_lease(one.key)]
-    for one in entries[:-1]:  # the newest entry says who drives the run, or that nobody does
+    for one in entries[:-1]:  # the newest entry says which process drives the run, if any
         if one.modified < moment - ORPHAN_AGE:
             yield Garbage(key=one.key, bytes=one.bytes, reason="a lease entry that others followed")
     done = set(stored.pieces) - set(stored.unfinished)
@@ -192,3 +319,14 @@ def _leftovers(root: Root, run: str, moment: datetime) -> Iterator[Garbage]:
     for one in root.stored(run):
         if layout.is_temporary(one.key) and one.modified < moment - ORPHAN_AGE:
             yield Garbage(key=one.key, bytes=one.bytes, reason="a write that a crash ended")
+    for one in _uploads(root, run):
+        if one.started < moment - ORPHAN_AGE:
+            yield Garbage(key=one.key, bytes=0, reason="an upload that a crash ended", upload=one.id)
+
+
+def _uploads(root: Root, run: str) -> list[Upload]:
+    try:
+        return root.uploads(run)
+    except StorageUnavailable as error:  # not every store lists them, and not everybody may
+        logger.warning("uploads that were never finished are not looked for: %s", error)
+        return []

@@ -1,7 +1,7 @@
 """Reading everything a run has stored again, and naming what is not as it was written."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, computed_field
@@ -11,11 +11,11 @@ from storage.attempts import Attempt
 from storage.backends.root import Root
 from storage.digest import bytes_digest
 from storage.errors import DigestMismatch, NotCommitted, PartMissing, SchemaMismatch
-from storage.manifest import Manifest, Part, load
+from storage.manifest import Part
 from storage.parallel import each
 from storage.parts import read_part_buffer
-from storage.unfinished import read_piece
-from storage.upkeep.catalog import Contents, Retired, named_parts
+from storage.upkeep.catalog import Contents, names, survey
+from storage.upkeep.shared import SharedParts
 
 _READERS = 4
 
@@ -58,7 +58,7 @@ class Verification(BaseModel):
     bytes: int
     """Their size."""
     retired: int
-    """Manifests whose parts retention has given up."""
+    """Manifests whose parts retention has deleted."""
     findings: tuple[Finding, ...]
 
     @computed_field
@@ -87,23 +87,21 @@ def verify(root: Root, run: str) -> Verification:
 
 def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     """What of a run's records can be read, and findings for the rest."""
-    manifests: dict[str, Manifest] = {}
-    retired: dict[str, Retired] = {}
-    pieces: dict[str, Part] = {}
-    findings: list[Finding] = []
-    for key in root.keys(layout.manifest_folder(run)):
+    recorded = names(root, run)
+    stored, unreadable = survey(root, run, recorded)
+    findings = [Finding(fault=Problem.DAMAGED, key=one.key, detail=one.reason) for one in unreadable]
+    return stored, [*findings, *_attempts(root, recorded.attempts)]
+
+
+def _attempts(root: Root, keys: Sequence[str]) -> Iterator[Finding]:
+    def read(key: str) -> Finding | None:
         try:
-            if layout.is_manifest(key):
-                manifests[key] = load(root, key)
-                if root.exists(layout.retired_key(key)):
-                    retired[key] = records.read(root, layout.retired_key(key), Retired)
-            elif layout.is_piece(key):
-                pieces[key] = read_piece(root, key)
-            elif layout.is_attempt(key):
-                records.read(root, key, Attempt)
+            records.read(root, key, Attempt)
         except (DigestMismatch, SchemaMismatch) as error:
-            findings.append(Finding(fault=Problem.DAMAGED, key=key, detail=str(error)))
-    return Contents(run, manifests, retired, pieces), findings
+            return Finding(fault=Problem.DAMAGED, key=key, detail=str(error))
+        return None
+
+    yield from filter(None, each(read, keys, _READERS))
 
 
 def _part(root: Root, part: Part) -> Finding | None:
@@ -148,7 +146,9 @@ def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
     there = {stored.key: stored for stored in root.stored(layout.part_folder(run))}
     unnamed = set(there) - named
     if unnamed:
-        unnamed -= named_parts(root, [other for other in root.folders() if other != run])
+        elsewhere = SharedParts(root, run).look()
+        # an orphan does no harm, so none is reported as long as it is not known what is named
+        unnamed = set() if elsewhere.unreadable else unnamed - elsewhere.parts()
     for key in sorted(unnamed):
         detail = f"{there[key].bytes} bytes of {there[key].modified:%Y-%m-%d %H:%M} that no manifest names"
         yield Finding(fault=Problem.ORPHANED, key=key, detail=detail)

@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue, ValidationError
 from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import InputError, NotCommitted, SchemaMismatch
+from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown
 from tasks.config.identity import FIRST_RULES, RULES, changed_meaning, meaning_digest
 from tasks.config.run import FROM_STORAGE, RunConfig, explained
@@ -82,9 +83,11 @@ def record_config(root: Root, run: str, config: RunConfig) -> str:
         The digest that its manifests carry: that of the record, which is there since the run was started.
 
     Raises:
-        InputError: the run was started with another meaning.
+        InputError: the run was started with another meaning, or something else has left manifests under its name.
     """
     record = ConfigRecord.of(config)
+    if not root.exists(layout.run_config_key(run)):
+        check_unused(root, run)
     if records.publish(root, layout.run_config_key(run), record):
         return record.digest
     stored = read_config(root, run)
@@ -95,6 +98,7 @@ def record_config(root: Root, run: str, config: RunConfig) -> str:
             f"run {run!r} exists in {root.url} and was started with another meaning:\n{lines}\n"
             "Continue it with its own configuration, or start a new run with another --run"
         )
+    check_past(root, run, stored.digest)
     return stored.digest
 
 

@@ -32,13 +32,13 @@ def make_run(root: Root, config: RunConfig) -> MakeRun:
     """Store a run whose iterations 0 ... `complete` are done, and some stages of the next."""
 
     def make(run: str, complete: int, begun: tuple[Stage, ...] = (), unevaluated: tuple[int, ...] = ()) -> None:
-        record_config(root, run, config)
+        digest = record_config(root, run, config)
         for iteration in range(complete + 1):
             for stage in stages_of(iteration):
                 if stage != Stage.EVALUATE or iteration not in unevaluated:
-                    commit(root, make_manifest(run, iteration, stage))
+                    commit(root, make_manifest(run, iteration, stage, config_digest=digest))
         for stage in begun:
-            commit(root, make_manifest(run, complete + 1, stage))
+            commit(root, make_manifest(run, complete + 1, stage, config_digest=digest))
 
     return make
 

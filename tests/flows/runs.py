@@ -29,7 +29,7 @@ METRICS = {
 MakeRun = Callable[..., None]
 
 
-def make_manifest(run: str, iteration: int, stage: Stage, writer: str = "host:1") -> Manifest:
+def make_manifest(run: str, iteration: int, stage: Stage, writer: str = "host:1", config_digest: str = "") -> Manifest:
     # iteration n takes 10 s, a second for each stage from its beginning
     index = stages_of(iteration).index(stage)
     started = START + timedelta(seconds=10 * iteration + index)
@@ -38,7 +38,7 @@ def make_manifest(run: str, iteration: int, stage: Stage, writer: str = "host:1"
         run=run,
         iteration=iteration,
         stage=stage,
-        config_digest="config",
+        config_digest=config_digest,
         code_version="test",
         metrics={**figures, "seconds": 1.0},
         writer=writer,

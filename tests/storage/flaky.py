@@ -56,12 +56,15 @@ class FlakyFileSystem:
     def put_file(self, source: str, path: str, mode: str = "overwrite") -> None:
         self.pipe_file(path, Path(source).read_bytes(), mode)
 
-    def cat_file(self, path: str) -> bytes:
+    def cat_file(self, path: str, **_: Any) -> bytes:
         self.calls["cat_file"] += 1
         step = next(self.reading, "ok")
         if step in FAULTS:
             raise FAULTS[step]
         return self.inner.cat_file(path)
+
+    def find(self, path: str, detail: bool, prefix: str = "") -> dict[str, Any]:
+        return self.inner.find(f"{path}/{prefix}".rstrip("/"), detail=detail)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

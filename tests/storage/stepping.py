@@ -92,7 +92,7 @@ class GatedFileSystem:
         self._store.writes.append((path, data))
         self._gate()
 
-    def cat_file(self, path: str) -> bytes:
+    def cat_file(self, path: str, **_: Any) -> bytes:
         self._gate()
         return self._store.inner.cat_file(path)
 
@@ -100,9 +100,18 @@ class GatedFileSystem:
         self._gate()
         return self._store.inner.exists(path)
 
-    def find(self, path: str, detail: bool) -> dict[str, Any]:
+    def find(self, path: str, detail: bool, prefix: str = "") -> dict[str, Any]:
         self._gate()
-        return self._store.inner.find(path, detail=detail)
+        return self._store.inner.find(f"{path}/{prefix}".rstrip("/"), detail=detail)
+
+    def info(self, path: str) -> dict[str, Any]:
+        self._gate()
+        return self._store.inner.info(path)
+
+    def cp_file(self, path: str, target: str, **_: Any) -> None:
+        self._gate(pausing=True)
+        self._store.inner.cp_file(path, target)
+        self._gate()
 
     def ls(self, path: str, detail: bool) -> list[dict[str, Any]]:
         self._gate()
@@ -112,6 +121,9 @@ class GatedFileSystem:
         self._gate(pausing=True)
         self._store.inner.rm_file(path)
         self._gate()
+
+    def call_s3(self, _: str, **__: Any) -> dict[str, Any]:
+        return {}  # no uploads in parts are in progress
 
     def _gate(self, pausing: bool = False) -> None:
         if self._stepper is not None:

@@ -19,6 +19,7 @@ from storage.errors import (
     StorageError,
 )
 from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
+from storage.parts import PartWriter
 from storage.records import seal, unseal
 from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
@@ -98,6 +99,20 @@ def test_the_newest_revision_is_the_one_that_counts(any_root):
     commit(any_root, manifest(facts={"cursor": 0}))
     newer = commit(any_root, manifest(facts={"cursor": 1}, revision=1))
     assert find(any_root, "run", 1, Stage.ROLLOUT) == newer
+
+
+def test_a_part_of_another_stage_is_refused_unless_its_origin_is_known(root):
+    writer = PartWriter(root, "parent", 2, Stage.TRAIN)
+    state = writer.write_bytes("state/0.distcp", b"state")
+    for run, iteration, stage in (("child", 2, Stage.TRAIN), ("parent", 0, Stage.TRAIN), ("parent", 2, Stage.ROLLOUT)):
+        with pytest.raises(
+            StorageError, match=r"names parent/parts/000002/train/state/0.*only a manifest with an origin"
+        ):
+            commit(root, manifest(stage, iteration, (state,), run=run))
+        assert find(root, run, iteration, stage) is None
+    commit(root, manifest(Stage.TRAIN, 2, (state,), run="parent"))
+    origin = Origin(run="parent", digest="d", config_digest="c0")
+    commit(root, manifest(Stage.TRAIN, 0, (state,), run="child", origin=origin))
 
 
 def test_the_second_of_two_equal_results_adopts_the_first(any_root):

@@ -1,7 +1,8 @@
 """A process that works on a run as a flow does, with small stage bodies, and may be told to kill itself somewhere.
 
-worker.py ROOT POINT: POINT is the number of the system call (fsync, link or unlink, counted together) before which it
-sends itself SIGKILL, or -1.
+worker.py ROOT POINT [FIRST]: POINT is the number of the system call (fsync, link or unlink, counted together) before
+which it sends itself SIGKILL, or -1. Given FIRST, it begins with that iteration, and cleans up before the first stage
+and again between the parts and the manifest of each.
 """
 
 import os
@@ -16,21 +17,31 @@ from storage.manifest import Manifest, commit, find
 from storage.ownership.lease import hold
 from storage.parts import PartWriter
 from storage.unfinished import find_piece, keep_piece
-from tasks.stages.names import Stage
+from storage.upkeep.retention import Retention, catch_up, collect
+from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import DOCUMENT
 from tests.storage.tables import manifest
 
 ITERATIONS, PIECES = 1, 2
+RETENTION = Retention(newest=2)
 STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
 
 
-def work(url: str) -> None:
+def work(url: str, first: int | None = None) -> None:
     root, before = open_root(url), None
     records.publish(root, layout.run_config_key("run"), DOCUMENT)
     with hold(root, "run", "worker", 60.0) as lease:
-        for iteration in range(1, ITERATIONS + 1):
+        if first is not None:
+            catch_up(root, WORKFLOW, "run", RETENTION, fence=lease)
+        for iteration in range(first or 1, (first or 1) + ITERATIONS):
             for stage in STAGES:
-                before = find(root, "run", iteration, stage) or commit(root, do(root, iteration, stage, before), lease)
+                found = find(root, "run", iteration, stage)
+                if found is None:
+                    made = do(root, iteration, stage, before)
+                    if first is not None:
+                        collect(root, WORKFLOW, "run", RETENTION, apply=True, fence=lease)
+                    found = commit(root, made, lease)
+                before = found
     sys.stdout.write(f"calls {Killer.calls}\n")
 
 
@@ -81,4 +92,4 @@ if __name__ == "__main__":
     killer = Killer(int(sys.argv[2]))
     for name in ("fsync", "link", "unlink"):
         setattr(os, name, killer.before(getattr(os, name)))
-    work(sys.argv[1])
+    work(sys.argv[1], int(sys.argv[3]) if len(sys.argv) > 3 else None)

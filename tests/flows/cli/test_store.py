@@ -12,10 +12,11 @@ from cyclopts import App
 from flows.cli.store import register
 from storage import layout
 from storage.backends.root import Root, open_root
-from storage.errors import InputError, LeaseHeld
+from storage.errors import InputError, LeaseHeld, LeaseLost
 from storage.manifest import commit, need
-from storage.ownership.lease import acquire
+from storage.ownership.lease import acquire, unlock
 from storage.ownership.process import this_process
+from storage.upkeep import retention
 from tasks.config.run import RunConfig
 from tasks.config.stored import read_config, record_config, stored_config
 from tasks.stages.names import Stage
@@ -60,6 +61,17 @@ def test_ls_lists_the_runs(call):
     assert code == 0
     assert [run["run"] for run in document["runs"]] == ["run"]
     assert re.search(r"^run +3 +weight-sync +2026-01-01 00:00:00 +- +-$", said, re.MULTILINE)
+
+
+def test_ls_lists_a_damaged_run_among_the_others(call, root: Root):
+    make_run(root, "other", 1)
+    key = layout.manifest_key("run", 3, Stage.TRAIN, 0)
+    root.replace(key, b"{}")
+    code, document, said = call("ls")
+    assert (code, [run["damaged"] is None for run in document["runs"]]) == (0, [True, False])
+    assert re.search(r"^other +1 +weight-sync", said, re.MULTILINE)
+    assert re.search(r"^run +3 +DAMAGED", said, re.MULTILINE)
+    assert re.search(rf"^run: .*{key} is damaged", said, re.MULTILINE)
 
 
 def test_ls_of_nothing_says_so(call, root: Root):
@@ -121,6 +133,34 @@ def test_gc_touches_nothing_until_it_is_told(call, root: Root):
     assert "removed" in call("gc", "run", "--keep-newest", "1", "--apply")[2]
     assert [root.exists(key) for key in states] == [True, False, False, True]
     assert "parts given up" in call("show", "run")[2]
+
+
+def test_gc_names_a_record_of_another_run_that_keeps_it_from_telling(call, root: Root):
+    make_run(root, "other", 0)
+    key = layout.manifest_key("other", 0, Stage.TRAIN, 0)
+    root.replace(key, b"{}")
+    code, document, said = call("gc", "run", "--keep-newest", "1")
+    assert (code, document["garbage"]) == (1, [])
+    assert [(one["run"], one["key"]) for one in document["unreadable"]] == [("other", key)]
+    assert re.search(rf"^cannot be read, of run other: .*{key} is damaged", said, re.MULTILINE)
+    assert call("gc", "run", "--keep-newest", "1", "--apply")[0] == 1
+    assert root.exists(need(root, "run", 1, Stage.TRAIN).parts[0].key)
+
+
+def test_gc_stops_when_it_is_no_longer_the_one_that_drives_the_run(call, root: Root, monkeypatch):
+    orphan = "run/parts/000009/rollout/groups-0123456789abcdef.arrow"
+    root.put_if_absent(orphan, b"old")
+    age(root, orphan)
+    survey = retention.survey
+
+    def overtaken(*arguments):
+        unlock(root, "run", this_process("another"), force=True)
+        return survey(*arguments)
+
+    monkeypatch.setattr(retention, "survey", overtaken)
+    with pytest.raises(LeaseLost):
+        call("gc", "run", "--apply")
+    assert root.exists(orphan)
 
 
 @pytest.mark.parametrize("words", [("--keep-every", "2"), ("--keep-newest", "0")])

@@ -1,17 +1,20 @@
 """Forks share parts by reference and have a history of their own."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from storage import layout
-from storage.errors import InputError, StorageError
+from storage.backends.root import Root
+from storage.errors import DigestMismatch, InputError, StorageError
 from storage.manifest import commit, find, need
 from storage.upkeep.catalog import contents, runs
-from storage.upkeep.fork import fork
+from storage.upkeep.fork import check_past, check_unused, fork
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.flaky import flaky_root
 from tests.storage.runs import DOCUMENT, make_iteration, make_run
-from tests.storage.stepping import SharedStore, Stepper
 from tests.storage.tables import manifest
 
 
@@ -103,39 +106,74 @@ def test_a_broken_chain_is_not_shared(root):
         fork(root, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
 
 
-@pytest.mark.parametrize("interrupted", ["fork", "retention"])
-def test_a_fork_and_a_retention_at_the_same_moment_see_each_other(interrupted):
-    # one of them stands still after each of its store operations in turn, while the other does all of its work
-    outcomes = set()
-    for steps in range(400):
-        store = SharedStore()
-        root, refused = store.root(), []
-        make_run(root, "parent", iterations=3)
-        gated = store.root(lambda: stepper)  # noqa: B023 - the stepper of this round
+def test_a_fork_does_not_continue_from_what_a_longer_one_has_left(root):
+    make_run(root, "parent")
+    fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT)
+    root.remove(layout.run_config_key("child"))  # as if it was killed just before
+    with pytest.raises(InputError, match=r"begun as a fork of something else, which has left child/manifests/000002"):
+        fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
+    assert "child" not in runs(root)
+    assert fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT).iteration == 3
 
-        def make_fork(at, refused=refused):
-            try:
-                fork(at, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
-            except InputError as error:
-                refused.append(error)
 
-        def retain(at):
-            collect(at, WORKFLOW, "parent", Retention(newest=1), apply=True)
+def test_a_run_can_be_forked_before_the_iteration_where_it_is_damaged(root):
+    make_run(root, "parent")
+    root.replace(layout.manifest_key("parent", 3, Stage.TRAIN, 0), b"{}")
+    fork(root, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
+    assert verify(root, "child").findings == ()
+    with pytest.raises(DigestMismatch, match="parent/manifests/000003/train"):
+        fork(root, WORKFLOW, "parent", 3, "other", "c1", DOCUMENT)
 
-        first, second = (make_fork, retain) if interrupted == "fork" else (retain, make_fork)
-        stepper = Stepper(lambda first=first, gated=gated: first(gated))
-        for _ in range(steps):
-            stepper.step()
-        second(root)
-        finished = stepper.ended
-        while not stepper.ended:
-            stepper.step()
-        assert stepper.error is None
-        kept = root.exists(need(root, "parent", 2, Stage.TRAIN).parts[0].key)
-        assert kept or refused
-        assert refused or verify(root, "child").sound
-        outcomes.add((kept, bool(refused)))
-        if finished:
-            break
-    assert finished
-    assert {(True, False), (False, True)} <= outcomes
+
+def test_a_fork_whose_last_answer_was_lost_is_made():
+    parent = flaky_root()
+    make_run(parent, "parent", 1)
+    writes = 7  # manifests of iterations 0 and 1
+    parent.fs.script = iter(["ok"] * writes + ["lost server error"])
+    fork(parent, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
+    assert verify(parent, "child").sound
+
+
+def test_a_name_that_another_process_takes_meanwhile_is_refused(root):
+    make_run(root, "parent", 1)
+
+    @dataclass(frozen=True)
+    class Raced(Root):
+        def put_if_absent(self, key, data, durable=True):
+            if key == layout.run_config_key("child"):
+                super().put_if_absent(key, b"another configuration")
+            return super().put_if_absent(key, data, durable)
+
+    with pytest.raises(InputError, match="made by another process just now"):
+        fork(Raced(root.url, root.fs, root.path, root.protocol), WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
+
+
+def test_a_name_with_manifests_but_no_configuration_is_no_new_run(root):
+    check_unused(root, "child")
+    make_run(root, "parent", 1)
+    fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
+    root.remove(layout.run_config_key("child"))
+    with pytest.raises(
+        InputError, match=r"has no child/run.json .* 7 manifests.* a fork that was interrupted"
+    ) as refusal:
+        check_unused(root, "child")
+    assert refusal.value.exit_code == 2
+
+
+def test_a_past_of_another_configuration_is_refused(root):
+    make_run(root, "parent", 1)
+    check_past(root, "parent", "c0")
+    check_past(root, "nobody", "c0")
+    fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
+    check_past(root, "child", "c1")
+    with pytest.raises(InputError, match=r"shared with run parent\) belongs to configuration c1, .* started with c2"):
+        check_past(root, "child", "c2")
+
+
+def test_a_taken_over_retirement_says_which_manifest_it_is_of(root):
+    make_run(root, "parent")
+    collect(root, WORKFLOW, "parent", Retention(newest=1), apply=True)
+    fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT)
+    stored = contents(root, "child")
+    assert len(stored.retired) == 2
+    assert all(record.manifest == stored.manifests[key].digest for key, record in stored.retired.items())

@@ -22,7 +22,8 @@ from tests.storage.runs import make_run
 def with_reward(root, run, publish):
     """A further iteration's reward stage whose mean is not a number."""
     before = need(root, run, 2, Stage.REWARD)
-    publish(before.model_copy(update={"iteration": 3, "metrics": {**before.metrics, "reward_mean": math.nan}}))
+    figures = {**before.metrics, "reward_mean": math.nan}
+    publish(before.model_copy(update={"iteration": 3, "parts": (), "metrics": figures}))
 
 
 @pytest.mark.parametrize("version", ["this", "earlier"])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from storage import layout
 from storage.errors import InputError
 from storage.ownership.lease import acquire
 from storage.ownership.process import this_process
@@ -60,6 +61,13 @@ def test_forks_that_learned_from_a_sample_count(root):
     steps = of_weights(root, WORKFLOW, "fork", 2).steps
     assert {step.config_digest for step in steps} == {"c0"}
     assert {step.origin.run for step in steps} == {"run"}
+
+
+def test_what_another_run_has_damaged_hides_no_use(root):
+    make_run(root)
+    make_run(root, "other", 1)
+    root.replace(layout.manifest_key("other", 1, Stage.TRAIN, 0), b"{}")
+    assert [(step.run, step.iteration) for step in of_sample(root, WORKFLOW, "run", 1, "p0", 0).used_by] == [("run", 1)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from storage import layout, records
 from storage.attempts import begin
 from storage.backends.root import open_root
-from storage.errors import DigestMismatch, PartMissing
+from storage.errors import PartMissing
 from storage.manifest import find, need
 from storage.ownership.lease import acquire, newest
 from storage.ownership.process import this_process
@@ -15,9 +15,10 @@ from storage.parts import PartWriter, materialize
 from storage.unfinished import keep_piece
 from storage.upkeep.catalog import Retired, contents
 from storage.upkeep.fork import fork
-from storage.upkeep.retention import Retention, collect, give_up
+from storage.upkeep.retention import Retention, catch_up, collect, give_up
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.counting import counting
 from tests.storage.runs import DOCUMENT, age, make_iteration, make_run, put
 
 LATER = datetime.now(UTC) + timedelta(days=2)
@@ -173,17 +174,6 @@ def test_what_another_run_shares_is_never_removed(root):
     assert shared in keys(collect(root, WORKFLOW, "run", Retention(newest=1), apply=True))
 
 
-def test_nothing_is_removed_while_it_is_not_known_what_is_named(root):
-    make_run(root)
-    make_run(root, "other")
-    orphan = PartWriter(root, "run", 4, Stage.ROLLOUT).write_bytes("groups.arrow", b"old")
-    age(root, orphan.key)
-    root.replace(layout.manifest_key("other", 1, Stage.ROLLOUT, 0), b"{}")
-    with pytest.raises(DigestMismatch, match="other/manifests"):
-        collect(root, WORKFLOW, "run", apply=True)
-    assert root.exists(orphan.key)
-
-
 def test_contents_know_what_is_kept(root):
     make_run(root, iterations=3)
     collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
@@ -215,7 +205,53 @@ def test_a_state_that_a_fork_shares_is_given_up_and_stays(root):
     assert report.garbage == ()
     assert root.exists(state_key(root, 1))
     assert verify(root, "fork").sound
-    # the other way round: a fork gives up nothing of its parent's
+    # the other way round: a fork deletes nothing of its parent's
     make_iteration(root, "fork", 2)
     assert give_up(root, WORKFLOW, "fork", Retention(newest=1), 2).garbage == ()
     assert root.exists(state_key(root, 1))
+    # once both have retired it, its owner may delete it
+    assert keys(give_up(root, WORKFLOW, "run", Retention(newest=2), 3)) == {state_key(root, 1)}
+
+
+@pytest.mark.parametrize("retention", [Retention(newest=1), Retention(newest=2, every=3)], ids=str)
+def test_a_process_that_starts_deletes_states_as_collect_would(root, retention):
+    whole, quick = (open_root(f"{root.path}-{name}") for name in ("whole", "quick"))
+    for store in (whole, quick):
+        make_run(store, iterations=7)
+        store.remove(layout.manifest_key("run", 7, Stage.WEIGHT_SYNC, 0))
+        orphan = PartWriter(store, "run", 5, Stage.TRAIN).write_bytes(
+            "state/0.distcp", b"of an attempt that was killed"
+        )
+        age(store, orphan.key)
+    expected = collect(whole, WORKFLOW, "run", retention, apply=True)
+    assert keys(catch_up(quick, WORKFLOW, "run", retention)) == keys(expected)
+    assert quick.keys("") == whole.keys("")
+    assert catch_up(quick, WORKFLOW, "run", retention).garbage == ()
+
+
+def test_a_process_that_starts_keeps_what_the_next_attempt_may_find(root):
+    make_run(root)
+    left = PartWriter(root, "run", 4, Stage.TRAIN).write_bytes("state/0.distcp", b"of a stage that was killed")
+    age(root, left.key)
+    assert catch_up(root, WORKFLOW, "run", Retention(newest=1)).unreadable == ()
+    assert root.exists(left.key)
+    assert keys(collect(root, WORKFLOW, "run", apply=True)) == {left.key}
+
+
+def test_a_process_that_starts_reads_few_manifests(root):
+    make_run(root, iterations=9)
+    collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
+    make_iteration(root, "run", 10)
+    counted = counting(root)
+    catch_up(counted, WORKFLOW, "run", Retention(newest=1))
+    read = {key.split(" ")[1] for key in counted.asked if key.startswith("read")}
+    assert read == {layout.manifest_key("run", 9, Stage.TRAIN, 0)}
+
+
+def test_states_that_a_crash_left_after_their_record_are_deleted_at_the_next_start(root):
+    make_run(root, iterations=5)
+    key = layout.manifest_key("run", 2, Stage.TRAIN, 0)
+    record = Retired(manifest=need(root, "run", 2, Stage.TRAIN).digest, keys=(), time=datetime.now(UTC), rule="")
+    records.publish(root, layout.retired_key(key), record)
+    catch_up(root, WORKFLOW, "run", Retention(newest=9))
+    assert [n for n in range(6) if kept_state(root, n)] == [0, 1, 3, 4, 5]

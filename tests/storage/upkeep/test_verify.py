@@ -11,6 +11,7 @@ from storage.ownership.process import this_process
 from storage.parts import PartWriter
 from storage.unfinished import keep_piece
 from storage.upkeep.archive import compact
+from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_run, put
@@ -69,6 +70,23 @@ def test_parts_that_nothing_names_are_named_and_do_no_harm(root):
     report = verify(root, "run")
     assert found(root) == {(Problem.ORPHANED, orphan.key)}
     assert report.sound
+
+
+def test_no_orphan_is_reported_while_it_is_not_known_what_is_named(root):
+    make_run(root)
+    PartWriter(root, "run", 4, Stage.ROLLOUT).write_bytes("groups.arrow", b"left by a crash")
+    make_run(root, "other", 0)
+    root.replace(layout.manifest_key("other", 0, Stage.TRAIN, 0), b"{}")
+    report = verify(root, "run")
+    assert (report.sound, report.findings) == (True, ())
+
+
+def test_a_damaged_record_of_a_retirement_is_named(root):
+    make_run(root)
+    collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
+    key = layout.retired_key(layout.manifest_key("run", 1, Stage.TRAIN, 0))
+    flip(root, key, random.Random(0))
+    assert (Problem.DAMAGED, key) in found(root)
 
 
 def test_pieces_of_a_stage_in_work_are_needed_and_checked(root):

@@ -1,0 +1,88 @@
+"""What is shown costs about one request for each manifest, not several."""
+
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flows.views.history import read_history, read_record
+from flows.views.status import read_status
+from storage import layout
+from storage.backends.root import Root
+from storage.upkeep.catalog import summaries
+from storage.upkeep.retention import Retention, catch_up, give_up
+from storage.upkeep.shared import SharedParts
+from tasks.stages.names import WORKFLOW
+from tests.flows.runs import MakeRun
+from tests.storage.s3 import S3Server, s3_server
+
+ITERATIONS = 6
+STAGES = 5
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as running:
+        yield running
+
+
+@pytest.fixture
+def root(server: S3Server) -> Root:
+    server.fail_next([])
+    return server.root(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def requests_of(server: S3Server) -> Callable[[Callable[[], object]], list[str]]:
+    """Does something, and returns what the server was asked for."""
+
+    def count(call: Callable[[], object]) -> list[str]:
+        before = len(server.faults.requests)
+        call()
+        return server.faults.requests[before:]
+
+    return count
+
+
+def test_a_history_and_a_status_read_each_manifest_once(make_run: MakeRun, root: Root, requests_of):
+    make_run("a", ITERATIONS)
+    manifests = [key for key in root.keys("a/manifests") if layout.is_manifest(key)]
+    asked = requests_of(lambda: read_history(root, "a"))
+    assert len(asked) == len(manifests) + 1
+    for key in manifests:
+        assert sum(key in request for request in asked) == 1
+    # the configuration, and whether there is a plot
+    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 1 + 3
+
+
+def test_a_list_of_runs_reads_the_first_stage_and_the_last_iteration(make_run: MakeRun, root: Root, requests_of):
+    for name in "abcd":
+        make_run(name, 2)
+    # each: is it a run, its names, its manifests, its lease
+    assert len(requests_of(lambda: summaries(root))) <= 1 + 4 * (STAGES + 4)
+
+
+def test_the_end_of_an_iteration_costs_little_more_than_its_manifests(make_run: MakeRun, root: Root, requests_of):
+    for name in ("a", "other"):
+        make_run(name, ITERATIONS)
+    assert len(requests_of(lambda: read_record(root, "a", ITERATIONS))) == 2 + STAGES + 1
+    shared = SharedParts(root, "a")
+    first = requests_of(lambda: give_up(root, WORKFLOW, "a", Retention(newest=1), ITERATIONS, shared=shared))
+    assert (
+        len(first) <= 4
+    )  # names and parts of the state, its manifest, the record; there are no parts to ask others for
+
+
+def test_a_start_costs_few_requests_however_long_the_run_is(make_run: MakeRun, root: Root, requests_of):
+    make_run("other", ITERATIONS)
+    asked = []
+    for name, iterations in (("a", 2), ("b", ITERATIONS)):
+        make_run(name, iterations)
+        catch_up(root, WORKFLOW, name, Retention(newest=1))
+        asked.append(len(requests_of(lambda name=name: catch_up(root, WORKFLOW, name, Retention(newest=1)))))
+    assert asked == [2, 2]
+
+
+def test_an_iteration_alone_is_as_in_the_history(make_run: MakeRun, root: Root):
+    make_run("a", 3)
+    assert [read_record(root, "a", iteration) for iteration in range(4)] == read_history(root, "a")

@@ -1,0 +1,77 @@
+"""A run that was killed is continued two days later, in a root with damaged, newer, forked and cleaned runs."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from storage import layout
+from storage.backends.root import Root, open_root
+from storage.manifest import need
+from storage.upkeep.fork import fork
+from storage.upkeep.retention import Retention, collect
+from storage.upkeep.verify import verify
+from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.runs import DOCUMENT, age, make_run
+from tests.storage.upkeep.test_shared import make_unreadable
+from tests.storage.worker import STAGES
+
+PROJECT = Path(__file__).resolve().parents[2]
+SHARED, FIRST = 2, 3
+"""Iterations that the run shares with its parent, and the one that it does itself."""
+
+TROUBLES = {
+    "damaged": lambda root: make_unreadable(root, "other", b"{}"),
+    "newer": lambda root: make_unreadable(root, "other", None),
+    "none": lambda root: make_run(root, "other", 1),
+}
+
+
+def run_worker(root: Root, point: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.storage.worker", root.path, str(point), str(FIRST)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
+
+
+def make_root(folder: Path, trouble: str) -> Root:
+    """A run that is a fork, its parent, and another run."""
+    root = open_root(str(folder / "root"))
+    make_run(root, "parent", 3)
+    TROUBLES[trouble](root)
+    fork(root, WORKFLOW, "parent", SHARED, "run", "c0", DOCUMENT)
+    return root
+
+
+def results(root: Root) -> list[str]:
+    return [need(root, "run", FIRST, stage).digest for stage in STAGES]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[list[str], int]:
+    """What the run comes to alone, and how many system calls it takes."""
+    root = make_root(tmp_path_factory.mktemp("whole"), "none")
+    ended = run_worker(root, -1)
+    assert ended.returncode == 0, ended.stderr
+    return results(root), int(ended.stdout.split()[-1])
+
+
+@pytest.mark.parametrize(("trouble", "share"), [("damaged", 0.3), ("newer", 0.6), ("none", 0.6), ("none", 0.9)])
+def test_a_run_comes_to_the_same(tmp_path, undisturbed, trouble, share):
+    expected, calls = undisturbed
+    root = make_root(tmp_path, trouble)
+    killed = run_worker(root, int(calls * share))
+    assert killed.returncode == -9, killed.stderr
+    for key in root.keys(""):
+        age(root, key)
+    with ThreadPoolExecutor(1) as pool:
+        continued = pool.submit(run_worker, root, -1)
+        while not continued.done():  # its parent is cleaned all the time
+            collect(root, WORKFLOW, "parent", Retention(newest=1), apply=True)
+        assert continued.result().returncode == 0, continued.result().stderr
+    assert results(root) == expected
+    report = verify(root, "run")
+    assert report.sound, report.findings
+    assert root.exists(need(root, "run", SHARED, Stage.TRAIN).parts[0].key)
+    if trouble == "none":  # then nothing keeps orphans but their age: a part made young again may have another name
+        assert [one.key for one in report.findings if not layout.is_temporary(one.key)] == []
