@@ -35,7 +35,7 @@ MUTANTS = (
         "served-state-not-waited-for",
         "weights are served again from a state that is still on its way to storage",
         "tasks/stages/served_weights.py",
-        "    context.outbox.settle()  # what is to be loaded may still be on its way to storage\n",
+        "    context.outbox.settle()  # the state to load may not be stored yet\n",
         "",
         _FAULTS,
     ),

@@ -1,4 +1,4 @@
-"""What the stage `prepare` has left, as the other stages read it: the model directory and the prompt tables."""
+"""The output of stage `prepare`, as the other stages read it: the model directory and the prompt tables."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
 
 MODEL = "model/"
-"""What the names of the model's parts begin with."""
+"""Prefix of the names of the model's parts."""
 
 _TABLES = 3
 
@@ -47,6 +47,6 @@ def records_of(table: pa.Table) -> dict[str, dict[str, object]]:
     return dict(zip(table["prompt_id"].to_pylist(), map(json.loads, table["record"].to_pylist()), strict=True))
 
 
-@functools.lru_cache(maxsize=_TABLES)  # four stages of every iteration ask, and a part never changes
+@functools.lru_cache(maxsize=_TABLES)  # four stages of every iteration read one, and a part never changes
 def _stored(root: Root, part: Part) -> pa.Table:
     return read_parts(root, [part], PROMPTS)

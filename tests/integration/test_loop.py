@@ -93,7 +93,7 @@ def test_a_changed_meaning_is_refused_with_both_values(whole, home):
     root, _ = whole
     refused = run_tiny(root, home, "--set", "rollout.temperature=0.5")
     assert refused.code == 2
-    assert "rollout.temperature: the run was started with 1.0, now 0.5 is given" in refused.err
+    assert "rollout.temperature: the run was started with 1.0, but is now given 0.5" in refused.err
     assert "Traceback" not in refused.err
 
 

@@ -137,5 +137,5 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
 def test_more_ranks_than_cards_are_refused_before_anything_starts(tmp_path):
     config = config_of(str(tmp_path), pipeline=2)
     one_card = Settings(ray_address=None, ray_token=None, gpus=("0",))
-    with pytest.raises(InputError, match="needs 2 GPUs, one a rank, and 1 are visible"):
+    with pytest.raises(InputError, match="needs 2 GPUs, one per rank, but 1 are visible"):
         start_trainers("run", str(tmp_path), config.train, "cuda", one_card, 60)
