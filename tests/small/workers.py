@@ -69,7 +69,7 @@ class SmallTrainer(TrainerProtocol):
         """One step; everything that the trainer is given and everything that it holds matters to the result."""
         self._identity, self._lessons = None, self._lessons + 1
         if reference and self._reference_weights is None:
-            raise InputError("a reference is asked for and none is loaded")
+            raise InputError("a reference is required, but none is loaded")
         held = bytes_digest(self._reference_weights.tobytes()) if reference else ""
         given = [samples.tokens.tolist(), samples.rewards.tolist(), samples.engine_logprobs.tolist(), temperature, held]
         lesson = [*given, self._lessons == self._other_lesson]

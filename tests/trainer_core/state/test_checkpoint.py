@@ -279,7 +279,7 @@ def test_a_state_of_other_modules_is_refused(model_dir, saved, tmp_path):
     for message in messages:
         assert folder in message
         assert "saved by Transformer Engine's modules" in message
-        assert "built of Megatron's own modules" in message
+        assert "built from Megatron's own modules" in message
         assert "is installed" in message
     # one from before this was recorded
     path.write_text(json.dumps({name: value for name, value in facts.items() if name != "transformer_engine"}))
