@@ -12,11 +12,11 @@ class Mutant:
     """In words."""
     file: str
     before: str
-    """Code that is in the file once."""
+    """Code that occurs once in the file."""
     after: str
-    """What takes its place."""
+    """Its replacement."""
     tests: tuple[str, ...]
-    """Files that ought to notice it."""
+    """Test files that should notice it."""
 
 
 _FAULTS = ("tests/tasks/stages", "tests/faults/test_saving_behind.py", "tests/faults/test_matrix.py")
