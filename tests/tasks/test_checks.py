@@ -140,7 +140,7 @@ def test_a_model_by_reference(tmp_path, monkeypatch):
 
 
 def test_what_was_checked_is_not_read_again(tmp_path):
-    # command line and flow check in turn, and tokenizing a large data set takes long
+    # command line and flow both check, and tokenizing a large data set takes long
     config = given_data(tmp_path, ["{broken"])
     root, data = open_root(str(tmp_path / "runs")), tmp_path / "prompts.jsonl"
     with pytest.raises(InputError, match="not valid JSON"):

@@ -23,7 +23,7 @@ FIRST_RULES = {
     "demo": ("infra/examples/demo.toml", "add52c313b1b7e5fc5d12e3c2cefb972"),
     "tiny": ("tests/integration/tiny.toml", "925adebc100c1492190b212ad0df8576"),
 }
-"""What the last version without a number of rules computed of these files; it wrote the records beside this test."""
+"""What the last version without a number of rules computed for these files; it wrote the records next to this test."""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ SECTION = DataSection(train="unused")
 
 
 class Characters:
-    """A tokenizer of one id a character, so that lengths are plain to see."""
+    """A tokenizer with one id per character, so that lengths are obvious."""
 
     stop_tokens = (0,)
     context = 16

@@ -58,7 +58,7 @@ def assert_agrees(served, which, sampling=PLAIN, prompts=PROMPTS):
 
 @pytest.fixture
 def fresh(served, tmp_path_factory):
-    """The engine with the weights of `old`, whatever a test before did to it."""
+    """The engine with the weights of `old`, whatever an earlier test did to it."""
     sync(served, "old", 0, tmp_path_factory.mktemp("fresh"))
     return served
 

@@ -1,4 +1,4 @@
-"""The one rule of every stage, and that the rule keeps out of the way of whoever reads a stack trace."""
+"""The one rule of every stage, and that it does not clutter a stack trace."""
 
 import traceback
 from pathlib import Path

@@ -130,7 +130,7 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         assert later(config, "receive", str(tmp_path), records) == 7
         assert later(config, "look") == 7
         smaller = config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 8})})
-        assert later(smaller, "close") is None  # started otherwise: ended and replaced
+        assert later(smaller, "close") is None  # started with other settings: ended and replaced
         assert not [name for name in ray.util.list_named_actors() if name.startswith("run/")]
 
 
