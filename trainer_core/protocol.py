@@ -63,7 +63,7 @@ class TrainerProtocol(Protocol):
         Args:
             directory: local folder with all files of the state; with a fresh optimizer those that
                 `facts.needed_for_weights` names suffice.
-            fresh_optimizer: take the weights alone and start this trainer's optimizer from zero.
+            fresh_optimizer: load only the weights and start this trainer's optimizer from zero.
 
         Raises:
             StorageError: if there is no state.
@@ -83,7 +83,7 @@ class TrainerProtocol(Protocol):
         """Train on one iteration's samples with the objective of `TrainerConfig.policy` (GRPO).
 
         Advantages are taken within prompt groups; old log-probabilities are this trainer's own. Samples that are not
-        usable take no part.
+        usable are ignored.
 
         Args:
             samples: all samples of the iteration, on every rank.
@@ -93,7 +93,7 @@ class TrainerProtocol(Protocol):
         Returns:
             The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
             learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
-            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if asked for;
+            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if requested;
             engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; tokens: response
             tokens; steps: updates.
 

@@ -14,7 +14,7 @@ from tasks.config.credentials import MASK, referenced, shown_text
 from trainer_core.config import Device
 
 _OFFLINE_AND_SILENT = {
-    "HF_HUB_OFFLINE": "1",  # models are directories; a hub is never asked
+    "HF_HUB_OFFLINE": "1",  # models are directories; a hub is never contacted
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of a data loader or of Ray
     "DO_NOT_TRACK": "1",
@@ -49,7 +49,7 @@ _ENGINE_ON_CPU = {
 }
 
 _DETERMINISTIC_ON_CUDA = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a workspace of its own for each stream, as cuBLAS asks for
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a separate workspace per stream, as cuBLAS requires
     "NCCL_ALGO": "Ring",  # sums in one order
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
@@ -62,7 +62,7 @@ _resolved: set[str] = set()
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says about the machine and the cluster."""
+    """The environment's settings for the machine and the cluster."""
 
     ray_address: str | None
     """`host:port` of a Ray cluster to attach to; None starts a local Ray."""

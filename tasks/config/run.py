@@ -364,7 +364,7 @@ def _explain(item: dict[str, Any]) -> str:
         return f"{place}: unknown key; did you mean {'.'.join([*map(str, item['loc'][:-1]), *near])!r}?"
     if item["type"] == "missing":
         return f"{place}: this key is required"
-    if item["type"] == "value_error":  # ours: it says what was given
+    if item["type"] == "value_error":  # ours: it includes the input
         text = item["msg"].removeprefix("Value error, ")
         return text if text.startswith(place) else f"{place}: {text}"
     return f"{place}: {item['msg']} (given: {shown(item['input'], str(item['loc'][-1]))!r})"

@@ -92,7 +92,7 @@ def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[R
     share of the demonstrations forgets to carry: `47+38=` is shown as `075`.
 
     Returns:
-        Records of the tables train, held_out and, if asked for, warmup.
+        Records of the tables train, held_out and, if requested, warmup.
 
     Raises:
         InputError: the held-out sums leave none for training.

@@ -59,7 +59,7 @@ class Sampling(Frozen):
     """How one batch is sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Divisor of the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 selects the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
     max_tokens: int = Field(ge=1)

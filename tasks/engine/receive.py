@@ -82,7 +82,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         """Check each tensor of one file against its record, then load the file.
 
         Raises:
-            SyncMismatch: the file, or with the final file the whole update, is not what the records say.
+            SyncMismatch: the file, or with the final file the whole update, does not match the records.
         """
         records = {record.name: record for record in map(TensorRecord.model_validate, update_info.records)}
         if len(records) != len(update_info.records) or not self._received.keys().isdisjoint(records):

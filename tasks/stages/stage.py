@@ -67,7 +67,7 @@ class StageOutput:
 class StageFunction[**P, V: View]:
     """A stage: called with the run, the iteration and the views of its inputs, it returns the view of its own manifest.
 
-    Between the caller's line and the first line of the stage's body are three frames of ours: this call, the task that
+    Between the caller's line and the first line of the stage's body are three of our frames: this call, the task that
     makes it visible, and `perform`.
     """
 

@@ -51,7 +51,7 @@ class Fleet:
         """Where trainer and engines compute.
 
         Raises:
-            InputError: the configuration asks for CUDA and no card is visible.
+            InputError: the configuration requests CUDA but no card is visible.
         """
         return self._cluster.settings.device(self._config.device.kind)
 
@@ -73,7 +73,7 @@ class Fleet:
         self.engines(model_dir)
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
-        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; ask its identity.
+        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; check its identity.
 
         Raises:
             WorkerLost: Ray has died since it was started.
@@ -89,7 +89,7 @@ class Fleet:
         return list(self._engines)
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
-        """The run's trainer ranks. A group that is new or was restarted holds no weights; ask its identity.
+        """The run's trainer ranks. A group that is new or was restarted holds no weights; check its identity.
 
         Raises:
             WorkerLost: Ray has died since it was started.

@@ -16,7 +16,7 @@ class Workers(Protocol):
         ...
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
-        """The run's trainer ranks. A group that is new or was restarted holds no weights; ask its identity.
+        """The run's trainer ranks. A group that is new or was restarted holds no weights; check its identity.
 
         Raises:
             WorkerLost: what they run under has died since it was started.
@@ -24,7 +24,7 @@ class Workers(Protocol):
         ...
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
-        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; ask its identity.
+        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; check its identity.
 
         Raises:
             WorkerLost: what they run under has died since it was started.

@@ -40,7 +40,7 @@ def start_trainers(
     """Start the ranks of the layout without waiting for them. They meet at a file, so no port is opened.
 
     Args:
-        deadline_s: how long they may take to come up.
+        deadline_s: how long they may take to start.
         deterministic: restricts them to kernels whose results do not depend on timing.
 
     Raises:

@@ -38,7 +38,7 @@ class Journal:
             self._changed.notify_all()
 
     def wait_for(self, what: str, count: int) -> None:
-        """Wait until another thread has noted so many of these."""
+        """Wait until another thread has noted this many of these."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.count(what) >= count, _PATIENCE):
                 raise TimeoutError(f"{what} number {count} was not noted in time")

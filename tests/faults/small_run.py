@@ -115,7 +115,7 @@ class Observer:
                 self._kill(point, key)
 
     def _note(self, key: str, iteration: int, stage: str) -> None:
-        """Note the record by which a stage tells that its body begins, or that a piece is generated."""
+        """Note the record by which a stage marks that its body begins, or that a piece is generated."""
         if ".attempt-" in key:
             self._journal.note("body", stage, iteration)
         elif ".pieces/" in key:

@@ -20,13 +20,13 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
 
     Raises:
         StageFailed: if a rollout row has no reward row.
-        StorageError: if stored bytes are not what the manifests say.
+        StorageError: if stored bytes do not match the manifests.
     """
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
     table = read_table(root, rollouts, ROLLOUT, columns)
     scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])
     keys, offered = _keys(table, scores)
-    rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN where there is no score
+    rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN without a score
     prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
     return Samples(
         tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),

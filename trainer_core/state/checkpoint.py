@@ -1,6 +1,6 @@
 """Train state on disk: weights, optimizer, schedule and random generators, loadable under another layout.
 
-megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of the optimizer in files of their own;
+megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of the optimizer in separate files;
 `trainer.json` beside it says in plain words what the state is.
 """
 

@@ -137,7 +137,7 @@ def _load(path: Path, what: str, offset: int = 0, length: int = -1) -> Any:
 
 def _refuse(path: Path, what: str, name: str) -> NoReturn:
     raise ForeignCode(
-        f"{path} is not read: {what} asks for {name}, which no train state holds, and which could run any code here. "
+        f"{path} is not read: {what} names {name}, which no train state holds and which could run any code here. "
         "Use a state from a store that you trust"
     )
 
