@@ -10,7 +10,8 @@ from flows.views.progress import Progress
 from storage.backends.root import Root
 from storage.errors import Overtaken
 from storage.ownership.lease import Lease, hold
-from storage.upkeep.retention import Retention, collect, give_up
+from storage.upkeep.retention import Retention, catch_up, give_up
+from storage.upkeep.shared import SharedParts
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW
@@ -40,29 +41,30 @@ def next_iteration(root: Root, name: str, config: RunConfig) -> int:
 
 def advance(context: RunContext, progress: Progress, first: int) -> None:
     """Do the iterations from `first` to the last; what they leave is durable when it returns."""
-    tidy(context)  # before a stage can find an old part and use it
+    shared = SharedParts(context.root, context.run)
+    tidy(context, shared)  # before a stage can find an old part and use it
     position = begin(context) if first == 0 else position_after(context, first - 1)
     if first == 0:
-        context.outbox.add(partial(conclude, context, progress, 0))
+        context.outbox.add(partial(conclude, context, progress, shared, 0))
     for iteration in range(max(first, 1), context.config.run.iterations + 1):
         position = iterate(context, iteration, position)
-        context.outbox.add(partial(conclude, context, progress, iteration))
+        context.outbox.add(partial(conclude, context, progress, shared, iteration))
     context.outbox.settle()
 
 
-def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
+def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
     """Report an iteration, all of which is published, and delete the train state that need not be kept any longer."""
     root, run = context.root, context.run
     before = read_iteration(root, run, iteration - 1)[-1] if iteration else None
     progress.finished(record_of(read_iteration(root, run, iteration), before))
     for retention in _retention(context):
-        give_up(root, WORKFLOW, run, retention, iteration)
+        give_up(root, WORKFLOW, run, retention, iteration, fence=context.fence, shared=shared)
 
 
-def tidy(context: RunContext) -> None:
-    """Delete what an earlier process did not come to, or what an earlier configuration kept."""
+def tidy(context: RunContext, shared: SharedParts) -> None:
+    """Delete the train states that an earlier process did not get to, or that an earlier configuration kept."""
     for retention in _retention(context):
-        collect(context.root, WORKFLOW, context.run, retention, apply=True)
+        catch_up(context.root, WORKFLOW, context.run, retention, fence=context.fence, shared=shared)
 
 
 def _retention(context: RunContext) -> Iterator[Retention]:

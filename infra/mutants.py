@@ -1,9 +1,9 @@
-"""Faults put into the code on purpose, one at a time, to see that the quick tests notice each of them.
+"""Puts faults into the code on purpose, one at a time, to see that the quick tests notice each of them.
 
     python -m infra.mutants [NAME ...]      all of them if no name is given; --list shows them
 
-Each is a change of a few lines in a copy of the project, and the tests that ought to notice it. A fault that no test
-notices is a hole in the tests. Run it by hand after a change to what is promised; it is no part of CI.
+Each is a change of a few lines in a copy of the project, and the tests that should notice it. A fault that no test
+notices is a gap in the tests. Run it by hand after a change to what is promised; it is not part of CI.
 """
 
 import argparse
@@ -28,7 +28,7 @@ logger = logging.getLogger("mutants")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one fault."""
+    """The outcome of one fault."""
 
     mutant: Mutant
     noticed: bool
@@ -38,15 +38,17 @@ class Verdict:
 
 
 def try_out(mutant: Mutant, copy: Path) -> Verdict:
-    """Put a fault into the copy, run its tests, and take it out again.
+    """Put a fault into the copy, run its tests, and remove it.
 
     Raises:
-        ValueError: the code that the fault changes is not there, or more than once.
+        ValueError: the code that the fault changes does not occur exactly once.
     """
     path = copy / mutant.file
     original = path.read_text(encoding="utf-8")
     if original.count(mutant.before) != 1:
-        raise ValueError(f"{mutant.name}: {mutant.file} has {original.count(mutant.before)} times {mutant.before!r}")
+        raise ValueError(
+            f"{mutant.name}: {mutant.file} has {original.count(mutant.before)} occurrences of {mutant.before!r}"
+        )
     path.write_text(original.replace(mutant.before, mutant.after), encoding="utf-8")
     clock = time.monotonic()
     try:
@@ -61,7 +63,7 @@ def _run_tests(mutant: Mutant, copy: Path) -> tuple[int, str]:
     try:
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return _EXIT_TESTS_FAILED, f"the tests did not end within {_LIMIT_S} s"
+        return _EXIT_TESTS_FAILED, f"the tests did not finish within {_LIMIT_S} s"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return done.returncode, failed[0][:140] if failed else f"pytest ended with {done.returncode}"
 
@@ -78,10 +80,10 @@ def copy_of_project(folder: Path) -> Path:
 
 
 def main() -> int:
-    """Try the faults and report; the exit code is the number of those that nobody noticed, at most 100."""
+    """Try the faults and report; the exit code is the number of unnoticed ones, at most 100."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only these")
-    parser.add_argument("--list", action="store_true", help="show the names and end")
+    parser.add_argument("--list", action="store_true", help="show the names and exit")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     chosen = [mutant for mutant in MUTANTS if not given.names or mutant.name in given.names]

@@ -12,11 +12,11 @@ class Mutant:
     """In words."""
     file: str
     before: str
-    """Code that is in the file once."""
+    """Code that occurs once in the file."""
     after: str
-    """What takes its place."""
+    """Its replacement."""
     tests: tuple[str, ...]
-    """Files that ought to notice it."""
+    """Test files that should notice it."""
 
 
 _FAULTS = ("tests/tasks/stages", "tests/faults/test_saving_behind.py", "tests/faults/test_matrix.py")
@@ -36,7 +36,7 @@ MUTANTS = (
         "served-state-not-waited-for",
         "weights are served again from a state that is still on its way to storage",
         "tasks/stages/served_weights.py",
-        "    context.outbox.settle()  # what is to be loaded may still be on its way to storage\n",
+        "    context.outbox.settle()  # the state to load may not be stored yet\n",
         "",
         _FAULTS,
     ),

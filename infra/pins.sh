@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes infra/requirements/{cpu,gpu}.txt anew from pyproject.toml. The files hold versions and hashes, no addresses.
+# Rewrites infra/requirements/{cpu,gpu}.txt from pyproject.toml. The files hold versions and hashes, no addresses.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv=$([ -x .tools/bin/uv ] && echo .tools/bin/uv || echo uv)

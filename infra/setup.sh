@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv ready: pinned versions with hashes, bytecode compiled, the project installed in place.
-# Needs Python 3.12 (or pyenv with it), make, git and a compiler. Run again it installs nothing.
+# Sets up .venv: pinned versions with hashes, bytecode compiled, the project installed in place.
+# Needs Python 3.12 (or pyenv with it), make, git and a compiler. A second run installs nothing.
 #
 #   infra/setup.sh [cpu|gpu]     the default is gpu where nvidia-smi finds a device, else cpu
 set -euo pipefail
@@ -11,7 +11,7 @@ if [ "$variant" = auto ]; then
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then variant=gpu; else variant=cpu; fi
 fi
 pins=infra/requirements/$variant.txt
-[ -f "$pins" ] || { echo "setup: there are no pins for '$variant': say cpu or gpu" >&2; exit 2; }
+[ -f "$pins" ] || { echo "setup: there are no pins for '$variant': give cpu or gpu" >&2; exit 2; }
 
 stamp=.venv/.ratchet-setup
 wanted=$(cat "$pins" infra/setup.sh pyproject.toml | sha256sum | cut -d' ' -f1)
@@ -23,12 +23,12 @@ find_python() {
   for candidate in python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python3.12; do
     if command -v "$candidate" >/dev/null 2>&1 && is_312 "$candidate"; then command -v "$candidate"; return; fi
   done
-  echo "setup: Python 3.12 is needed and was not found: install python3.12, or 'pyenv install 3.12'" >&2
+  echo "setup: Python 3.12 is required but was not found: install python3.12, or 'pyenv install 3.12'" >&2
   exit 2
 }
 python=$("$(find_python)" -c 'import sys; print(sys.executable)')
 
-# uv of a pinned version, beside the project and not in anybody's Python
+# uv of a pinned version, kept in the project and out of any other Python
 if command -v uv >/dev/null 2>&1 && [ "$(uv --version 2>/dev/null | cut -d' ' -f2)" = "$UV_VERSION" ]; then
   uv=uv
 else

@@ -1,4 +1,4 @@
-"""Everything about a run that can be found wrong before anything expensive starts."""
+"""Checks of a run that are made before anything expensive starts."""
 
 import functools
 import json
@@ -20,11 +20,11 @@ from trainer_core.config import check_layout
 
 
 def check_config(config: RunConfig, root: Root) -> None:
-    """Refuse a run that cannot work. Asked again by the same process, it reads and tokenizes nothing twice.
+    """Refuse a run that cannot work. A second call in the same process reads and tokenizes nothing again.
 
     Raises:
-        InputError: the layout does not fit the model, a data set or the reward cannot be used, sizes contradict,
-            CUDA is asked for where there is none, or the root's URL has credentials.
+        InputError: the layout does not fit the model, a data set or the reward cannot be used, sizes contradict
+            each other, CUDA is requested but not available, or the root's URL has credentials.
         StorageUnavailable: the root cannot be written.
     """
     check_root_url(root.url)
@@ -33,7 +33,7 @@ def check_config(config: RunConfig, root: Root) -> None:
     _check_content(config.model_dump_json())
 
 
-@functools.lru_cache(maxsize=1)  # command line and flow ask in turn; a refusal is not remembered
+@functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached
 def _check_content(document: str) -> None:
     config = RunConfig.model_validate_json(document)
     check_layout(config.train.parallel, model_facts(config))
@@ -44,16 +44,16 @@ def _check_content(document: str) -> None:
         "warmup" not in tables or tables["warmup"]["answer"].null_count == len(tables["warmup"])
     ):
         raise InputError(
-            "warmup.steps is above 0 and there are no solved examples: set data.warmup, or warmup.steps = 0"
+            "warmup.steps is above 0, but there are no solved examples: set data.warmup, or warmup.steps = 0"
         )
     if config.evaluate.every and "held_out" not in tables:
         raise InputError(
-            "evaluate.every is above 0 and there are no held-out prompts: set data.held_out, or evaluate.every = 0"
+            "evaluate.every is above 0, but there are no held-out prompts: set data.held_out, or evaluate.every = 0"
         )
 
 
 def model_facts(config: RunConfig) -> Mapping[str, Any]:
-    """The fields of the model's config.json, of a directory or of a model that is still to be made.
+    """The fields of the model's config.json, from its directory or as the model is to be generated.
 
     Raises:
         InputError: the directory has no readable config.json.
@@ -81,7 +81,7 @@ def check_scratch(folder: Path | None = None) -> None:
             return
     except OSError as error:
         raise InputError(
-            f"temporary folder {folder or tempfile.gettempdir()}: {error}. Set TMPDIR to another"
+            f"temporary folder {folder or tempfile.gettempdir()}: {error}. Set TMPDIR to another folder"
         ) from None
 
 
@@ -101,7 +101,7 @@ def _check_sizes(config: RunConfig) -> None:
     updates = config.train.policy.mini_batches
     if samples < updates:
         raise InputError(
-            f"{samples} samples an iteration cannot be split into train.policy.mini_batches = {updates}: "
+            f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}: "
             "lower it, or raise rollout.prompts or rollout.samples"
         )
     context = int(model_facts(config)["max_position_embeddings"])

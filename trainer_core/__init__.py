@@ -1,1 +1,1 @@
-"""The learner: Megatron models, losses, optimizer steps, train state and weight export, without Prefect or Ray."""
+"""The trainer: Megatron models, losses, optimizer steps, train state and weight export, without Prefect or Ray."""

@@ -1,4 +1,4 @@
-"""What a trainer is asked to do. Imports no torch, so that a configuration is checked before anything heavy starts."""
+"""Configuration of a trainer. Imports no torch, so that it can be checked before anything heavy starts."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -19,14 +19,14 @@ class Frozen(BaseModel):
 
 
 class ParallelConfig(Frozen):
-    """How the model is laid over ranks. A runtime setting: it may change between two iterations of a run."""
+    """How the model is distributed over ranks. A runtime setting: it may change between two iterations of a run."""
 
     tensor: int = Field(default=1, ge=1)
     """Ranks over which each weight matrix is split (TP)."""
     pipeline: int = Field(default=1, ge=1)
     """Ranks over which the layers are split (PP)."""
     data: int = Field(default=1, ge=1)
-    """Replicas which each take a share of the batch (DP)."""
+    """Replicas, each of which takes a share of the batch (DP)."""
 
     @property
     def world_size(self) -> int:
@@ -47,9 +47,9 @@ class OptimizerConfig(Frozen):
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises linearly from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    """Shape of the learning-rate decay after the warm-up."""
     decay_steps: int = Field(default=1_000_000, ge=1)
-    """Updates, warm-up included, after which the decay has ended."""
+    """Updates, warm-up included, until the decay ends."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases are not decayed."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -59,7 +59,7 @@ class OptimizerConfig(Frozen):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 leaves gradients as they are."""
+    """Largest global gradient norm; 0 disables clipping."""
 
     @model_validator(mode="after")
     def _schedule_is_possible(self) -> "OptimizerConfig":
@@ -122,11 +122,11 @@ class RankSpec(Frozen):
     local_rank: int = Field(default=0, ge=0)
     """Index of this rank's device on its host."""
     store: str
-    """Path of the rendezvous file, the same for all ranks, in a folder they all see; it must not exist before."""
+    """Path of the rendezvous file, the same for all ranks, in a folder they all see; the file must not exist yet."""
     device: Device = "cpu"
     """Kind of device to train on."""
     deterministic: bool = False
-    """On CUDA, compute with kernels alone whose results do not depend on timing; on CPU all are of that kind."""
+    """On CUDA, use only kernels whose results do not depend on timing; on CPU all kernels are like that."""
     timeout_seconds: int = Field(default=600, ge=1)
     """Longest wait for the other ranks in a collective."""
 
@@ -137,7 +137,7 @@ class RankSpec(Frozen):
 
 
 def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
-    """Refuse a layout which the model cannot take.
+    """Refuse a layout that does not fit the model.
 
     `model` is the content of the model's config.json (Hugging Face names). Raises InputError.
     """

@@ -12,17 +12,17 @@ from trainer_core.config import OptimizerConfig, ParallelConfig
 from trainer_core.weights.records import TensorRecord
 
 Generators = Literal["continued", "restored", "reseeded"]
-"""What became of a rank's random generators since its last training: nothing, or what the last `load` did to them."""
+"""What happened to a rank's random generators since its last training: nothing, or what the last `load` did to them."""
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a state that was loaded is."""
+    """Facts about a loaded state."""
 
     step: int
     """Updates since the model was imported."""
     rng: Generators
-    """Whether the random generators go on where the state left them."""
+    """Whether the random generators continue where the state left them."""
     saved_parallel: ParallelConfig
     """Layout that saved it."""
     optimizer: OptimizerConfig
@@ -47,28 +47,28 @@ class TrainerProtocol(Protocol):
         ...
 
     def generators(self) -> Generators:
-        """What became of the random generators since the last training."""
+        """What happened to the random generators since the last training."""
         ...
 
     def import_model(self) -> None:
-        """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start afresh."""
+        """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start fresh."""
         ...
 
     def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
         """Continue from a state that `save` wrote, under the same or another layout.
 
-        Under the same layout training goes on bit by bit as if it had not been interrupted. Under another one the
+        Under the same layout training continues bit for bit as if it had not been interrupted. Under another one the
         random generators are reseeded.
 
         Args:
             directory: local folder with all files of the state; with a fresh optimizer those that
-                `facts.needed_for_weights` names are enough.
-            fresh_optimizer: take the weights alone and start this trainer's optimizer from zero.
+                `facts.needed_for_weights` names suffice.
+            fresh_optimizer: load only the weights and start this trainer's optimizer from zero.
 
         Raises:
             StorageError: if there is no state.
-            InputError: if the state's optimizer is configured otherwise than this trainer's, or Transformer Engine
-                saved it and is not here, or the other way round.
+            InputError: if the state's optimizer is configured differently from this trainer's, or Transformer Engine
+                saved it and is not installed here, or vice versa.
         """
         ...
 
@@ -83,7 +83,7 @@ class TrainerProtocol(Protocol):
         """Train on one iteration's samples with the objective of `TrainerConfig.policy` (GRPO).
 
         Advantages are taken within prompt groups; old log-probabilities are this trainer's own. Samples that are not
-        usable take no part.
+        usable are ignored.
 
         Args:
             samples: all samples of the iteration, on every rank.
@@ -93,12 +93,12 @@ class TrainerProtocol(Protocol):
         Returns:
             The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
             learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
-            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if asked for;
+            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if requested;
             engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; tokens: response
             tokens; steps: updates.
 
         Raises:
-            InputError: if a sequence is longer than max_length, or no reference is there where one is needed.
+            InputError: if a sequence is longer than max_length, or a reference is needed and none is loaded.
             StageFailed: if no sample is usable.
             NumericsError: if a loss or gradient norm is not finite; that update is not applied.
         """
@@ -115,7 +115,7 @@ class TrainerProtocol(Protocol):
             batch_size: examples per update, over all ranks.
             optimizer: if given, these updates use a fresh optimizer of this configuration, and afterwards the trainer
                 holds a fresh one of `TrainerConfig.optimizer`, so that neither moments nor schedule leak from one phase
-                into the next. If not, the trainer's optimizer goes on.
+                into the next. If not, the trainer's optimizer continues.
 
         Returns:
             The same on every rank: first_loss and loss (mean nats per response token, of the first and last batch),
@@ -142,11 +142,11 @@ class TrainerProtocol(Protocol):
 
         Args:
             directory: holds at least the files that `facts.needed_for_weights` names.
-            identity: of that state; what `reference` answers from now on.
+            identity: of that state; what `reference` returns from now on.
 
         Raises:
             StorageError: if there is no state.
-            InputError: if Transformer Engine saved it and is not here, or the other way round.
+            InputError: if Transformer Engine saved it and is not installed here, or vice versa.
         """
         ...
 
@@ -162,5 +162,5 @@ class TrainerProtocol(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the process groups; the trainer is of no use afterwards."""
+        """Leave the process groups; the trainer cannot be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""How a trainer rank comes up: the platform first, then everything that imports Megatron. Imports neither itself."""
+"""How a trainer rank starts: the platform first, then everything that imports Megatron. Imports neither itself."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Tra
     """Bring Megatron up on `rank.device`, meet the other ranks and build the model without weights.
 
     Raises:
-        InputError: if the model is missing or cannot take the layout, or the device is not there.
+        InputError: if the model is missing or does not fit the layout, or the device is not available.
     """
     from trainer_core.platform.platform import prepare, use_deterministic_kernels
 
@@ -20,6 +20,6 @@ def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Tra
     if rank.chooses_kernels:
         use_deterministic_kernels()
 
-    from trainer_core.trainer import Trainer  # imports Megatron, which must find the platform prepared
+    from trainer_core.trainer import Trainer  # imports Megatron, which needs the platform prepared
 
     return Trainer(model_dir, config, rank, platform)

@@ -1,4 +1,4 @@
-"""One trainer rank. It imports Megatron, which must find the platform prepared: make one with `start_trainer`."""
+"""One trainer rank. It imports Megatron, which needs the platform prepared: create one with `start_trainer`."""
 
 from collections.abc import Sequence
 
@@ -90,12 +90,12 @@ class Trainer(TrainerProtocol):
     def _continued(self, facts: StateFacts) -> Optimizer:
         if facts.precision != self._config.precision:
             raise InputError(
-                f"the state is in {facts.precision} and the trainer computes in {self._config.precision}; "
+                f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
                 "use the state's precision, or load it with a fresh optimizer"
             )
         if facts.optimizer != self._config.optimizer:
             raise InputError(
-                f"the state holds the optimizer {facts.optimizer} and the trainer is asked for "
+                f"the state holds the optimizer {facts.optimizer}, but the trainer is to use "
                 f"{self._config.optimizer}; use the state's settings, or load it with a fresh optimizer"
             )
         return Optimizer(self._model, self._config.optimizer)
@@ -123,7 +123,7 @@ class Trainer(TrainerProtocol):
         reference_logprobs = self._reference_logprobs(samples, temperature) if reference else None
         if self._config.policy.kl_coefficient and reference_logprobs is None:
             raise InputError(
-                f"policy.kl_coefficient is {self._config.policy.kl_coefficient} and no reference is used; "
+                f"policy.kl_coefficient is {self._config.policy.kl_coefficient}, but no reference is used; "
                 "load a reference, or set the coefficient to 0"
             )
         report = phase.run(samples, reference_logprobs)
@@ -176,7 +176,7 @@ class Trainer(TrainerProtocol):
 
     def _reference_logprobs(self, samples: Samples, temperature: float) -> Matrix:
         if self._reference is None:
-            raise InputError("a reference is asked for and none is loaded; call load_reference first")
+            raise InputError("a reference is required, but none is loaded; call load_reference first")
         with self._reference.in_place():
             return self._passes.score(samples.padded(), np.flatnonzero(samples.usable), temperature).logprobs
 
@@ -184,7 +184,7 @@ class Trainer(TrainerProtocol):
         longest = int(sequences.lengths.max(initial=0))
         if longest > self._config.max_length:
             raise InputError(
-                f"a sequence has {longest} tokens and the trainer's max_length is {self._config.max_length}; "
+                f"a sequence has {longest} tokens, but the trainer's max_length is {self._config.max_length}; "
                 "shorten prompts or responses, or raise max_length"
             )
 

@@ -1,6 +1,6 @@
-"""What the run store costs on this machine: `ratchet bench storage [--json]`.
+"""Cost of the run store on this machine: `ratchet bench storage [--json]`.
 
-All rates are per second of CPU time of this process, held to one thread, so that other load on the machine does not
+All rates are per second of CPU time of this process, limited to one thread, so that other load on the machine does not
 count; they are medians. The data are synthetic rollouts: token ids drawn from a Zipf distribution, log-probabilities of
 which 43 % are close to zero, prompts that repeat within their group. MB are 10^6 bytes of the table in memory.
 """
@@ -36,7 +36,7 @@ from tasks.stages.names import Stage
 
 GROUP = 16
 PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 64, 1024, 32_000
-BASELINE_SAMPLES = 1024  # of the data, for JSONL and torch.save of lists: all of it would take minutes
+BASELINE_SAMPLES = 1024  # of the data, for JSONL and torch.save of lists: the whole would take minutes
 LISTS = ("prompt_tokens", "response_tokens", "logprobs")
 
 
@@ -86,7 +86,7 @@ def cpu_seconds(work: Callable[[int], object], repeats: int) -> float:
 
 
 def written(root: Root, table: pa.Table, iteration: int, compression: str | None) -> Manifest:
-    """A rollout manifest with the table as its part, as the rollout stage leaves it but for the commit."""
+    """A rollout manifest with the table as its part, as the rollout stage leaves it, but not committed."""
     part = PartWriter(root, "bench", iteration, Stage.ROLLOUT).write_table("groups.arrow", table, ROLLOUT, compression)
     return manifest(iteration, (part,))
 
@@ -109,7 +109,7 @@ def manifest(iteration: int, parts: tuple[Any, ...] = (), stage: Stage = Stage.R
 
 
 def tensor_views(table: pa.Table) -> list[tuple[torch.Tensor, ...]]:
-    """For each list column one tensor a sample, each a view of the column's memory."""
+    """For each list column one tensor per sample, a view of the column's memory."""
     views = []
     for name in LISTS:
         for chunk in table[name].chunks:
@@ -119,7 +119,7 @@ def tensor_views(table: pa.Table) -> list[tuple[torch.Tensor, ...]]:
 
 
 def tensors_of(records: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-    """What a trainer makes of records with Python lists."""
+    """What a trainer makes from records with Python lists."""
     kinds = {"logprobs": torch.float32}
     return [[torch.tensor(record[name], dtype=kinds.get(name, torch.int32)) for name in LISTS] for record in records]
 
@@ -148,7 +148,7 @@ def commit_milliseconds(root: Root, count: int) -> float:
 
 
 def flush_milliseconds(folder: Path, count: int) -> float:
-    """Median wall time of writing 4 kB to a new file and flushing it to the disk: what the disk itself takes."""
+    """Median wall time of writing 4 kB to a new file and flushing it to the disk: the disk's own share."""
     taken = []
     for number in range(count):
         with (folder / f"flush-{number}").open("wb", buffering=0) as file:
@@ -163,7 +163,7 @@ def measure(folder: Path, samples: int, repeats: int) -> dict[str, float]:
     """All figures."""
     root, table = open_root(str(folder / "root")), rollout_table(samples)
     megabytes = table.nbytes / 1e6
-    # a new iteration each time: a part that is there already would not be written
+    # a new iteration each time: an existing part would not be written
     write = cpu_seconds(lambda repeat: written(root, table, repeat, "zstd"), repeats)
     write_raw = cpu_seconds(lambda repeat: written(root, table, 100 + repeat, None), repeats)
     raw, packed = written(root, table, 100, None), written(root, table, 0, "zstd")
@@ -206,24 +206,24 @@ def archive_bytes(folder: Path, table: pa.Table) -> int:
 
 
 def in_memory_commit_milliseconds(count: int) -> float:
-    """The commit on a filesystem in memory: what our own code takes of it."""
+    """The commit on a filesystem in memory: our own code's share."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         return commit_milliseconds(open_root(folder), count)
 
 
 def durability(root: Root, run: str) -> dict[str, float]:
-    """What durability took of a run: shares of the time of an RL iteration's stages, and how long a resume takes.
+    """Cost of durability in a run: shares of the time of an RL iteration's stages, and how long a resume takes.
 
     Returns:
-        durability_share: the stages waited for it, reading included: storage, and ranks that wrote down their state.
+        durability_share: the stages waited for it, reading included: storage, and ranks that wrote their state.
             Median of the iterations.
-        durability_behind_share: uploads that went on while the next stages worked; median likewise.
+        durability_behind_share: uploads that ran while the next stages worked; also a median.
         resume_to_first_gradient_s: from the start of a process that resumed to the end of its first training; median,
             absent if none did.
 
     Raises:
-        InputError: the run's stages do not say.
+        InputError: the run's stages do not record it.
     """
     done: dict[int, list[dict[str, float]]] = {}
     for one in contents(root, run).newest:
@@ -231,7 +231,7 @@ def durability(root: Root, run: str) -> dict[str, float]:
             done.setdefault(one.iteration, []).append(one.metrics)
     if not done:
         raise InputError(
-            f"no RL iteration of run {run!r} in {root.url} says how long it used the store: do one with this version"
+            f"no RL iteration of run {run!r} in {root.url} records its time in the store: run one with this version"
         )
 
     def share(*names: str) -> float:
@@ -256,10 +256,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each figure; the median counts")
     parser.add_argument("--samples", type=int, default=16_384, help="samples in the table")
     parser.add_argument("--folder", help="where to write; a temporary folder by default")
-    parser.add_argument("--run", help="report the price of durability in this run too")
+    parser.add_argument("--run", help="also report the cost of durability in this run")
     parser.add_argument("--root", default="file://./runs", help="storage root of that run")
     options = parser.parse_args()
-    gc.freeze()  # when the collector looks at all that torch has imported is chance, and not what is measured
+    gc.freeze()  # when the collector visits all that torch has imported is chance, and not what is measured
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Secrets in a configuration: it names them (`env:NAME`), it never holds them, and nothing that is shown has one."""
+"""Secrets in a configuration: it names them (`env:NAME`) and never holds them; nothing that is shown contains one."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pydantic import JsonValue
 from storage.errors import InputError
 
 MASK = "***"
-"""What is shown in a secret's place."""
+"""Shown in place of a secret."""
 
 _REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
@@ -38,7 +38,7 @@ def referenced(value: JsonValue) -> str | None:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key is called like one that holds a secret: api_key, HF_TOKEN, clientSecret, db-password."""
+    """Whether a key is named like one that holds a secret: api_key, HF_TOKEN, clientSecret, db-password."""
     words = " ".join(_WORDS.findall(name)).lower()
     return _SECRET.search(words) is not None and _TEXT_TOKEN.search(words) is None
 
@@ -61,25 +61,25 @@ def has_credentials(text: str) -> bool:
 
 
 def check_root_url(url: str) -> None:
-    """Refuse the URL of a storage root that has credentials: it is shown, and recorded by Prefect.
+    """Refuse a storage root whose URL has credentials: the URL is shown, and recorded by Prefect.
 
     Raises:
-        InputError: it has.
+        InputError: it has credentials.
     """
     if has_credentials(url):
         raise InputError(
-            f"the storage root {shown_text(url)} has credentials in its URL: leave them out and set them where the "
+            f"the storage root {shown_text(url)} has credentials in its URL: remove them and set them where the "
             "AWS SDK looks for them (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
         )
 
 
 def shown_text(text: str) -> str:
-    """A text with every password and signature of the URLs in it masked."""
+    """The text with every password and signature in its URLs masked."""
     return _QUERY.sub(_mask_query, _USER_INFO.sub(_mask_user, text)) if "://" in text else text
 
 
 def shown(value: JsonValue, name: str = "") -> JsonValue:
-    """A value as it may be shown, stored or logged; `name` is the key it has."""
+    """A value as it may be shown, stored or logged; `name` is its key."""
     if isinstance(value, dict):
         return {key: shown(inner, name if is_secret(name) else key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -101,7 +101,7 @@ def _is_literal(value: JsonValue) -> bool:
 
 
 def _mask_user(found: re.Match[str]) -> str:
-    # a name alone is no secret, but of http it may be a token
+    # a user name alone is not a secret, but in an http URL it may be a token
     secret = found["password"] or found["scheme"].lower() in ("http", "https")
     return f"{found['scheme']}://{MASK}@" if secret else found.group()
 

@@ -1,4 +1,4 @@
-"""The process environment. The one module that reads or writes it."""
+"""The process environment. The only module that reads or writes it."""
 
 import os
 import secrets
@@ -14,7 +14,7 @@ from tasks.config.credentials import MASK, referenced, shown_text
 from trainer_core.config import Device
 
 _OFFLINE_AND_SILENT = {
-    "HF_HUB_OFFLINE": "1",  # models are directories; a hub is never asked
+    "HF_HUB_OFFLINE": "1",  # models are directories; a hub is never contacted
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of a data loader or of Ray
     "DO_NOT_TRACK": "1",
@@ -26,8 +26,8 @@ _ORCHESTRATION = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",  # the default of 20 s is too short on two busy cores
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "WARNING",
-    "RAY_worker_niceness": "0",  # actors are the run's own work; Ray would let everything else go first
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors reserve no GPU of Ray's and still see the cards given to them
+    "RAY_worker_niceness": "0",  # actors are the run's own work; Ray would give everything else priority
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors reserve no GPU in Ray, yet must see the cards given to them
 }
 
 _LOOPBACK = {
@@ -49,7 +49,7 @@ _ENGINE_ON_CPU = {
 }
 
 _DETERMINISTIC_ON_CUDA = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a workspace of its own for each stream, as cuBLAS asks for
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # a separate workspace per stream, as cuBLAS requires
     "NCCL_ALGO": "Ring",  # sums in one order
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
@@ -62,12 +62,12 @@ _resolved: set[str] = set()
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says about the machine and the cluster."""
+    """The environment's settings for the machine and the cluster."""
 
     ray_address: str | None
     """`host:port` of a Ray cluster to attach to; None starts a local Ray."""
     ray_token: str | None = field(repr=False)
-    """Token that Ray's servers ask for."""
+    """Token that Ray's servers require."""
     gpus: tuple[str, ...]
     """The cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
     faults: Path | None = None
@@ -85,17 +85,17 @@ class Settings:
 
     @property
     def local(self) -> bool:
-        """Whether everything runs on this host, under a Ray of our own."""
+        """Whether everything runs on this host, under our own Ray."""
         return self.ray_address is None
 
     def device(self, kind: Device | Literal["auto"]) -> Device:
         """Where to compute: `auto` is CUDA if a card is visible.
 
         Raises:
-            InputError: CUDA is asked for and no card is visible.
+            InputError: CUDA is requested but no card is visible.
         """
         if kind == "cuda" and not self.gpus:
-            raise InputError('device.kind is "cuda" and no GPU is visible; use "auto" or "cpu"')
+            raise InputError('device.kind is "cuda", but no GPU is visible; use "auto" or "cpu"')
         if kind == "auto":
             return "cuda" if self.gpus else "cpu"
         return kind
@@ -104,17 +104,17 @@ class Settings:
 def prepare_process() -> None:
     """Give this process and its children the defaults they need. Call it before Prefect or Ray is imported.
 
-    What the user has set stays.
+    Values that the user has set are kept.
     """
     for name, value in {**_OFFLINE_AND_SILENT, **_ORCHESTRATION}.items():
         os.environ.setdefault(name, value)
 
 
 def resolve(value: JsonValue, place: str) -> JsonValue:
-    """A value of the configuration with each `env:NAME` in it replaced by that variable. Use it, never keep it.
+    """A value of the configuration with each `env:NAME` in it replaced by that variable. Use it, never store it.
 
     Args:
-        place: the key it has, for the message.
+        place: its key, for the message.
 
     Raises:
         InputError: a variable is not set, or is empty.
@@ -135,16 +135,16 @@ def without_secrets(text: str) -> str:
 
 
 def ensure_ray_token() -> None:
-    """Give a Ray that will be started here a new token, unless the user gave one.
+    """Set a new token for a Ray that is started here, unless the user set one.
 
     Ray switches token authentication on for a Ray it starts, unless RAY_AUTH_MODE says otherwise. Without a token in
-    the environment it would keep one in the home directory for good.
+    the environment it would store one permanently in the home directory.
     """
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def engine_environment(device: Device, gpu: str | None, local: bool) -> dict[str, str]:
-    """What an engine's process needs beyond the environment it inherits; `gpu` is the one card it sees."""
+    """What an engine's process needs beyond the environment it inherits; `gpu` is the only card it sees."""
     specific = _ENGINE_ON_CPU if device == "cpu" else {}
     return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, (gpu,) if gpu else ())}
 
@@ -170,7 +170,7 @@ def with_faults(folder: Path) -> dict[str, str]:
 def _secret(variable: str, place: str) -> str:
     value = os.environ.get(variable)
     if not value:
-        raise InputError(f"{place} is env:{variable}, and {variable} is not set: export it before the start")
+        raise InputError(f"{place} is env:{variable}, but {variable} is not set: export it before starting")
     _resolved.add(value)
     return value
 
@@ -179,7 +179,7 @@ def _trainer_on_cuda(ranks: int, deterministic: bool) -> dict[str, str]:
     share = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron overlaps by launch order
-        # the state passes through host memory when it is saved; Ray would leave an actor one thread for that
+        # the state passes through host memory when it is saved; Ray would limit an actor to one thread for that
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(share)),
         **(_DETERMINISTIC_ON_CUDA if deterministic else {}),
     }

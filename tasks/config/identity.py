@@ -31,26 +31,26 @@ _RUNTIME_1: dict[str, Any] = {
 _RUNTIME_2 = {**_RUNTIME_1, "sync": True, "workers": True}
 
 _RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
-"""Per version of the rules the runtime settings, which decide no result. An entry never changes but for new keys."""
+"""The runtime settings, which decide no result, by version of the rules. An entry only ever gains keys."""
 
 RULES = max(_RUNTIME)
 """The current rules."""
 FIRST_RULES = min(_RUNTIME)
-"""Those of records that name none."""
+"""The rules of records that name none."""
 
 
 def meaning(document: Document, rules: int = RULES) -> dict[str, JsonValue]:
-    """The keys of `document` that decide the result: those that are there, without the runtime settings."""
+    """The keys in `document` that decide the result: all but the runtime settings."""
     return _without(document, _RUNTIME[rules])
 
 
 def meaning_digest(document: Document, rules: int = RULES) -> str:
-    """Identity of `meaning`. A key that the document lacks, being newer, has no part in it."""
+    """Identity of `meaning`. A newer key, which the document lacks, does not affect it."""
     return value_digest(meaning(document, rules))
 
 
 def changed_meaning(stored: Document, given: Document, prefix: str = "") -> list[str]:
-    """The settings that differ, one line each with both values. Secrets do not count: they may be renewed."""
+    """The settings that differ, one line each with both values. Secrets are ignored: they may be rotated."""
     lines: list[str] = []
     for key in sorted({*stored, *given}):
         old, new = stored.get(key), given.get(key)
@@ -58,7 +58,7 @@ def changed_meaning(stored: Document, given: Document, prefix: str = "") -> list
             lines += changed_meaning(old, new, f"{prefix}{key}.")
         elif not (is_secret(key) or _same(old, new)):
             lines.append(
-                f"{prefix}{key}: the run was started with {shown(old, key)!r}, now {shown(new, key)!r} is given"
+                f"{prefix}{key}: the run was started with {shown(old, key)!r}, but is now given {shown(new, key)!r}"
             )
     return lines
 

@@ -1,4 +1,4 @@
-"""Every key of a run's configuration, read from the models: for a page, a terminal, and a commented example."""
+"""Every key of a run's configuration, read from the models: as a page, for a terminal, and as a commented example."""
 
 import json
 import textwrap
@@ -24,20 +24,20 @@ _WIDTH = 118
 _HEAD = """\
 # Configuration
 
-A run is described by one TOML file. Every key of it is here, with its type, default and limits. An unknown key is an
+A run is described by one TOML file. This page lists every key with its type, default and limits. An unknown key is an
 error. Any key can be replaced on the command line: `--set section.key=value`. `ratchet config` prints this reference,
 `ratchet config --example` a complete file with these texts as comments, and `ratchet config --json` the JSON schema.
 
-Keys marked **meaning** decide what a run computes. They are fixed by its first start: it is continued only with the
-same values, and the digest of them is in each of its manifests. Keys marked **runtime** may change whenever it is
-continued. Paths of model and data are among these, because what they held at the first start is stored with the run.
+Keys marked **meaning** decide what a run computes. They are fixed when it first starts: it is continued only with the
+same values, and their digest is in each of its manifests. Keys marked **runtime** may change whenever it is
+continued. Paths of model and data are among these, because their content at the first start is stored with the run.
 
 Secrets are not stored. A value `"env:NAME"` in `reward.arguments`, or for `model.source` and the URLs of `[data]`, is
 replaced by the environment variable NAME where it is used. A literal value is refused if its key is named like a secret
-(`api_key`, `token`, `password`, ...), and so is a URL with a password or a signature in it.
+(`api_key`, `token`, `password`, ...), as is a URL with a password or a signature in it.
 
-This page is made from the models in `tasks/config/run.py` and `trainer_core/config.py`. Change the texts there, then
-run `ratchet config --markdown > docs/configuration.md`.
+This page is generated from the models in `tasks/config/run.py` and `trainer_core/config.py`. Change the texts there,
+then run `ratchet config --markdown > docs/configuration.md`.
 """
 
 
@@ -46,7 +46,7 @@ class Key:
     """One setting."""
 
     name: str
-    """Within its table."""
+    """Name within its table."""
     path: str
     """`section.key`."""
     kind: str
@@ -54,11 +54,11 @@ class Key:
     default: str | None
     """As TOML; None if there is none."""
     required: bool
-    """Whether it must be given wherever its table is given."""
+    """Whether it must be given if its table is given."""
     role: str
     """`meaning` or `runtime`."""
     text: str
-    """What it says."""
+    """Its docstring."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The one document a run is made from: TOML in, frozen models, JSON out. Imports without torch."""
+"""The document that defines a run: TOML in, frozen models, JSON out. Imports without torch."""
 
 import difflib
 import tomllib
@@ -30,7 +30,7 @@ FROM_STORAGE = {"from_storage": True}
 class Section(BaseModel):
     """A table of the configuration: immutable, and an unknown key is an error."""
 
-    # pydantic's own messages would contain what was given, secrets included
+    # pydantic's own messages would repeat the input, secrets included
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
@@ -38,7 +38,7 @@ class RunSection(Section):
     """Which run this is and how far it goes."""
 
     name: str | None = None
-    """Id of the run below the storage root; `--run` gives it too."""
+    """Id of the run below the storage root; also set by `--run`."""
     iterations: int = Field(default=1, ge=0)
     """RL iterations after the preparation (iteration 0). May be raised later to continue."""
     seed: int = 0
@@ -51,7 +51,7 @@ class RunSection(Section):
 
 
 class GeneratedModel(Section):
-    """A small Qwen3-architecture model with random weights, made on the spot."""
+    """A small Qwen3-architecture model with random weights, generated at the start."""
 
     layers: int = 2
     """Transformer layers."""
@@ -68,7 +68,7 @@ class GeneratedModel(Section):
     vocabulary: int = 32
     """Rows of the embedding; the character tokenizer uses the first of them."""
     max_positions: int = 128
-    """Longest sequence the model is made for, in tokens."""
+    """Longest sequence the model supports, in tokens."""
     tied_embeddings: bool = False
     """Whether the output layer shares the embedding's weights."""
     initializer_range: float = 0.02
@@ -81,7 +81,7 @@ class ModelSection(Section):
     source: str | None = None
     """Local path or URL of a Hugging Face directory (config.json, safetensors, tokenizer.json)."""
     generate: GeneratedModel | None = None
-    """Make a small one instead."""
+    """Generate a small one instead."""
 
     @field_validator("source")
     @classmethod
@@ -96,7 +96,7 @@ class ModelSection(Section):
 
 
 class GeneratedAddition(Section):
-    """Integer addition: prompts such as `47+38=`, answers such as `085`, all of one width."""
+    """Integer addition: prompts such as `47+38=`, answers such as `085`, all of equal width."""
 
     min_operand: int = Field(default=10, ge=0)
     """Smallest operand."""
@@ -105,9 +105,9 @@ class GeneratedAddition(Section):
     held_out: int = Field(default=256, ge=1)
     """Prompts kept for evaluation; training sees neither them nor their commuted twins."""
     warmup: int = Field(default=0, ge=0)
-    """Demonstrations for the supervised warm-up, on training prompts; at most one for each."""
+    """Demonstrations for the supervised warm-up, on training prompts; at most one per prompt."""
     warmup_mistakes: float = Field(default=0.0, ge=0, le=1)
-    """Share of the demonstrations that forget to carry, which RL has to repair."""
+    """Share of the demonstrations that forget to carry, which RL has to correct."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "GeneratedAddition":
@@ -117,7 +117,7 @@ class GeneratedAddition(Section):
 
 
 class DataSection(Section):
-    """Prompts. JSONL or Parquet on fsspec, one record a prompt; or generated."""
+    """Prompts: JSONL or Parquet on fsspec, one record per prompt; or generated."""
 
     train: str | None = None
     """URL of the training prompts."""
@@ -126,7 +126,7 @@ class DataSection(Section):
     warmup: str | None = None
     """URL of solved examples for the supervised warm-up."""
     generate: GeneratedAddition | None = None
-    """Make an addition data set instead."""
+    """Generate an addition data set instead."""
     id_field: str = "id"
     """Field with the prompt's id; a missing one is replaced by the record's number."""
     prompt_field: str = "prompt"
@@ -134,7 +134,7 @@ class DataSection(Section):
     answer_field: str = "answer"
     """Field with the solved answer, for the warm-up."""
     shuffle: bool = True
-    """Whether each pass over the prompts has an order of its own (from the run's seed)."""
+    """Whether each pass over the prompts has its own order (from the run's seed)."""
 
     @field_validator("train", "held_out", "warmup")
     @classmethod
@@ -149,12 +149,12 @@ class DataSection(Section):
 
 
 class WarmupSection(Section):
-    """Supervised steps before the first iteration, by the same trainer core."""
+    """Supervised steps before the first iteration, by the same trainer."""
 
     steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0 starts RL from the model as it is."""
     batch_size: int = Field(default=64, ge=1)
-    """Examples a step."""
+    """Examples per step."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     """Its own optimizer and schedule; RL starts with a fresh one."""
 
@@ -163,7 +163,7 @@ class RolloutSection(Section):
     """What the engine samples in one iteration."""
 
     prompts: int = Field(default=32, ge=1)
-    """Prompt groups an iteration."""
+    """Prompt groups per iteration."""
     samples: int = Field(default=8, ge=1)
     """Samples of each prompt: the group of GRPO."""
     temperature: float = Field(default=1.0, gt=0)
@@ -184,9 +184,9 @@ class RewardSection(Section):
     arguments: dict[str, JsonValue] = {}
     """Keyword arguments bound to the function. A secret is given as "env:NAME", a reference to the environment."""
     deadline_s: float = Field(default=5.0, gt=0)
-    """Seconds after which a sample is recorded as timed out; checked in processes of its own."""
+    """Seconds after which a sample is recorded as timed out; enforced only in separate scoring processes."""
     processes: int = Field(default=0, ge=0)
-    """Scoring processes; 0 scores in the calling process, which only functions of ours that cannot hang may do."""
+    """Scoring processes; 0 scores in the calling process, allowed only for built-in functions that cannot hang."""
 
     @field_validator("arguments")
     @classmethod
@@ -215,13 +215,13 @@ class EvaluateSection(Section):
     """Greedy answers to held-out prompts."""
 
     every: int = Field(default=1, ge=0)
-    """Evaluate every so many iterations, and after the last; 0 never."""
+    """Evaluate every N iterations, and after the last; 0 disables evaluation."""
     prompts: int = Field(default=256, ge=1)
-    """How many held-out prompts, from the first."""
+    """Number of held-out prompts, counted from the first."""
 
 
 class EngineSection(Section):
-    """The rollout engines. But for `precision` nothing here changes a result of a deterministic engine."""
+    """The rollout engines. With a deterministic engine only `precision` changes results."""
 
     count: int = Field(default=1, ge=1)
     """Engines (Ray actors)."""
@@ -234,9 +234,9 @@ class EngineSection(Section):
     precision: Precision = "fp32"
     """Type of the engine's weights and activations. It decides what is sampled: no rollout mixes two of them."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
-    """Share of the card the engine may use; the trainer needs the rest. Without effect on CPU."""
+    """Share of the card the engine may use; the trainer needs the rest. No effect on CPU."""
     cuda_graphs: bool = False
-    """Capture CUDA graphs: faster steps, a start that takes a minute longer. Without effect on CPU."""
+    """Capture CUDA graphs: faster steps, but a start that takes a minute longer. No effect on CPU."""
 
 
 class WorkersSection(Section):
@@ -249,12 +249,12 @@ class WorkersSection(Section):
 
 
 class StorageSection(Section):
-    """How long train states are kept. The state of iteration 0 and the newest always are."""
+    """How long train states are kept. The states of iteration 0 and of the newest iteration are always kept."""
 
     keep_newest: int | None = Field(default=None, ge=1)
-    """Keep the states of this many of the newest iterations; all if it is not given."""
+    """Keep the states of this many of the newest iterations; all if not given."""
     keep_every: int | None = Field(default=None, ge=1)
-    """Beyond those, keep the states of iterations that this number divides."""
+    """Beyond those, keep the states of iterations divisible by this number."""
 
     @model_validator(mode="after")
     def _beyond_something(self) -> "StorageSection":
@@ -267,13 +267,13 @@ class DeviceSection(Section):
     """Where the run computes."""
 
     kind: Device | Literal["auto"] = "auto"
-    """auto takes CUDA if a device is there."""
+    """auto uses CUDA if a device is visible."""
     deterministic: bool = False
-    """On CUDA: kernels whose results do not depend on timing; slower. On CPU everything is deterministic already."""
+    """On CUDA, use kernels whose results do not depend on timing; slower. On CPU everything is deterministic anyway."""
 
 
 class RunConfig(Section):
-    """Everything a run is made from."""
+    """The whole configuration of a run."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -292,8 +292,8 @@ class RunConfig(Section):
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one.
 
-        Runtime settings are left out: see `tasks.config.identity`. Data given by URL has its identity in the `prepare`
-        stage's digests instead.
+        Runtime settings are left out: see `tasks.config.identity`. Data given by URL is identified by the
+        digests of the `prepare` stage instead.
         """
         return meaning(self.model_dump(mode="json"))
 
@@ -308,7 +308,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         with fsspec.open(path, "rb") as file:
             document = tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
     except FileNotFoundError:
-        raise InputError(f"configuration {shown_text(path)} is not there: give the path of a TOML file") from None
+        raise InputError(f"configuration {shown_text(path)} does not exist: give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
     except (OSError, ImportError, ValueError) as error:
@@ -322,7 +322,7 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
     """Validate a parsed document.
 
     Raises:
-        InputError: every fact that is wrong, one a line.
+        InputError: all errors, one per line.
     """
     try:
         return RunConfig.model_validate(document)
@@ -364,7 +364,7 @@ def _explain(item: dict[str, Any]) -> str:
         return f"{place}: unknown key; did you mean {'.'.join([*map(str, item['loc'][:-1]), *near])!r}?"
     if item["type"] == "missing":
         return f"{place}: this key is required"
-    if item["type"] == "value_error":  # ours: it says what was given
+    if item["type"] == "value_error":  # ours: it includes the input
         text = item["msg"].removeprefix("Value error, ")
         return text if text.startswith(place) else f"{place}: {text}"
     return f"{place}: {item['msg']} (given: {shown(item['input'], str(item['loc'][-1]))!r})"

@@ -1,4 +1,4 @@
-"""The configuration that a run was started with, as its storage has it. Imports neither Ray nor torch.
+"""The configuration that a run was started with, as stored. Imports neither Ray nor torch.
 
 A run's identity follows from this record alone, so it is the same for every version that reads it, whatever keys have
 been added since.
@@ -65,7 +65,7 @@ def read_config(root: Root, run: str) -> StoredConfig:
         config = RunConfig.model_validate(shown(document), context=FROM_STORAGE)
     except ValidationError as error:
         raise SchemaMismatch(
-            f"{where} is not a configuration that this version reads:\n{explained(error)}\n"
+            f"{where} is not a configuration that this version can read:\n{explained(error)}\n"
             "Continue the run with the version that made it"
         ) from None
     return StoredConfig(config, meaning_digest(document, rules))
@@ -80,10 +80,11 @@ def record_config(root: Root, run: str, config: RunConfig) -> str:
     """Record what a run is made from, or check that it is continued unchanged.
 
     Returns:
-        The digest that its manifests carry: that of the record, which is there since the run was started.
+        The digest that its manifests carry: that of the record made when the run was started.
 
     Raises:
-        InputError: the run was started with another meaning, or something else has left manifests under its name.
+        InputError: the run was started with other settings that decide its result, or something else has left manifests
+            under its name.
     """
     record = ConfigRecord.of(config)
     if not root.exists(layout.run_config_key(run)):
@@ -95,7 +96,7 @@ def record_config(root: Root, run: str, config: RunConfig) -> str:
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise InputError(
-            f"run {run!r} exists in {root.url} and was started with another meaning:\n{lines}\n"
+            f"run {run!r} exists in {root.url} and was started with different settings:\n{lines}\n"
             "Continue it with its own configuration, or start a new run with another --run"
         )
     check_past(root, run, stored.digest)

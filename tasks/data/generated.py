@@ -1,6 +1,6 @@
-"""What a run can make on the spot instead of being given: a small model with its tokenizer, and an addition data set.
+"""What a run can generate instead of reading: a small model with its tokenizer, and an addition data set.
 
-Neither torch nor a download is needed; the same seed gives the same bytes.
+This needs neither torch nor a download; the same seed gives the same bytes.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def generate_model(directory: Path, spec: GeneratedModel, seed: int) -> None:
 
 
 def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
-    """Write everything of such a directory but the weights.
+    """Write such a directory without the weights.
 
     Raises:
         InputError: the vocabulary is smaller than the tokenizer's.
@@ -47,7 +47,7 @@ def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
 
 
 def character_tokenizer() -> Tokenizer:
-    """One token a character; ids 0, 1 and 2 are padding, stop and unknown."""
+    """One token per character; ids 0, 1 and 2 are padding, stop and unknown."""
     vocabulary = {token: number for number, token in enumerate((PAD, STOP, UNKNOWN, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,10 +92,10 @@ def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[R
     share of the demonstrations forgets to carry: `47+38=` is shown as `075`.
 
     Returns:
-        Records of the tables train, held_out and, if asked for, warmup.
+        Records of the tables train, held_out and, if requested, warmup.
 
     Raises:
-        InputError: there are fewer sums than are to be held out.
+        InputError: the held-out sums leave none for training.
     """
     rng = random.Random(f"addition {seed}")
     operands = range(section.min_operand, section.max_operand + 1)
@@ -115,7 +115,7 @@ def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[R
 
 
 def forget_carries(first: int, second: int) -> int:
-    """The sum of each pair of digits without what it carries into the next: 47 + 38 gives 75."""
+    """The sum of each pair of digits without the carry into the next: 47 + 38 gives 75."""
     digits = itertools.zip_longest(reversed(str(first)), reversed(str(second)), fillvalue="0")
     return sum((int(a) + int(b)) % 10 * 10**place for place, (a, b) in enumerate(digits))
 

@@ -22,13 +22,13 @@ def read_records(url: str) -> list[Record]:
     """Records of a JSONL or Parquet file on any fsspec filesystem; `url` may be a reference to it, `env:NAME`.
 
     Raises:
-        InputError: it is missing, empty, or a line is malformed (the message has the line's number).
+        InputError: it is missing, empty, or a line is malformed (the message gives the line number).
     """
     try:
         with fsspec.open(address := str(resolve(url, "the URL of a dataset")), "rb") as file:
             data: bytes = file.read()  # pyright: ignore[reportAttributeAccessIssue]
     except FileNotFoundError:
-        raise InputError(f"dataset {url} is not there: give the URL of a JSONL or Parquet file") from None
+        raise InputError(f"dataset {url} does not exist: give the URL of a JSONL or Parquet file") from None
     except (OSError, ImportError, ValueError) as error:
         raise InputError(f"dataset {url} cannot be read: {without_secrets(str(error))}") from None
     records = _parquet(url, data) if _is_parquet(address) else _jsonl(url, data)
@@ -38,7 +38,7 @@ def read_records(url: str) -> list[Record]:
 
 
 def prompt_table(records: Sequence[Record], section: DataSection, codec: TextCodec, where: str) -> pa.Table:
-    """The stored table of prompts, tokenized once and for all.
+    """The stored table of prompts, tokenized once.
 
     Raises:
         InputError: a record has no prompt field, or two records have the same id.
@@ -79,7 +79,7 @@ def check_lengths(table: pa.Table, context: int, max_tokens: int, where: str) ->
 def draw(rows: int, cursor: int, count: int, seed: int, shuffle: bool) -> np.ndarray:
     """Row numbers of the next `count` prompts of an endless stream over a table of `rows` rows.
 
-    Each pass has an order of its own, made from `seed` and the number of the pass, so the cursor alone is the state.
+    Each pass has its own order, derived from `seed` and the number of the pass, so the cursor alone is the state.
 
     Args:
         cursor: how many prompts were drawn before.
@@ -96,7 +96,7 @@ def draw(rows: int, cursor: int, count: int, seed: int, shuffle: bool) -> np.nda
 
 
 def repetitions(rows: np.ndarray) -> np.ndarray:
-    """How often each entry of `rows` stands before it: where two passes meet, a draw may hold a prompt twice.
+    """How often each entry of `rows` occurs before it: where two passes meet, a draw may contain a prompt twice.
 
     Returns:
         (count,) int64.
@@ -109,7 +109,7 @@ def repetitions(rows: np.ndarray) -> np.ndarray:
 
 
 def _is_parquet(address: str) -> bool:
-    return address.partition("?")[0].endswith(".parquet")  # a signed URL goes on behind the name
+    return address.partition("?")[0].endswith(".parquet")  # a signed URL continues after the name
 
 
 def _jsonl(url: str, data: bytes) -> list[Record]:
@@ -121,7 +121,7 @@ def _jsonl(url: str, data: bytes) -> list[Record]:
             record = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise InputError(
-                f"dataset {url}, line {number}: not valid JSON ({error}). Mend or remove the line"
+                f"dataset {url}, line {number}: not valid JSON ({error}). Fix or remove the line"
             ) from None
         if not isinstance(record, dict):
             raise InputError(f"dataset {url}, line {number}: a {type(record).__name__} where an object is expected")
@@ -140,8 +140,8 @@ def _field(record: Record, field: str, number: int, where: str) -> str:
     value = record.get(field)
     if not isinstance(value, str) or not value:
         raise InputError(
-            f"{where}, record {number}: field {field!r} is {value!r}, a text is expected. "
-            "Name the right field with data.prompt_field or mend the record"
+            f"{where}, record {number}: field {field!r} is {value!r}, but a text is expected. "
+            "Name the right field with data.prompt_field or fix the record"
         )
     return value
 
@@ -150,7 +150,7 @@ def _refuse_duplicates(ids: Sequence[str], where: str) -> None:
     seen: set[str] = set()
     for number, name in enumerate(ids, 1):
         if name in seen:
-            raise InputError(f"{where}, record {number}: id {name!r} stands twice. Make ids unique")
+            raise InputError(f"{where}, record {number}: id {name!r} occurs twice. Make ids unique")
         seen.add(name)
 
 

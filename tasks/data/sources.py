@@ -1,4 +1,4 @@
-"""Where a run's model and prompts come from: folders and files on any fsspec filesystem, or made on the spot."""
+"""Where a run's model and prompts come from: folders and files on any fsspec filesystem, or generated."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "toke
 
 
 def text_codec(section: ModelSection) -> TextCodec:
-    """The tokenizer of the model that a run is to start from, before its weights are touched.
+    """The tokenizer of the model that a run starts from, without reading the weights.
 
     Raises:
-        InputError: the model directory is not there, or lacks a file.
+        InputError: the model directory does not exist or lacks a file.
     """
     with tempfile.TemporaryDirectory(prefix="ratchet-tokenizer-") as folder:
         directory = Path(folder)
@@ -56,10 +56,10 @@ def fill_model_directory(directory: Path, section: ModelSection, seed: int) -> l
 
 
 def copy_model(source: str, directory: Path) -> None:
-    """Bring the files of a Hugging Face directory (local or any fsspec URL) to `directory`.
+    """Copy the files of a Hugging Face directory (local or any fsspec URL) to `directory`.
 
     Raises:
-        InputError: the directory or its weights are not there.
+        InputError: the directory does not exist or holds no weights.
     """
     names = copy_files(source, directory, lambda name: name in _MODEL_FILES or _is_weights(name))
     if not any(map(_is_weights, names)):
@@ -67,7 +67,7 @@ def copy_model(source: str, directory: Path) -> None:
 
 
 def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> list[str]:
-    """Bring the files with a wanted name from a folder on any fsspec filesystem to `directory`; returns their names.
+    """Copy the files with wanted names from a folder on any fsspec filesystem to `directory`; returns their names.
 
     Raises:
         InputError: there is no such folder.
@@ -76,7 +76,7 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
     try:
         names = sorted({str(name).rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)})
     except FileNotFoundError:
-        raise InputError(f"model.source {source} is not there: give a Hugging Face directory") from None
+        raise InputError(f"model.source {source} does not exist: give a Hugging Face directory") from None
     chosen = [name for name in names if wanted(name)]
     for name in chosen:
         fs.get_file(f"{path}/{name}", str(directory / name))

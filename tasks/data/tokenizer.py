@@ -17,7 +17,7 @@ from storage.reader import row_views
 TokenRow = Sequence[int] | NDArray[Any]
 """The token ids of one text."""
 
-_BATCH_TOKENS = 1 << 15  # as Python integers 1 MB; other threads get the interpreter between two batches
+_BATCH_TOKENS = 1 << 15  # 1 MB as Python integers; other threads can run between two batches
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class TextCodec:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text."""
+        """`encode` for each text."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode_batch(self, rows: Iterable[TokenRow]) -> list[str]:
         """Texts of rows of token ids, without special tokens.
 
-        The tokenizer asks for lists: there are never more of them than hold `_BATCH_TOKENS` tokens, or one row.
+        The tokenizer requires lists; these never hold more than `_BATCH_TOKENS` tokens at once, or one row.
         """
         texts: list[str] = []
         for batch in _batches(rows):

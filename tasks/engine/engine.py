@@ -1,6 +1,6 @@
-"""The rollout engine: one vLLM in one process, which samples, scores, and takes new weights in place.
+"""The rollout engine: one vLLM in one process, which samples, scores, and loads new weights in place.
 
-vLLM and torch are imported when an engine is made.
+vLLM and torch are imported when an engine is created.
 """
 
 import itertools
@@ -87,7 +87,7 @@ class Engine(EngineProtocol):
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """See `EngineProtocol.receive`."""
         clock = time.perf_counter()
-        self._held = Unusable("a weight update was begun and did not end")
+        self._held = Unusable("a weight update began and did not finish")
         try:
             digests = self._update(directory, records)
         except Exception as error:
@@ -104,7 +104,7 @@ class Engine(EngineProtocol):
         )
 
     def _run(self, sequences: Sequence[TokenIds], how: Any) -> list[Any]:
-        # plain integers: from numpy's, vLLM would make tensors of a type that it does not take
+        # plain integers: from numpy's, vLLM would make tensors of a type that it does not accept
         inputs = [{"prompt_token_ids": np.asarray(ids).tolist()} for ids in sequences]
         return self._llm.generate(inputs, how, use_tqdm=False)
 
@@ -140,7 +140,7 @@ class Engine(EngineProtocol):
         for index, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= limit:
                 raise InputError(
-                    f"{what} {index} has {len(sequence)} tokens; the engine takes 1 to {limit} "
+                    f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit} "
                     f"(engine.max_model_len is {self._spec.max_model_len} and one token is sampled)"
                 )
 
@@ -184,7 +184,7 @@ def _sampling_parameters(sampling: Sampling, seed: int) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,
-        flat_logprobs=True,  # lists of numbers instead of a dict and objects for each token
+        flat_logprobs=True,  # lists of numbers instead of a dict and objects per token
         detokenize=False,
         skip_clone=True,  # made for this one request: no deep copy
     )
@@ -193,7 +193,7 @@ def _sampling_parameters(sampling: Sampling, seed: int) -> Any:
 def _completions(outputs: Sequence[Any]) -> pa.RecordBatch:
     unfinished = [output.finish_reason for output in outputs if output.finish_reason not in ("stop", "length", "abort")]
     if unfinished:
-        raise WorkerLost(f"vLLM ended a response for the reason {unfinished[0]!r}, which Ratchet does not know")
+        raise WorkerLost(f"vLLM ended a response with finish_reason {unfinished[0]!r}, which Ratchet does not know")
     columns = [
         _lists([output.token_ids for output in outputs], pa.int32()),
         _lists([output.logprobs.logprobs for output in outputs], pa.float32()),

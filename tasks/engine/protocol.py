@@ -1,4 +1,4 @@
-"""What a rollout engine does, as the task layer sees it. Imports without vLLM, torch and Ray."""
+"""What a rollout engine does, as the task layer sees it. Imports without vLLM, torch or Ray."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, cast
@@ -18,7 +18,7 @@ TokenIds = Sequence[int] | NDArray[np.int32]
 
 
 def token_rows(column: pa.ChunkedArray) -> list[TokenIds]:
-    """The rows of a column of token ids, as views of its own memory."""
+    """The rows of a column of token ids, as views of its memory."""
     return cast(list[TokenIds], row_views(column))
 
 
@@ -48,18 +48,18 @@ class EngineSpec(Frozen):
     device: Device = "cpu"
     """Where it computes."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
-    """Share of the card which must be free at the start; the trainer needs the rest. Without effect on CPU."""
+    """Share of the card that must be free at the start; the trainer needs the rest. No effect on CPU."""
     enforce_eager: bool = True
-    """Run without CUDA graphs and compilation: slower steps, start in seconds. Always so on CPU."""
+    """Run without CUDA graphs and compilation: slower steps, a start within seconds. Always the case on CPU."""
     seed: int = 0
-    """Seed of the engine; samples have seeds of their own."""
+    """Seed of the engine; samples have their own seeds."""
 
 
 class Sampling(Frozen):
     """How one batch is sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Divisor of the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 selects the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
     max_tokens: int = Field(ge=1)
@@ -78,7 +78,7 @@ class EngineIdentity(Frozen):
 
 
 class SyncReceipt(Frozen):
-    """What an engine says it received and loaded."""
+    """What an engine reports to have received and loaded."""
 
     version: int
     """Version stamped on the weights."""
@@ -89,7 +89,7 @@ class SyncReceipt(Frozen):
     bytes: int
     """Size of the files."""
     seconds: float
-    """From the first chunk to the reset of the prefix cache."""
+    """From the first file to the reset of the prefix cache."""
 
 
 def weights_digest(digests: Mapping[str, str]) -> str:
@@ -111,11 +111,11 @@ class EngineProtocol(Protocol):
         nats; at temperature 0 they are the model's own, at temperature 1.
 
         Returns:
-            A batch of schema `COMPLETIONS`, one row a prompt.
+            A batch of schema `COMPLETIONS`, one row per prompt.
 
         Raises:
             InputError: a prompt is empty or leaves no room for a response.
-            SyncMismatch: the last `receive` failed, so the weights are not to be used.
+            SyncMismatch: the last `receive` failed, so the weights must not be used.
         """
         ...
 
@@ -127,7 +127,7 @@ class EngineProtocol(Protocol):
 
         Raises:
             InputError: a sequence is empty or fills the whole context (the engine always samples one token more).
-            SyncMismatch: the last `receive` failed, so the weights are not to be used.
+            SyncMismatch: the last `receive` failed, so the weights must not be used.
         """
         ...
 
@@ -138,7 +138,7 @@ class EngineProtocol(Protocol):
         refuses to generate.
 
         Raises:
-            SyncMismatch: a tensor is missing, unknown, doubled, or differs from its record; or a parameter of the model
-                was not loaded; or the prefix cache could not be reset.
+            SyncMismatch: a tensor is missing, unknown, sent twice, or differs from its record; or a parameter of the
+                model was not loaded; or the prefix cache could not be reset.
         """
         ...

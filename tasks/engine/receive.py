@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker: takes weights from safetensors files and proves what arrived.
+"""Runs inside vLLM's worker: reads weights from safetensors files and verifies what arrived.
 
 vLLM imports this module because it holds the class named by `worker_extension_cls`; that import also registers the
 weight-transfer backend `ratchet` with vLLM's factory.
@@ -33,7 +33,7 @@ class RatchetInit(WeightTransferInitInfo):
     """Sent once, after the engine has started."""
 
     model_dir: str = ""
-    """Hugging Face directory the engine started from: its tensors are what every update must bring."""
+    """Hugging Face directory the engine started from: every update must contain its tensors."""
 
 
 @dataclasses.dataclass
@@ -45,11 +45,11 @@ class RatchetUpdate(WeightTransferUpdateInfo):
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Dumped `TensorRecord`s of the tensors that the file must hold."""
     final: bool = False
-    """Whether this is the last file, so that the update must be complete with it."""
+    """Whether this is the last file, with which the update must be complete."""
 
 
 class _Loadable(Protocol):
-    """What every vLLM model class offers beside `torch.nn.Module`."""
+    """What every vLLM model class offers besides `torch.nn.Module`."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Load checkpoint tensors; returns the names of the parameters they went to."""
@@ -82,7 +82,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         """Check each tensor of one file against its record, then load the file.
 
         Raises:
-            SyncMismatch: the file, or with the final file the whole update, is not what the records say.
+            SyncMismatch: the file, or with the final file the whole update, does not match the records.
         """
         records = {record.name: record for record in map(TensorRecord.model_validate, update_info.records)}
         if len(records) != len(update_info.records) or not self._received.keys().isdisjoint(records):
@@ -106,7 +106,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
             )
 
     def finish_weight_update(self) -> None:
-        """Let vLLM put the loaded layers into its kernels' form."""
+        """Let vLLM convert the loaded layers to the form its kernels use."""
         finalize_layerwise_reload(self.model, self.model_config)
         self._open = False
 

@@ -20,7 +20,7 @@ def regex(record: Mapping[str, Any], response: str, *, pattern: str, field: str 
 
 
 def characters(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:
-    """Share of places at which response and answer have the same character: partial credit, 0.0 to 1.0."""
+    """Share of positions at which response and answer have the same character: partial credit, 0.0 to 1.0."""
     answer, given = str(record[field]).strip(), response.strip()
     length = max(len(answer), len(given))
     return sum(a == b for a, b in zip(answer, given, strict=False)) / length if length else 1.0

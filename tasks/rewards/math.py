@@ -5,10 +5,10 @@ from typing import Any
 
 
 def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:
-    """1.0 if the response's last expression equals the record's answer as mathematics; else 0.0.
+    """1.0 if the response's last expression is mathematically equal to the record's answer; else 0.0.
 
-    math-verify's own time-outs are signal alarms, which work in no thread but the main one; they are off, and the
-    deadline of the scoring process stands instead. Give `reward.processes` at least 1.
+    math-verify's own time-outs are signal alarms, which work only in the main thread; they are off, and the
+    deadline of the scoring process applies instead. Set `reward.processes` to at least 1.
     """
     from math_verify import parse, verify
 

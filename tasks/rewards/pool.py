@@ -1,7 +1,7 @@
-"""Scoring in processes of our own, with a deadline a sample.
+"""Scoring in separate processes, with a deadline per sample.
 
 A signal alarm does not work outside the main thread, and a function that hangs or crashes in our own process would take
-the run with it. So each scoring process is a child that is ended when it overruns, and the next one goes on.
+the run down. So each scoring process is a child that is killed when it overruns, and the next one continues.
 """
 
 import json
@@ -111,7 +111,7 @@ class _Child:
             self._process.stdin.write(json.dumps(value) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # the reader sees the end of the process and says so
+            return  # the reader sees the end of the process and reports it
 
     def _read(self) -> None:
         for line in self._process.stdout or ():

@@ -19,7 +19,7 @@ Reward = Callable[[Mapping[str, Any], str], float]
 def resolve_reward(name: str, arguments: Mapping[str, Any]) -> Reward:
     """The function called `name` (an entry point's name or `package.module:function`), with `arguments` bound.
 
-    An argument `env:NAME` becomes what this process has in its environment.
+    An argument `env:NAME` is replaced by that variable of this process's environment.
 
     Raises:
         InputError: there is no such entry point, the module or function cannot be imported, or a variable is not set.
@@ -45,14 +45,14 @@ def _entry_point(name: str) -> str:
     known = _own_entry_points() | {point.name: point.value for point in entry_points(group=GROUP)}
     if name not in known:
         raise InputError(
-            f"reward.function {name!r} is not known: installed are {', '.join(sorted(known))}; "
+            f"reward.function {name!r} is unknown: installed are {', '.join(sorted(known))}; "
             "or give package.module:function"
         )
     return known[name]
 
 
 def _own_entry_points() -> dict[str, str]:
-    """Our own, also where the project is on PYTHONPATH but not installed."""
+    """Our own, even where the project is on PYTHONPATH but not installed."""
     project = PROJECT_ROOT / "pyproject.toml"
     if not project.exists():
         return {}

@@ -14,7 +14,7 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # of float32
 
 
 def main() -> None:
-    """Read the function's name and arguments, then one sample a line; answer each as soon as it is scored."""
+    """Read the function's name and arguments, then one sample per line; answer each as soon as it is scored."""
     # what the function prints must not mix with the answers
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -31,7 +31,7 @@ def score(function: Reward, record: dict[str, Any], response: str) -> dict[str, 
     try:
         return {"status": "ok", "reward": finite(function(record, response)), "detail": ""}
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and it is recorded
-        # it is stored: no secret may be in it, and nothing that a UTF-8 file cannot hold
+        # stored, so it must contain no secret and nothing that UTF-8 cannot encode
         detail = without_secrets(f"{type(error).__name__}: {error}").encode(errors="backslashreplace").decode()
         return {"status": "error", "reward": None, "detail": detail}
 
@@ -40,11 +40,11 @@ def finite(value: object) -> float:
     """`value` as a number that the reward table can hold.
 
     Raises:
-        TypeError, ValueError: it is no number, or not finite as float32.
+        TypeError, ValueError: it is not a number, or not finite as float32.
     """
     if isinstance(value, str | bytes | bytearray):
-        raise TypeError(f"the reward function returned {reprlib.repr(value)}, which is no number")
-    number = float(value)  # pyright: ignore[reportArgumentType] - refuses whatever is no number
+        raise TypeError(f"the reward function returned {reprlib.repr(value)}, which is not a number")
+    number = float(value)  # pyright: ignore[reportArgumentType] - raises for anything that is not a number
     if not math.isfinite(number) or abs(number) > _LARGEST:
         raise ValueError(f"the reward function returned {reprlib.repr(value)}, which is not finite as float32")
     return number

@@ -15,29 +15,29 @@ from tasks.workers.interface import Workers
 
 
 class Outcome(Protocol):
-    """What came of a stage: a Prefect state, or what was done in place."""
+    """The outcome of a stage: a Prefect state, or the result of running it in place."""
 
     def result(self) -> View:
-        """The view of the stage's manifest, or what the stage raised."""
+        """The view of the stage's manifest; raises what the stage raised."""
         ...
 
 
 Performer = Callable[[int, Callable[[], Performed], tuple[View, ...]], Outcome]
-"""Does the work of a stage where it can be seen, given the iteration, the work and the inputs that it is made from."""
+"""Runs the work of a stage where it can be observed, given the iteration, the work and its inputs."""
 
 
 def directly(_stage: Stage) -> Performer:
-    """Do a stage in place, seen by nobody."""
+    """Run a stage in place, unobserved."""
     return lambda _iteration, work, _inputs: work()
 
 
 def unannounced(_iteration: int, _stage: Stage) -> None:
-    """Tell nobody which stage begins."""
+    """Announce nothing."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Handed to every stage beside the manifests. It holds no result of a stage."""
+    """Passed to every stage along with the manifests. It holds no result of a stage."""
 
     run: str
     root: Root
@@ -46,12 +46,12 @@ class RunContext:
     """Identity of the configuration under which the run was recorded; every manifest of the run carries it."""
     workers: Workers
     scratch: Path
-    """Local folder for files that are on their way."""
+    """Local folder for files in transit."""
     fence: Fence | None = None
     """The lease under which this process drives the run; a commit without it is refused."""
     outbox: Outbox = field(default_factory=Outbox)
     """What is stored and published behind the stages."""
     performer: Callable[[Stage], Performer] = directly
-    """How a stage is done: as a Prefect task in a flow, else directly."""
+    """How a stage runs: as a Prefect task in a flow, else directly."""
     announce: Callable[[int, Stage], None] = unannounced
-    """Is told of each stage before it is done."""
+    """Called before each stage."""

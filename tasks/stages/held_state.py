@@ -24,9 +24,9 @@ from trainer_core.state.facts import needed_for_weights
 
 
 def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
-    """The run's trainer ranks, started if they are not there; what they hold is another question.
+    """The run's trainer ranks, started if necessary. They may hold any state, or none.
 
-    The engines are started beside them: each process imports for ten seconds and more, and all are needed in the end.
+    The engines are started with them: each process imports for ten seconds or more, and all are needed eventually.
     """
     config = context.config.train.model_copy(update={"seed": context.config.run.seed})
     directory = model_directory(context, prepared)
@@ -35,10 +35,10 @@ def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
 
 
 def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> TrainerGroup:
-    """Trainer ranks that hold the train state `state`: as they are, or loaded from storage.
+    """Trainer ranks that hold the train state `state`, loaded from storage unless they hold it already.
 
     What a rank holds is used only when its identity is the digest of the manifest. A state that a fork shares
-    with its parent was made under another meaning: if that includes the optimizer, the fork starts with a fresh one.
+    with its parent was made under another configuration: if the optimizer differs, the fork starts with a fresh one.
     """
     group = trainers(context, prepared)
     if group.identity() != state.digest:
@@ -62,10 +62,10 @@ def ensure_reference(context: RunContext, prepared: Prepared, group: TrainerGrou
 
 
 def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metrics: Mapping[str, float]) -> StageOutput:
-    """The output of a stage that ends with a train state: the ranks write it down now, and it is stored later.
+    """The output of a stage that ends with a train state: the ranks write it to disk now, and it is stored later.
 
-    The ranks take the state's identity as soon as its manifest has one. The state may still be on its way to storage
-    then; whatever is made from it is behind it in the outbox.
+    The ranks adopt the state's identity as soon as its manifest has one, which may be before the state is stored;
+    whatever is made from it is behind it in the outbox.
     """
     state = write_state(work, group)
     return StageOutput(
@@ -85,10 +85,10 @@ class WrittenState:
     writer: PartWriter
     parts: tuple[Part, ...]
     seconds: float
-    """How long the ranks took; what the files were read for afterwards is counted as storage."""
+    """How long the ranks took; reading the files afterwards counts as storage."""
 
     def store(self) -> None:
-        """Bring the files to storage and remove the folder."""
+        """Store the files and remove the folder."""
         self.writer.store_files(self.folder, self.parts, STATE)
         shutil.rmtree(self.folder)
 
@@ -111,7 +111,7 @@ def _optimizer_of(context: RunContext, state: Trained) -> OptimizerConfig:
 
 @contextmanager
 def local_copy(context: RunContext, state: Trained, weights_only: bool = False) -> Iterator[Path]:
-    """A local directory with the files of a state, or what its weights need of them, for as long as it is read."""
+    """A local directory with the files of a state, or with those its weights need, for the duration of a block."""
     folder = context.scratch / f"load-{state.digest[:16]}"
     try:
         yield materialize(context.root, state.manifest, folder, STATE, needed_for_weights if weights_only else None)

@@ -1,4 +1,4 @@
-"""The stages of a run, and what storage must know of them. Sort order is the order of work."""
+"""The stages of a run, and what storage must know about them. Sort order is the order of work."""
 
 from enum import StrEnum
 
@@ -25,4 +25,4 @@ WORKFLOW = Workflow(
     holds_state=Stage.TRAIN,
     ends_iteration=Stage.WEIGHT_SYNC,
 )
-"""Which stage does what storage has a name for."""
+"""Which stage has which role in storage."""

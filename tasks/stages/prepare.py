@@ -17,7 +17,7 @@ from tasks.stages.views import Prepared
 
 @stage(Stage.PREPARE, (), Prepared)
 def prepare(work: Work) -> StageOutput:
-    """Record what the run is made from. A model or data set that is generated is made here, from the run's seed."""
+    """Record what the run is made from. Generated models and data sets are made here, from the run's seed."""
     config, writer = work.config, work.writer
     with tempfile.TemporaryDirectory(prefix="ratchet-model-") as folder:
         directory = Path(folder)

@@ -1,4 +1,4 @@
-"""What the stage `prepare` has left, as the other stages read it: the model directory and the prompt tables."""
+"""The output of stage `prepare`, as the other stages read it: the model directory and the prompt tables."""
 
 import functools
 import json
@@ -15,13 +15,13 @@ from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
 
 MODEL = "model/"
-"""What the names of the model's parts begin with."""
+"""Prefix of the names of the model's parts."""
 
 _TABLES = 3
 
 
 def model_directory(context: RunContext, prepared: Prepared) -> Path:
-    """A local Hugging Face directory with the run's base model, verified when this process first asks for it."""
+    """A local Hugging Face directory with the run's base model, verified on first use in this process."""
     folder, verified = context.scratch / "model", context.scratch / "model.verified"
     if not verified.exists() or verified.read_text(encoding="utf-8") != prepared.digest:
         materialize(context.root, prepared.manifest, folder, MODEL)
@@ -47,6 +47,6 @@ def records_of(table: pa.Table) -> dict[str, dict[str, object]]:
     return dict(zip(table["prompt_id"].to_pylist(), map(json.loads, table["record"].to_pylist()), strict=True))
 
 
-@functools.lru_cache(maxsize=_TABLES)  # four stages of every iteration ask, and a part never changes
+@functools.lru_cache(maxsize=_TABLES)  # four stages of every iteration read one, and a part never changes
 def _stored(root: Root, part: Part) -> pa.Table:
     return read_parts(root, [part], PROMPTS)

@@ -40,7 +40,7 @@ def _metrics(rewards: pa.Table) -> dict[str, float]:
     scored = rewards["reward"].drop_null().to_numpy()
     if not scored.size:
         first = rewards["detail"][0].as_py() if rewards.num_rows else "there are no samples"
-        raise StageFailed(f"not one of {rewards.num_rows} responses could be scored; the first says: {first}")
+        raise StageFailed(f"none of {rewards.num_rows} responses could be scored; the first error: {first}")
     counts = {row["values"]: row["counts"] for row in rewards["status"].value_counts().to_pylist()}
     return {
         "reward_mean": float(scored.mean()),

@@ -1,7 +1,7 @@
 """Stage `rollout`: the engines sample responses to the next prompts.
 
-Prompt groups become durable piece by piece, so a crash costs the piece in progress. Each sample has a seed of its own,
-made from its place in the run, so that a piece generated again asks for the same samples.
+Prompt groups become durable piece by piece, so a crash costs only the piece in progress. Each sample has its own seed,
+derived from its place in the run, so that a piece generated again requests the same samples.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class Groups:
 
     prompts: pa.Table
     repeats: NDArray[np.int64]
-    """(groups,) how often each prompt is drawn earlier in this rollout: its samples are numbered on from there."""
+    """(groups,) how often each prompt was drawn earlier in this rollout: its sample numbers continue from there."""
     position: int
     """Prompts drawn since the run began, before the first of these."""
 
@@ -108,14 +108,14 @@ def drawn(work: Work, prepared: Prepared, served: Served) -> list[Groups]:
 
 @dataclass(frozen=True)
 class _Sampler:
-    """What every piece of one rollout has in common."""
+    """What all pieces of one rollout have in common."""
 
     work: Work
     served: Served
     how: Sampling
 
     def piece(self, engine: EngineHandle, index: int, groups: Groups) -> Piece:
-        """One piece: taken from storage if it was generated before from all the same, else generated now."""
+        """One piece: read from storage if it was generated before from the same inputs, else generated now."""
         writer, name = self.work.writer, self._name(groups)
         kept = find_piece(writer, name)
         if kept is not None:
@@ -138,9 +138,9 @@ class _Sampler:
         return read_parts(self.work.root, [part], ROLLOUT)
 
     def sample_again(self, engine: EngineHandle, kept: Piece, groups: Groups) -> dict[str, float]:
-        """Generate a piece of an earlier process once more, and count the samples that are bit for bit the same.
+        """Generate a piece of an earlier process again, and count the samples that are bit-for-bit identical.
 
-        What a crash lost cannot be compared; what the same process left can, so it is known whether the engine gives
+        Samples lost in a crash cannot be compared; those the process left can, which shows whether the engine gives
         the same samples for the same seeds.
         """
         before = kept.table.select(_SAMPLED).combine_chunks()
@@ -177,10 +177,10 @@ class _Sampler:
 
 
 def _check_rows(samples: pa.Table, groups: list[Groups], count: int) -> None:
-    """Refuse samples that are not, one for one, those that were asked for.
+    """Refuse samples that do not match the requested ones one to one.
 
     Raises:
-        StageFailed: rows are missing, doubled or of other prompts.
+        StageFailed: rows are missing, duplicated or of other prompts.
     """
     names = pa.concat_tables([one.prompts.select(["prompt_id"]) for one in groups])["prompt_id"]
     expected = names.take(np.repeat(np.arange(len(names)), count)).combine_chunks()
@@ -188,8 +188,8 @@ def _check_rows(samples: pa.Table, groups: list[Groups], count: int) -> None:
     same = samples["prompt_id"].combine_chunks().equals(expected)
     if not (same and np.array_equal(samples["sample_id"].to_numpy(), numbers)):
         raise StageFailed(
-            f"the pieces of this rollout hold {samples.num_rows} samples that are not the {len(expected)} that were "
-            "asked for; nothing was committed. Look at the pieces with `ratchet verify`, and report this as a defect"
+            f"the pieces of this rollout hold {samples.num_rows} samples that are not the {len(expected)} "
+            "requested; nothing was committed. Check the pieces with `ratchet verify`, and report this as a bug"
         )
 
 
@@ -199,7 +199,7 @@ def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedA
 
 
 def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
-    """Figures for people about a rollout table; `seconds` is None if not all of it was sampled in that time."""
+    """Metrics of a rollout table; `seconds` is None if not all of it was sampled in that time."""
     lengths = table["response_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
     truncated = (table["finish_reason"].to_numpy() == "length").mean()
     return {

@@ -18,7 +18,7 @@ from tasks.workers.trainers import TrainerGroup
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one transfer brought to every engine."""
+    """What one transfer delivered to every engine."""
 
     weights_digest: str
     """Identity of all weights together."""
@@ -27,24 +27,24 @@ class Delivery:
 
 
 def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
-    """The run's engines, started if they are not there, with the trainer ranks beside them."""
+    """The run's engines, started if necessary, along with the trainer ranks."""
     trainers(context, prepared)
     return context.workers.engines(model_directory(context, prepared))
 
 
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
-    """Engines that hold the weights which the weight-sync stage `served` recorded.
+    """Engines that hold the weights that the weight-sync stage `served` recorded.
 
     An engine that is new, or holds something else, gets them from the train state of that iteration.
 
     Raises:
-        SyncMismatch: the state on storage gives other weights than were recorded.
+        SyncMismatch: the stored state gives other weights than those recorded.
     """
     engines = engines_of(context, prepared)
     wanted = (served.weight_version, served.weights_digest)
     if all((held.weight_version, held.weights_digest) == wanted for held in (e.identity() for e in engines)):
         return engines
-    context.outbox.settle()  # what is to be loaded may still be on its way to storage
+    context.outbox.settle()  # the state to load may not be stored yet
     trained = Trained(need(context.root, served.manifest.run, served.weight_version, Stage.TRAIN))
     group = ensure_state(context, prepared, trained)
     delivery = deliver(engines, group, served.weight_version)
@@ -62,7 +62,7 @@ def deliver(engines: list[EngineHandle], group: TrainerGroup, version: int) -> D
     Raises:
         SyncMismatch: an engine did not receive exactly the tensors that were sent.
     """
-    with scratch(memory=True) as folder:  # the engine is another process of this host
+    with scratch(memory=True) as folder:  # the engine is another process on this host
         records = group.export(folder)
         digest = weights_digest({record.name: record.digest for record in records})
         with ThreadPoolExecutor(len(engines)) as pool:

@@ -1,6 +1,6 @@
-"""The one rule of every stage: committed already from the same inputs means done; else do the work, then commit.
+"""The one rule of every stage: already committed from the same inputs means done; else do the work, then commit.
 
-A train state may be stored behind the stages that follow. Its stage then returns a manifest that is still to be
+A train state may be stored behind the stages that follow. Its stage then returns a manifest that is yet to be
 published, and what is made from it is published after it, in the order of an outbox.
 """
 
@@ -32,7 +32,7 @@ from tasks.stages.views import Performed, View
 
 @dataclass(frozen=True)
 class Work:
-    """One stage that is being done."""
+    """One stage in progress."""
 
     context: RunContext
     iteration: int
@@ -52,22 +52,22 @@ class Work:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage's body hands over to be committed."""
+    """What a stage's body returns to be committed."""
 
     parts: tuple[Part, ...] = ()
     schema_fingerprint: str | None = None
     facts: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     store: Callable[[], None] | None = None
-    """Stores the parts, if that is still to be done; called once, by the outbox."""
+    """Stores the parts, if they are not stored yet; called once, by the outbox."""
     identified: Callable[[str], None] | None = None
-    """Is told the digest of the manifest, once that is known and its publication is under way."""
+    """Called with the digest of the manifest once it is known and being published."""
 
 
 class StageFunction[**P, V: View]:
-    """A stage: called with the run, the iteration and the views of its inputs, it gives the view of its own manifest.
+    """A stage: called with the run, the iteration and the views of its inputs, it returns the view of its own manifest.
 
-    Between the caller's line and the first line of the stage's body are three frames of ours: this call, the task that
+    Between the caller's line and the first line of the stage's body are three of our frames: this call, the task that
     makes it visible, and `perform`.
     """
 
@@ -79,11 +79,11 @@ class StageFunction[**P, V: View]:
         self._signature = inspect.signature(body)
 
     def __call__(self, context: RunContext, iteration: int, *inputs: P.args, **named: P.kwargs) -> V:
-        """Do the stage, or return what is committed.
+        """Run the stage, or return what is committed.
 
         Raises:
             CommitConflict: the stage is committed, but from other inputs or by a competing writer with another result.
-            LeaseLost: another process drives the run by now; nothing was committed.
+            LeaseLost: another process drives the run now; nothing was committed.
         """
         context.announce(iteration, self.stage)
         ordered = self._signature.bind(None, *inputs, **named).args[1:]
@@ -91,7 +91,7 @@ class StageFunction[**P, V: View]:
         return cast(V, context.performer(self.stage)(iteration, work, ordered).result())
 
     def perform(self, context: RunContext, iteration: int, inputs: tuple[View, ...]) -> Performed:
-        """Do the body only if no manifest is committed that was made from the same inputs."""
+        """Run the body only if no manifest made from the same inputs is committed."""
         digests = {role: view.digest for role, view in zip(self._roles, inputs, strict=True)}
         writer = PartWriter(context.root, context.run, iteration, self.stage)
         done = committed(context.root, context.run, iteration, self.stage, digests, context.config_digest)
@@ -117,7 +117,7 @@ class StageFunction[**P, V: View]:
 def stage[**P, V: View](
     name: Stage, roles: tuple[str, ...], view: type[V]
 ) -> Callable[[Callable[Concatenate[Work, P], StageOutput]], StageFunction[P, V]]:
-    """Make a stage of a function from `Work` and the views of its inputs to a `StageOutput`.
+    """Turn a function from `Work` and the views of its inputs to a `StageOutput` into a stage.
 
     Args:
         name: of the stage.
@@ -129,7 +129,7 @@ def stage[**P, V: View](
 
 @dataclass(frozen=True)
 class _Attempt:
-    """The beginning of work on a stage, and what a manifest says of it."""
+    """The start of work on a stage, as its manifest records it."""
 
     writer: PartWriter
     number: int

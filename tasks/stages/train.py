@@ -13,7 +13,7 @@ from trainer_core.batches.reading import read_samples
 
 @stage(Stage.TRAIN, ("prepare", "rollout", "reward", "state"), Trained)
 def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, state: Trained) -> StageOutput:
-    """Take the policy steps of one iteration, starting from `state`, and save what results.
+    """Take the policy steps of one iteration, starting from `state`, and save the result.
 
     The data cursor travels with the state: prompts count as consumed once they are trained on.
     """

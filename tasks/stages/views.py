@@ -1,4 +1,4 @@
-"""A committed stage as the stages after it see it: a type of its own, and facts with types."""
+"""A committed stage as later stages see it: its own type, and typed facts."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from storage.manifest import Manifest
 
 @dataclass(frozen=True)
 class View:
-    """The manifest of one stage. A subclass a stage, so that two swapped inputs are a type error."""
+    """The manifest of one stage. One subclass per stage, so that swapped inputs are a type error."""
 
     manifest: Manifest
 
@@ -32,8 +32,8 @@ class View:
     def _unexpected(self, fact: str, kind: str) -> StorageError:
         one = self.manifest
         return StorageError(
-            f"{one.stage} of iteration {one.iteration} of run {one.run} records {one.facts.get(fact)!r} as {fact}, and "
-            f"{kind} is expected: another program wrote this manifest; `ratchet verify` tells what else is wrong"
+            f"{one.stage} of iteration {one.iteration} of run {one.run} records {one.facts.get(fact)!r} as {fact}, but "
+            f"{kind} is expected: another program wrote this manifest; `ratchet verify` shows what else is wrong"
         )
 
 

@@ -1,4 +1,4 @@
-"""Stage `train` of iteration 0: the first train state, after supervised steps if any are asked for."""
+"""Stage `train` of iteration 0: the first train state, after supervised steps if any are requested."""
 
 from tasks.stages.held_state import saved, trainers
 from tasks.stages.names import Stage
@@ -12,7 +12,7 @@ from trainer_core.batches.reading import solved_examples
 def warm_up(work: Work, prepared: Prepared) -> StageOutput:
     """Import the model into the trainer, take `warmup.steps` supervised steps and save the state.
 
-    The state that is saved holds a fresh optimizer: the warm-up's moments and schedule do not go on into RL.
+    The saved state holds a fresh optimizer: the warm-up's moments and schedule do not carry over into RL.
     """
     section = work.config.warmup
     group = trainers(work.context, prepared)

@@ -66,7 +66,7 @@ def agree(engine: Logprobs, trainer: Logprobs, section: SyncSection) -> Agreemen
     found = Agreement(float(difference.mean()), float(difference.max()))
     if not (found.mean <= section.max_mean_difference and found.largest <= section.max_difference):
         raise SyncMismatch(
-            f"engine and trainer disagree on the probe by {found.mean:.3g} nat in the mean and {found.largest:.3g} at "
+            f"engine and trainer disagree on the probe by {found.mean:.3g} nat on average and {found.largest:.3g} at "
             f"most; sync.max_mean_difference is {section.max_mean_difference} and sync.max_difference "
             f"{section.max_difference}. The engine does not compute with the weights that were sent"
         )

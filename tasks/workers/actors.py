@@ -14,8 +14,8 @@ import ray.util
 from storage.errors import RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
 
-_GRACE_S = 5.0  # after one member has failed the others get so long to end their part of the call
-_PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and is taken for alive
+_GRACE_S = 5.0  # time the others get to end their part of a call after one member has failed
+_PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive
 _ATTACH_S = 10.0
 _START = "the start"
 
@@ -65,7 +65,7 @@ class WorkerGroup:
         self._starting = [actor.make.remote(factory, own) for actor, own in zip(self._actors, arguments, strict=True)]
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> "PendingCall":
-        """Call `method` on every member with the same arguments, without waiting; one result a member.
+        """Call `method` on every member with the same arguments, without waiting; one result per member.
 
         Raises:
             WorkerLost: the group has ended.
@@ -96,7 +96,7 @@ class WorkerGroup:
         return not self._ended
 
     def processes(self) -> list[int]:
-        """Process ids of the members; a member that is at work answers when it has ended.
+        """Process ids of the members; a busy member answers when its call has ended.
 
         Raises:
             RayError: one of them is dead.
@@ -163,10 +163,10 @@ class PendingCall:
 
 
 def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached: bool) -> list[Any]:
-    """Start one actor a name, each with its environment variables on top of the inherited ones.
+    """Start one actor per name, each with its environment variables on top of the inherited ones.
 
-    They reserve nothing of Ray's: on two cores a pipeline of two ranks and an engine would otherwise wait for ever, and
-    trainer and engine share a card. Which card an actor sees is said by its CUDA_VISIBLE_DEVICES.
+    They reserve nothing in Ray: on two cores a pipeline of two ranks and an engine would otherwise wait for ever, and
+    trainer and engine share a card. CUDA_VISIBLE_DEVICES decides which card an actor sees.
     """
     host = ray.remote(Host)
     lifetime = "detached" if detached else None
@@ -212,7 +212,7 @@ def _explained(error: ray.exceptions.RayError, label: str, what: str) -> Ratchet
 
 
 def _worst(failures: Iterable[RatchetError]) -> RatchetError:
-    """A death explains the errors of those that waited for the dead one; else the first."""
+    """A death, which explains the errors of those that waited for the dead one; else the first error."""
     return min(failures, key=lambda failure: not isinstance(failure, WorkerDied))
 
 

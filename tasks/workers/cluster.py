@@ -1,4 +1,4 @@
-"""Ray: a local one of our own that listens on the loopback interface only, or a cluster to attach to."""
+"""Ray: our own local one, which listens on the loopback interface only, or a cluster to attach to."""
 
 import logging
 import multiprocessing
@@ -31,7 +31,7 @@ _VITAL = ("gcs_server", "raylet")
 
 
 class Cluster:
-    """Ray for one flow process. Starts at the first use; as a context manager it is shut down at the end."""
+    """Ray for one flow process. Starts on first use; as a context manager it is shut down at the end."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -50,7 +50,7 @@ class Cluster:
 
     @property
     def settings(self) -> Settings:
-        """What the environment said when the process began."""
+        """The environment as it was when the process began."""
         return self._settings
 
     @property
@@ -65,7 +65,7 @@ class Cluster:
         return None if raylet is None else raylet.pid
 
     def start(self) -> None:
-        """Start the local Ray or attach to the cluster; without effect if that is done.
+        """Start the local Ray or attach to the cluster; no effect if that is done.
 
         Raises:
             InputError: the cluster does not answer at RAY_ADDRESS, or refuses the token.
@@ -75,7 +75,7 @@ class Cluster:
         if self._started:
             return
         if ray.is_initialized():
-            raise RatchetError("this process is connected to another Ray already; end that with ray.shutdown() first")
+            raise RatchetError("this process is already connected to another Ray; call ray.shutdown() first")
         if self._settings.ray_address is None:
             self._start_local()
         else:
@@ -83,10 +83,10 @@ class Cluster:
         self._started = True
 
     def check_alive(self) -> None:
-        """Make sure that a Ray which was started still answers.
+        """Make sure that Ray, if it was started, still answers.
 
         Raises:
-            WorkerLost: it does not. What is left of it has been cleared away, so that the next `start` begins anew.
+            WorkerLost: it does not. Its remains have been cleared away, so the next `start` starts a new one.
         """
         if not self._started:
             return
@@ -97,10 +97,10 @@ class Cluster:
             raise
 
     def shutdown(self) -> None:
-        """Leave the cluster, or end the local Ray with every process of it; without effect if it was not started."""
+        """Leave the cluster, or end the local Ray with all its processes; no effect if it was not started."""
         if not self._started:
             return
-        tree = {*self._seen, *self.processes()}  # those whose parent has died are children of ours no more
+        tree = {*self._seen, *self.processes()}  # those whose parent has died are no longer our children
         ray.shutdown()
         _end(tree)
         self._roots, self._vital, self._seen = [], {}, set()
@@ -115,7 +115,7 @@ class Cluster:
         _keep_loopback()
         try:
             ray.init(
-                address="local",  # not the one that an earlier `ray start` of this machine left its address of
+                address="local",  # not one whose address an earlier `ray start` on this machine left behind
                 _node_ip_address=LOOPBACK,
                 num_cpus=0,  # no idle workers are started, and our actors reserve no CPU
                 num_gpus=0,
@@ -138,11 +138,11 @@ class Cluster:
         self._seen.update(self.processes())
         late = WorkerLost(f"Ray did not answer within {_ANSWER_DEADLINE_S:g} s; the next attempt starts over")
         if not any(node["Alive"] for node in _within(_ANSWER_DEADLINE_S, ray.nodes, late)):
-            raise WorkerLost("Ray has no node that is alive; the next attempt starts over")
+            raise WorkerLost("Ray has no live node; the next attempt starts over")
 
 
 def _attach(address: str) -> None:
-    repair = "check that the cluster runs, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
+    repair = "check that the cluster is running, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
     host = _reachable(address, repair)
     if host in ("localhost", LOOPBACK):
         _keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
@@ -159,7 +159,7 @@ def _attach(address: str) -> None:
 
 
 def _reachable(address: str, repair: str) -> str:
-    """The host of `address`, once something accepts a connection there; Ray itself would go on trying for a minute."""
+    """The host of `address`, once something accepts a connection there; Ray itself would keep trying for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_DEADLINE_S).close()
@@ -169,7 +169,7 @@ def _reachable(address: str, repair: str) -> str:
 
 
 def _keep_loopback() -> None:
-    """Stop Ray from replacing 127.0.0.1 by the host's address, on which everybody could reach it.
+    """Stop Ray from replacing 127.0.0.1 by the host's address, on which anyone could reach it.
 
     Raises:
         RatchetError: this Ray has no such function, so its listeners would not be where they must be.
@@ -187,7 +187,7 @@ def _unchanged(host: str) -> str:
 
 
 def _within[T](deadline_s: float, work: Callable[[], T], late: RatchetError) -> T:
-    """Run `work` in a daemon thread; raise `late` when it takes too long (the thread is then left to itself)."""
+    """Run `work` in a daemon thread; raise `late` when it takes too long (the thread is then abandoned)."""
     try:
         return ThreadPool(1).apply_async(work).get(deadline_s)
     except multiprocessing.TimeoutError:
@@ -225,7 +225,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _end(processes: Iterable[psutil.Process]) -> None:
-    """Wait for `processes` to end; Ray's agents may linger for 20 s, so ask, then make them."""
+    """Wait for `processes` to end; Ray's agents may linger for 20 s, so terminate, then kill them."""
     _, lingering = psutil.wait_procs(list(processes), timeout=_LINGER_S)
     for signal in (psutil.Process.terminate, psutil.Process.kill):
         for process in lingering:

@@ -1,4 +1,4 @@
-"""An engine as the stages use it: in another process, behind typed calls that wait for at most a deadline."""
+"""An engine as the stages use it: in another process, behind typed calls that wait at most until a deadline."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, cast
@@ -22,7 +22,7 @@ class EngineHandle:
     def submit[**P, R](
         self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs
     ) -> Pending[list[R]]:
-        """Begin a call of a method of `EngineProtocol`; the list that it comes to has one entry."""
+        """Begin a call of a method of `EngineProtocol`; the resulting list has one entry."""
         return cast(Pending[list[R]], self._group.submit(method.__name__, *arguments, **options))
 
     def alive(self) -> bool:

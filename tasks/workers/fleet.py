@@ -1,6 +1,6 @@
 """The processes that compute for a run: trainer ranks and engines, started when first needed and then kept warm.
 
-With a Ray of our own they live as long as the flow process. On a cluster (RAY_ADDRESS) they are detached and named
+Under our own Ray they live as long as the flow process. On a cluster (RAY_ADDRESS) they are detached and named
 after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
 """
 
@@ -26,7 +26,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 class Fleet:
     """Trainer ranks and engines of one run.
 
-    As a context manager it leaves Ray at the end: processes of a Ray of our own end with it, detached ones stay.
+    As a context manager it leaves Ray at the end: processes under our own Ray end with it, detached ones stay.
     """
 
     def __init__(self, run: str, config: RunConfig, cluster: Cluster) -> None:
@@ -51,7 +51,7 @@ class Fleet:
         """Where trainer and engines compute.
 
         Raises:
-            InputError: the configuration asks for CUDA and no card is visible.
+            InputError: the configuration requests CUDA but no card is visible.
         """
         return self._cluster.settings.device(self._config.device.kind)
 
@@ -59,7 +59,7 @@ class Fleet:
         """Make sure that Ray, if it was started, still answers.
 
         Raises:
-            WorkerLost: it does not; the next call starts everything anew.
+            WorkerLost: it does not; the next call starts everything again.
         """
         try:
             self._cluster.check_alive()
@@ -68,12 +68,12 @@ class Fleet:
             raise
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
-        """Start whatever is not there, all at once, without waiting: each process imports for ten seconds and more."""
+        """Start whatever is missing, all at once, without waiting: each process imports for ten seconds or more."""
         self.trainers(model_dir, config)
         self.engines(model_dir)
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
-        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; ask its identity.
+        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; check its identity.
 
         Raises:
             WorkerLost: Ray has died since it was started.
@@ -89,7 +89,7 @@ class Fleet:
         return list(self._engines)
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
-        """The run's trainer ranks. A group that is new or was restarted holds no weights; ask its identity.
+        """The run's trainer ranks. A group that is new or was restarted holds no weights; check its identity.
 
         Raises:
             WorkerLost: Ray has died since it was started.
@@ -101,7 +101,7 @@ class Fleet:
         return self._trainers
 
     def processes(self) -> dict[str, int]:
-        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of a Ray of our own."""
+        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray."""
         ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
         engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
         return {
@@ -111,7 +111,7 @@ class Fleet:
         }
 
     def close(self) -> None:
-        """End the processes, those on a cluster too."""
+        """End the processes, including those on a cluster."""
         for engine in self._engines:
             engine.end()
         if self._trainers is not None:
@@ -166,7 +166,7 @@ class Fleet:
         return TrainerGroup(found, self._config.workers)
 
     def _found[G: WorkerGroup](self, kind: type[G], role: str, prefix: str, labels: list[str]) -> G | None:
-        """A usable group which an earlier flow process left on the cluster; those that are of no use are ended."""
+        """A usable group that an earlier flow process left on the cluster; unusable ones are ended."""
         if self._cluster.local:
             return None
         usable: G | None = None

@@ -1,4 +1,4 @@
-"""What stages ask of the processes that compute, whoever runs them: Ray, or the small workers of the fault tests."""
+"""What stages require of the processes that compute, whether Ray runs them or the fault tests' small workers do."""
 
 from pathlib import Path
 from typing import Protocol
@@ -12,11 +12,11 @@ class Workers(Protocol):
     """The trainer ranks and engines of one run, started when first needed and replaced when they have died."""
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
-        """Start whatever is not there, all at once, without waiting."""
+        """Start whatever is missing, all at once, without waiting."""
         ...
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
-        """The run's trainer ranks. A group that is new or was restarted holds no weights; ask its identity.
+        """The run's trainer ranks. A group that is new or was restarted holds no weights; check its identity.
 
         Raises:
             WorkerLost: what they run under has died since it was started.
@@ -24,7 +24,7 @@ class Workers(Protocol):
         ...
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
-        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; ask its identity.
+        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; check its identity.
 
         Raises:
             WorkerLost: what they run under has died since it was started.

@@ -15,7 +15,7 @@ from trainer_core.start import start_trainer
 
 
 class RankActors(WorkerGroup):
-    """The actors of the ranks, and the folder in which they have met."""
+    """The actors of the ranks, and the folder of their rendezvous."""
 
     def __init__(self, labels: Sequence[str], actors: Sequence[Any], meeting_place: Path | None = None) -> None:
         super().__init__(labels, actors)
@@ -37,11 +37,11 @@ def start_trainers(
     deadline_s: float,
     deterministic: bool = False,
 ) -> RankActors:
-    """Start the ranks of the layout without waiting for them. They meet at a file, so nothing listens for it.
+    """Start the ranks of the layout without waiting for them. They meet at a file, so no port is opened.
 
     Args:
-        deadline_s: how long they may take to come up.
-        deterministic: holds them to kernels whose results do not depend on timing.
+        deadline_s: how long they may take to start.
+        deterministic: restricts them to kernels whose results do not depend on timing.
 
     Raises:
         InputError: there are fewer cards than ranks.
@@ -49,8 +49,8 @@ def start_trainers(
     world_size = config.parallel.world_size
     if device == "cuda" and world_size > len(settings.gpus):
         raise InputError(
-            f"the layout {config.parallel} needs {world_size} GPUs, one a rank, and {len(settings.gpus)} are visible; "
-            "choose a smaller layout under [train.parallel]"
+            f"the layout {config.parallel} needs {world_size} GPUs, one per rank, but {len(settings.gpus)} are "
+            "visible; choose a smaller layout under [train.parallel]"
         )
     environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
     actors = spawn(fresh_names(prefix, world_size), [environment] * world_size, detached=not settings.local)

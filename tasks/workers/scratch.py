@@ -1,4 +1,4 @@
-"""Local folders that a process works in. Their names say whose they are, so that what a killed process left can go."""
+"""Local folders that a process works in. Their names identify the owner, so those left by a killed process can go."""
 
 import hashlib
 import re
@@ -17,10 +17,10 @@ _NAME = re.compile(r"ratchet-(?P<place>[0-9a-f]{12})-(?P<process>\d+)-(?P<birth>
 
 @contextmanager
 def scratch(memory: bool = False) -> Iterator[Path]:
-    """A folder for the time of a block.
+    """A folder for the duration of a block.
 
     Args:
-        memory: in shared memory, where there is one, for what another process of this host reads at once.
+        memory: in shared memory, where available, for what another process on this host reads at once.
     """
     folder = new_folder(memory)
     try:
@@ -30,14 +30,14 @@ def scratch(memory: bool = False) -> Iterator[Path]:
 
 
 def new_folder(memory: bool = False) -> Path:
-    """A new folder, as `scratch`, whose end is the caller's affair."""
+    """A new folder, as `scratch`, which the caller removes."""
     own = this_process("")
     place = _SHARED_MEMORY if memory and _SHARED_MEMORY.is_dir() else None
     return Path(tempfile.mkdtemp(prefix=f"ratchet-{_short(own)}-{own.process}-{own.birth or 0}-", dir=place))
 
 
 def sweep() -> list[Path]:
-    """Remove the folders of processes of this machine that are dead; returns them."""
+    """Remove the folders of dead processes of this machine; returns them."""
     found = [path for parent in (Path(tempfile.gettempdir()), _SHARED_MEMORY) for path in parent.glob("ratchet-*")]
     left = [path for path in found if _is_left(path)]
     for path in left:
@@ -48,7 +48,7 @@ def sweep() -> list[Path]:
 def _is_left(path: Path) -> bool:
     named, own = _NAME.fullmatch(path.name), this_process("")
     if named is None or named["place"] != _short(own):
-        return False  # of another machine, or of a container whose processes are not to be seen from here
+        return False  # of another machine, or of a container whose processes are not visible from here
     owner = Owner(
         name="", host=socket.gethostname(), process=int(named["process"]), place=own.place, birth=named["birth"]
     )

@@ -1,4 +1,4 @@
-"""The trainer ranks: one process each, behind typed calls that go to all of them and wait for at most a deadline."""
+"""The trainer ranks: one process each, behind typed calls that go to all of them and wait at most until a deadline."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ class TrainerGroup:
     def submit[**P, R](
         self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs
     ) -> Pending[list[R]]:
-        """Begin a call of a method of `TrainerProtocol`, such as one side of a transfer; one result a rank."""
+        """Begin a call of a method of `TrainerProtocol`, such as one side of a transfer; one result per rank."""
         return cast(Pending[list[R]], self._group.submit(method.__name__, *arguments, **options))
 
     def alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the processes of a small run did: a line each, appended at once, so that a kill loses nothing that was said."""
+"""What the processes of a small run did: one line each, appended at once, so that a kill loses no entry."""
 
 import json
 import os
@@ -14,10 +14,10 @@ class Entry:
     """Something that was done."""
 
     what: str
-    """process (started), body (of a stage, begun), piece (generated and recorded), settle (somebody waits for what is
+    """process (started), body (of a stage, begun), piece (generated and recorded), settle (something waits for what is
     to be stored) or concluded (all of an iteration is published)."""
     name: str
-    """Of the process, the stage, the piece, or what else."""
+    """Name of the process, stage, piece or other subject."""
     number: int
     """Process id, or iteration."""
 
@@ -38,10 +38,10 @@ class Journal:
             self._changed.notify_all()
 
     def wait_for(self, what: str, count: int) -> None:
-        """Wait until another thread has noted so many of these."""
+        """Wait until another thread has noted this many of these."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.count(what) >= count, _PATIENCE):
-                raise TimeoutError(f"waited in vain for {what} number {count}")
+                raise TimeoutError(f"{what} number {count} was not noted in time")
 
     def count(self, what: str) -> int:
         """How many of these were noted."""

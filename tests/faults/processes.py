@@ -1,6 +1,6 @@
 """The processes of a small run: a node, and under it two trainer ranks and an engine, each a small worker.
 
-They end as Ray's do: a node takes its workers along, and ends with the process that drives the run.
+They end as Ray's do: a node ends its workers with it, and ends with the process that drives the run.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ class Worker:
         self.name, self.process, self._connection = name, process, connection
 
     def begin(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Ask for a call; `result` waits for it. Both raise WorkerLost."""
+        """Request a call; `result` waits for it. Both raise WorkerLost."""
         self._lost_unless(method, lambda: self._connection.send((method, arguments, options)))
 
     def result(self, method: str) -> Any:
@@ -43,7 +43,7 @@ class Worker:
         return value
 
     def alive(self) -> bool:
-        """Asked while it has nothing to do: all that can be read then is the end."""
+        """Called while the worker is idle, when only end-of-file can be read."""
         return not self._connection.poll()
 
     def end(self) -> None:
@@ -58,7 +58,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Workers to whom every call goes, and who are ended as soon as one of them is dead."""
+    """Workers that all get every call, and are ended as soon as one of them is dead."""
 
     def __init__(self, members: list[Worker]) -> None:
         self.members = members
@@ -103,13 +103,13 @@ class Submitted:
 
 
 class SmallFleet:
-    """The node and its workers, as `tasks.workers.interface.Workers`. Make it before any thread is started: it forks.
+    """The node and its workers, as `tasks.workers.interface.Workers`. Create it before any thread is started: it forks.
 
     Args:
-        replaces: see before each stage who died meanwhile, and start new ones, as `tasks.workers.fleet.Fleet` does once
-            Ray has told it; otherwise a death is met in the next call.
-        started: is told name and process id of each process.
-        other_lesson: number of the policy training that comes out otherwise.
+        replaces: check before each stage which workers died, and replace them, as `tasks.workers.fleet.Fleet` does once
+            Ray has reported it; otherwise the next call meets the death.
+        started: called with name and process id of each process.
+        other_lesson: number of the policy training that gives a different result.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class SmallFleet:
         self._made: set[WorkerGroup] = set()
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
-        """Everything is there from the beginning."""
+        """Everything is running from the start."""
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
         self._check_node()
@@ -189,7 +189,7 @@ def _work(control: socket.socket, own: int) -> None:
     while True:
         try:
             method, arguments, options = connection.recv()
-        except EOFError:  # nobody will ask any more
+        except EOFError:  # no more requests can come
             return
         try:
             if method == "make":

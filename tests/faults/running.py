@@ -1,4 +1,4 @@
-"""Small runs that are killed and started again, and what is to be known of them afterwards."""
+"""Small runs that are killed and started again, and what they leave."""
 
 import os
 import signal
@@ -30,13 +30,13 @@ _GONE_S = 10.0
 
 
 class Launcher:
-    """Starts runs, one at a time for each thread that asks."""
+    """Starts runs, one at a time for each calling thread."""
 
     def __init__(self) -> None:
         self._servers: dict[int, subprocess.Popen] = {}
 
     def start(self, plan: Plan) -> int:
-        """Do a plan; returns the exit code of the process that drove the run."""
+        """Execute a plan; returns the exit code of the process that drove the run."""
         file = Path(plan.folder) / "plan.json"
         file.write_text(plan.model_dump_json())
         thread = threading.get_ident()
@@ -71,7 +71,7 @@ class Attempt:
     reached: list[Reached]
     delivered: list[Fault]
     lingering: list[Entry]
-    """Processes that were still there some time after."""
+    """Processes that still ran some time later."""
 
     @property
     def bodies(self) -> Counter[Place]:
@@ -85,7 +85,7 @@ class Attempt:
 
 
 class SmallRun:
-    """A run in a folder of its own, and the processes that have driven it."""
+    """A run in its own folder, and the processes that have driven it."""
 
     def __init__(self, launcher: Launcher, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -152,7 +152,7 @@ class Look:
 
 @dataclass
 class Watch:
-    """What a reader saw who looked at the manifests again and again."""
+    """What a reader saw that read the manifests again and again."""
 
     seen: set[str] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
@@ -160,7 +160,7 @@ class Watch:
 
 @contextmanager
 def watched(root: Root) -> Iterator[Watch]:
-    """Read every manifest as soon as it is there, and see that all it names is there too, whole."""
+    """Read every manifest as soon as it exists, and check that all it names exists too, intact."""
     watch, stop = Watch(), threading.Event()
 
     def poll() -> None:

@@ -1,6 +1,6 @@
 """A run of the real stages, loop and state handling over small workers, driven by `flows.driving`.
 
-`python -m tests.faults.small_run` reads paths of plans from its input, one a line, does each in a process of its own
+`python -m tests.faults.small_run` reads paths of plans from its input, one per line, executes each in its own process
 and writes the exit code. The processes are forked from this one, so a start costs no imports.
 """
 
@@ -45,28 +45,28 @@ _PATIENCE = 60
 
 
 class Plan(BaseModel):
-    """What one process is to do."""
+    """What one process must do."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str
     """Where the run is stored."""
     folder: str
-    """Where the journal, scratch files and the fault folder are; of this process alone."""
+    """Where the journal, scratch files and the fault folder are; used by this process only."""
     replaces: bool = False
     """Whether dead workers are noticed between stages, and replaced."""
     hold_state: int | None = None
-    """Iteration whose train state is stored only once somebody waits for it."""
+    """Iteration whose train state is stored only once something waits for it."""
     full_disk: int | None = None
     """From the training of this iteration on no large file can be written."""
     other_lesson: int | None = None
-    """Iteration whose training comes out otherwise; needs a run that nothing interrupted before."""
+    """Iteration whose training gives a different result; needs a run that was not interrupted before."""
     settings: tuple[str, ...] = ()
-    """Of the configuration, as `--set` takes them."""
+    """Settings of the configuration, as `--set` takes them."""
 
     @property
     def faults(self) -> FaultFolder:
-        """Whom to kill, and what was reached."""
+        """Which process to kill, and what was reached."""
         return FaultFolder(Path(self.folder) / "faults")
 
     @property
@@ -75,12 +75,12 @@ class Plan(BaseModel):
 
     @property
     def messages(self) -> Path:
-        """What the process wrote to its standard error."""
+        """The process's standard error."""
         return Path(self.folder) / "messages"
 
 
 class NotedOutbox(Outbox):
-    """Notes that somebody waits."""
+    """Notes each wait."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class NotedOutbox(Outbox):
 
 
 class Observer:
-    """Does at the points of the run what the plan says."""
+    """Carries out the plan at the points of the run."""
 
     def __init__(self, plan: Plan, fleet: SmallFleet, journal: Journal) -> None:
         self._plan, self._fleet, self._journal = plan, fleet, journal
@@ -115,7 +115,7 @@ class Observer:
                 self._kill(point, key)
 
     def _note(self, key: str, iteration: int, stage: str) -> None:
-        """A record is being written by which the stage says that its body begins, or that a piece is generated."""
+        """Note the record by which a stage marks that its body begins, or that a piece is generated."""
         if ".attempt-" in key:
             self._journal.note("body", stage, iteration)
         elif ".pieces/" in key:
@@ -133,17 +133,17 @@ class Observer:
         before = faults.delivered()
         faults.observe(point, key, lambda: processes)
         for fault in faults.delivered()[len(before) :]:
-            # the run goes on with a dead process, not with a dying one
+            # the run continues with a dead process, not with a dying one
             for name in processes if fault.victim == NODE else (fault.victim,):
                 wait_until_gone(processes[name])
 
 
 def wait_until_gone(process: int) -> None:
-    """Wait until a process has ended, whether or not somebody asked for its exit status."""
+    """Wait until a process has ended, whether or not its exit status was collected."""
     deadline = time.monotonic() + _PATIENCE
     while is_running(process):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"process {process} is still there")
+            raise TimeoutError(f"process {process} is still running")
         time.sleep(0.001)
 
 
@@ -155,7 +155,7 @@ def is_running(process: int) -> bool:
 
 
 def drive(plan: Plan) -> None:
-    """Do what is missing of the run."""
+    """Do what the run still lacks."""
     journal, config = Journal(plan.journal), small_config(plan.settings)
 
     def started(name: str, process: int) -> None:
@@ -180,7 +180,7 @@ def drive(plan: Plan) -> None:
 
 
 class NotedProgress(Progress):
-    """Notes that all of an iteration is published, and is silent otherwise."""
+    """Notes that all of an iteration is published, and shows nothing."""
 
     def __init__(self, journal: Journal, iterations: int) -> None:
         super().__init__(RUN, iterations, Console(file=io.StringIO()))
@@ -191,14 +191,14 @@ class NotedProgress(Progress):
 
 
 def begin(plan: Plan) -> int:
-    """Do a plan in a process of its own; returns its exit code, negative for a signal."""
+    """Execute a plan in its own process; returns its exit code, negative for a signal."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     code = 70
     try:
-        signal.alarm(2 * _PATIENCE)  # nobody waits for ever
-        # a process that outlives the run must not keep our answer from being read to its end
+        signal.alarm(2 * _PATIENCE)  # nothing waits for ever
+        # a process that outlives the run must not keep our answer from being read completely
         for file, own in ((os.devnull, sys.stdin), (os.devnull, sys.stdout), (plan.messages, sys.stderr)):
             os.dup2(os.open(file, os.O_CREAT | os.O_RDWR, 0o644), own.fileno())
         drive(plan)
@@ -214,7 +214,7 @@ def begin(plan: Plan) -> int:
 
 
 if __name__ == "__main__":
-    code_version()  # read once for all
+    code_version()  # computed once for all
     for line in sys.stdin:
         sys.stdout.write(f"{begin(Plan.model_validate_json(Path(line.strip()).read_bytes()))}\n")
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """The fault matrix on real processes with small stage bodies: each process is killed at each point of each stage.
 
-A cell is one run: killed once by SIGKILL, then started again, then compared with the run that nobody interrupted. Cells
+A cell is one run: killed once by SIGKILL, then started again, then compared with the uninterrupted run. Cells
 are named victim-stage-point.
 """
 
@@ -53,7 +53,7 @@ class Cell:
 
     fault: Fault
     replaced: bool = False
-    """Seen between two stages by the process that drives the run, which starts a new worker and goes on."""
+    """Noticed between two stages by the process that drives the run, which starts a new worker and continues."""
 
 
 def cell(victim: str, stage: str, point: Point, *, replaced: bool = False) -> tuple[str, Cell]:
@@ -84,7 +84,7 @@ PARAMETERS = [pytest.param(name, id=name, marks=() if name in QUICK else pytest.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell."""
+    """The outcome of a cell."""
 
     killed: Attempt
     between: Look
@@ -94,7 +94,7 @@ class Outcome:
 
 @pytest.fixture(scope="session")
 def outcomes(request, launcher, tmp_path_factory):
-    """The cells that were asked for, done two at a time while the tests wait for theirs."""
+    """The requested cells, run two at a time while the tests wait for theirs."""
     folder = tmp_path_factory.mktemp("cells")
     asked = {item.name for item in request.session.items}
     pool = ThreadPoolExecutor(2)
@@ -146,7 +146,7 @@ def test_a_kill_changes_nothing_in_the_end(name, outcomes, whole):
 
 
 def check_the_kill(wanted: Cell, outcome: Outcome) -> None:
-    """It was delivered, it was noticed as it should be, and no process of the killed run is left."""
+    """It was delivered and noticed as it should be, and no process of the killed run is left."""
     killed, again = outcome.killed, outcome.again
     assert killed.delivered == [wanted.fault], killed.messages
     assert killed.lingering == []
@@ -165,7 +165,7 @@ def check_the_kill(wanted: Cell, outcome: Outcome) -> None:
 
 
 def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
-    """The process that drives the run died where it should: what it left is what the point's name says."""
+    """The process that drives the run died where it should: what it left matches the point's name."""
     place = (fault.iteration, fault.stage)
     parts = outcome.between.there(outcome.end.manifests[place].parts)
     assert (place in outcome.between.manifests) == (fault.point is Point.COMMITTED)
@@ -197,7 +197,7 @@ def check_nothing_is_done_twice(outcome: Outcome) -> None:
 
 
 def check_rows(look: Look) -> None:
-    """As many rows as asked for, and none twice."""
+    """As many rows as requested, and none twice."""
     rollouts = [manifest for (_, stage), manifest in look.manifests.items() if stage == Stage.ROLLOUT]
     assert len(rollouts) == ITERATIONS
     for manifest in rollouts:
@@ -210,7 +210,7 @@ def rows_of(look: Look, manifest: Manifest) -> list[tuple[str, int]]:
 
 
 def check_storage(outcome: Outcome) -> None:
-    """Everything reads as it was written; what nothing names is half a write from before the kill."""
+    """Everything reads as it was written; what nothing names is an incomplete write from before the kill."""
     found = verify(outcome.end.root, RUN)
     assert found.sound, found.findings
     for finding in found.findings:

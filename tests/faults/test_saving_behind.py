@@ -1,7 +1,7 @@
-"""A train state that is stored behind the stages that follow: what a crash, another result and a full disk do then.
+"""A train state that is stored behind the stages that follow: what a crash, a different result and a full disk then do.
 
-The state of iteration 1 is held back until somebody waits for it, so the overlap is certain: undisturbed, that is the
-rollout of iteration 2, when it has generated all its pieces.
+The state of iteration 1 is held back until something waits for it, so the overlap is certain: undisturbed, that is the
+rollout of iteration 2, once it has generated all its pieces.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from tests.small.config import PIECES
 
 DURING_UPLOAD = Fault(Stage.TRAIN, 1, Point.UPLOAD)
 PENDING = {(1, Stage.TRAIN), (1, Stage.WEIGHT_SYNC), (1, Stage.EVALUATE), (2, Stage.ROLLOUT)}
-"""What is made from the state, the rollout included, and the state."""
+"""The state and what is made from it, including the rollout."""
 COMMITTED = {
     (0, Stage.PREPARE), (0, Stage.TRAIN), (0, Stage.WEIGHT_SYNC), (0, Stage.EVALUATE),
     (1, Stage.ROLLOUT), (1, Stage.REWARD),
@@ -27,7 +27,7 @@ COMMITTED = {
 
 @pytest.fixture
 def run(launcher, tmp_path):
-    """A run that is read all the time by somebody else, who never sees a manifest without what it names."""
+    """A run with a concurrent reader, which never sees a manifest without what it names."""
     small = SmallRun(launcher, tmp_path / "run")
     with watched(small.root) as watch:
         yield small
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_for_the_state_keeps_back_all_that_is_made_from_it(r
 
 
 def assert_completed_with_the_pieces_there(run, whole):
-    """Another start does what is not committed and nothing else, and ends as the run that nothing interrupted."""
+    """Another start does only what is not committed, and ends like the uninterrupted run."""
     again = run.attempt()
     assert again.code == 0, again.messages
     assert again.bodies == Counter(whole[1].digests.keys() - COMMITTED)

@@ -17,7 +17,7 @@ from tests.small.config import small_config
     ("settings", "fact"),
     [
         (["train.parallel.pipeline=3"], "cannot be divided by parallel.pipeline = 3"),
-        (["reward.function=no_such_reward"], "'no_such_reward' is not known"),
+        (["reward.function=no_such_reward"], "'no_such_reward' is unknown"),
         (["device.kind=cuda"], "no GPU is visible"),
     ],
 )
@@ -45,7 +45,7 @@ def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path: Pat
     root, digest = ready("first", url, config)
     assert stored_config(root, "first") == config
     assert ready("first", url, small_config(["engine.count=2", "run.iterations=7"]))[1] == digest
-    with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 2, now 4 is given"):
+    with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 2, but is now given 4"):
         ready("first", url, small_config(["rollout.samples=4"]))
 
 

@@ -22,7 +22,7 @@ PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that there is a mid
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended."""
+    """A finished command."""
 
     code: int
     out: str
@@ -34,7 +34,7 @@ class Finished:
 
 
 def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
-    """Start `ratchet` with a Prefect home of its own, so that runs of other people are not seen or disturbed."""
+    """Start `ratchet` with its own Prefect home, so that other people's runs are neither seen nor disturbed."""
     environment = {**os.environ, "PREFECT_HOME": str(home)}
     return subprocess.Popen(
         [sys.executable, "-m", "flows", *arguments],
@@ -64,6 +64,6 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def still_running(processes: list[psutil.Process]) -> list[str]:
-    # the agents of a Ray whose driver was killed notice after a while; the limit only ends a test that would hang
+    # the agents of a Ray whose driver was killed notice after a while; the limit only ends a test that hangs
     _, alive = psutil.wait_procs(processes, timeout=120)
     return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,7 +1,7 @@
 """Tier 2 of the fault matrix: real processes of the real stack are killed, one after another, in one run.
 
 Every kind of process, every stage and every named point is met at least once. The run is the tiny one over two
-pipeline ranks; what the killed run comes to is compared with the run that was left alone by `ratchet prove-resume`.
+pipeline ranks; `ratchet prove-resume` compares the result of the killed run with that of the uninterrupted run.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def proof(place: Path) -> Finished:
-    """The command, with every cell in one run, and every run sampling for itself."""
+    """The command, with every cell in one run, and each run sampling for itself."""
     points = [word for cell in CELLS for word in ("--at", cell)]
     arguments = ["--root", str(place / "runs"), "--iterations", str(ITERATIONS), "--regenerate", "--json"]
     process = start("prove-resume", str(TINY), *arguments, *points, *LAYOUT, home=place / "prefect")

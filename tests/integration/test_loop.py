@@ -93,7 +93,7 @@ def test_a_changed_meaning_is_refused_with_both_values(whole, home):
     root, _ = whole
     refused = run_tiny(root, home, "--set", "rollout.temperature=0.5")
     assert refused.code == 2
-    assert "rollout.temperature: the run was started with 1.0, now 0.5 is given" in refused.err
+    assert "rollout.temperature: the run was started with 1.0, but is now given 0.5" in refused.err
     assert "Traceback" not in refused.err
 
 
@@ -128,7 +128,7 @@ def test_two_ranks_do_what_one_does_and_a_run_goes_on_under_another_layout(whole
     second = run_tiny(tmp_path, home, "--iterations", "2", *LAYOUTS["tp2"])
     assert second.code == 0, second.err
     assert second.json["iterations"] == 2
-    # the same seeds and data: one rank and two differ by rounding alone
+    # the same seeds and data: one rank and two differ only by rounding
     for iteration in (1, 2):
         one, two = (committed(place, iteration, Stage.TRAIN).metrics for place in (root, tmp_path))
         for name in ("loss", "grad_norm", "entropy"):
@@ -198,7 +198,7 @@ def test_a_fork_with_another_learning_rate_goes_its_own_way(whole, home):
 
 
 def wait_for(root, manifest: str) -> None:
-    """Wait until a stage is committed. The deadline only ends a test that would hang."""
+    """Wait until a stage is committed. The deadline only ends a test that hangs."""
     path = root / "tiny" / "manifests" / manifest
     deadline = time.monotonic() + 240
     while not path.exists():

@@ -1,4 +1,4 @@
-"""The whole loop on an object store: a run that is killed on S3 comes to the manifests of a run on files."""
+"""The whole loop on an object store: a run that is killed on S3 ends with the manifests of a run on files."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ STAGES = [(iteration, stage) for iteration in range(3) for stage in Stage]
 
 @pytest.fixture(scope="module")
 def server():
-    """A server that processes which are started meanwhile find in their environment."""
+    """A server that processes started meanwhile find in their environment."""
     with s3_server() as server, pytest.MonkeyPatch.context() as environment:
         client = server.options["client_kwargs"]
         environment.setenv("AWS_ENDPOINT_URL", client["endpoint_url"])
@@ -63,7 +63,7 @@ def on_s3(continued):
 
 
 def wait_for(root: Root, prefix: str, process: subprocess.Popen[str]) -> None:
-    """Wait until something is there. The deadline only ends a test that would hang."""
+    """Wait until something appears. The deadline only ends a test that hangs."""
     deadline = time.monotonic() + 240
     while not root.keys(prefix):
         assert process.poll() is None, process.communicate()
@@ -103,7 +103,7 @@ def test_of_the_reference_the_weights_alone_were_fetched(bucket, continued):
     states = [need(bucket, RUN, iteration, Stage.TRAIN) for iteration in (0, 1)]
     found = [[part.name for part in state.parts if any(part.key in one for one in fetched)] for state in states]
     assert found[0] == [part.name for part in states[0].parts if "optimizer" not in part.name]
-    assert found[1] == [part.name for part in states[1].parts], "the state that the killed run went on from"
+    assert found[1] == [part.name for part in states[1].parts], "the state that the killed run continued from"
 
 
 def test_a_process_of_its_own_reads_it(bucket, on_s3, home):

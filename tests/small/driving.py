@@ -28,7 +28,7 @@ Done = tuple[int, Stage, bool]
 
 @dataclass
 class Driver:
-    """One process' worth of driving."""
+    """The driving done by one process."""
 
     root: Root
     config: RunConfig
@@ -36,7 +36,7 @@ class Driver:
     workers: WorkersHere
     run: str = RUN
     at: Callable[[RunContext, Point, str], None] | None = None
-    """Is told of each point of the run, with the key."""
+    """Called at each point of the run, with the key."""
     done: list[Done] = field(default_factory=list)
     """Stages that ran, as (iteration, stage, reused)."""
 
@@ -75,7 +75,7 @@ class Killed(BaseException):
 
 
 def killing(stage: Stage, iteration: int, point: Point, after: int = 0):
-    """End the driving at a point; of several of a kind after so many of them."""
+    """End the driving at a point, after `after` others of the kind."""
     passed = [0]
 
     def at(_context: RunContext, here: Point, key: str) -> None:

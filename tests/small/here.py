@@ -1,4 +1,4 @@
-"""Small workers in this process, for tests of stages and of the loop without any kill."""
+"""Small workers in this process, for tests of stages and of the loop without kills."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from tests.small.workers import SmallEngine, SmallTrainer
 
 
 class Answered:
-    """A call that is done."""
+    """A finished call."""
 
     def __init__(self, results: list[Any]) -> None:
         self._results = results
@@ -48,7 +48,7 @@ class GroupHere:
 
 
 class WorkersHere:
-    """Ranks and engines of a run, made when they are first asked for; `calls` has the methods that were called."""
+    """Ranks and engines of a run, made on first use; `calls` has the methods that were called."""
 
     def __init__(
         self, config: RunConfig, engine: type[SmallEngine] = SmallEngine, trainer: type[SmallTrainer] = SmallTrainer
@@ -80,7 +80,7 @@ class WorkersHere:
 
 @contextmanager
 def context_here(root: Root, config: RunConfig, scratch: Path, run: str = "small", **more: Any):
-    """A context whose workers are in this process; what is to be stored is stored when the block ends."""
+    """A context whose workers are in this process; what remains to be stored is stored when the block ends."""
     scratch.mkdir(parents=True, exist_ok=True)
     workers = more.pop("workers", None) or WorkersHere(config)
     context = RunContext(run, root, config, ConfigRecord.of(config).digest, workers, scratch, **more)

@@ -20,14 +20,14 @@ from trainer_core.protocol import LoadedState, TrainerProtocol
 from trainer_core.state.facts import StateFacts, read_facts, write_facts
 from trainer_core.weights.records import TensorRecord
 
-SIZE = 16384  # float32 in each array: with two ranks 32 KiB a file
+SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
 ARRAYS = ("weights", "first", "second")
 WEIGHTS, FILE = "model.weights", "weights-00000.safetensors"
 FILES = {array: array if array == "weights" else f"optimizer.{array}" for array in ARRAYS}
 
 
 def logprobs_of(weights, sequence):
-    """Log-probability of each token but the first, nat; each side computes it from the weights that it holds."""
+    """Log-probability of each token but the first, nat; each side computes it from its own weights."""
     tokens = np.asarray(sequence)
     return -np.abs(weights[tokens[1:] % SIZE] + weights[tokens[:-1] % SIZE]).astype(np.float32)
 
@@ -66,10 +66,10 @@ class SmallTrainer(TrainerProtocol):
         return {"loss": 0.5, "grad_norm": 1.0, "steps": float(steps)}
 
     def train_policy(self, samples, temperature, reference=False):
-        """One step; everything that the trainer is given and everything that it holds matters to the result."""
+        """One step; all that the trainer is given and all that it holds affects the result."""
         self._identity, self._lessons = None, self._lessons + 1
         if reference and self._reference_weights is None:
-            raise InputError("a reference is asked for and none is loaded")
+            raise InputError("a reference is required, but none is loaded")
         held = bytes_digest(self._reference_weights.tobytes()) if reference else ""
         given = [samples.tokens.tolist(), samples.rewards.tolist(), samples.engine_logprobs.tolist(), temperature, held]
         lesson = [*given, self._lessons == self._other_lesson]
@@ -85,13 +85,13 @@ class SmallTrainer(TrainerProtocol):
         self._step += steps
 
     def save(self, directory):
-        """Write this rank's share down; returns the names of its files."""
+        """Write this rank's share; returns the names of its files."""
         ranks = self._config.parallel.world_size
         names = {array: f"{name}-{self._rank}.bin" for array, name in FILES.items()}
         for array, name in names.items():
             (Path(directory) / name).write_bytes(np.array_split(self.arrays[array], ranks)[self._rank].tobytes())
         if self._rank:
-            # a file that has two names is stored by a copy, all others by a hard link: both are killed
+            # a file that has two names is stored by a copy, all others by a hard link: kills cover both
             os.link(Path(directory) / names["weights"], Path(directory) / f"held-{self._rank}")
             return list(names.values())
         optimizer, parallel = self._config.optimizer, self._config.parallel
@@ -138,7 +138,7 @@ class SmallTrainer(TrainerProtocol):
 
 
 class SmallEngine(EngineProtocol):
-    """What it samples depends on the weights it holds, the prompt and the seed, and on nothing else."""
+    """Its samples depend only on the weights it holds, the prompt and the seed."""
 
     def __init__(self, model_dir: str) -> None:
         self._weights, self._digest, self._version = None, None, None

@@ -26,7 +26,7 @@ def engines(tmp_path_factory):
 
 @pytest.fixture
 def served(engines):
-    """The engine of the model whose output layer has weights of its own."""
+    """The engine of the model whose output layer has its own weights."""
     return engines[False]
 
 

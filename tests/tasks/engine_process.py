@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own, so that what vLLM changes globally stays out of pytest, and the reference
+"""A real vLLM engine in its own process, so that what vLLM changes globally stays out of pytest, and the reference
 to compare it with."""
 
 import multiprocessing
@@ -20,7 +20,7 @@ CONTEXT = 128
 
 
 class Reference:
-    """Makes tiny models, and says what transformers thinks of them."""
+    """Makes tiny models, and computes with transformers."""
 
     def make(self, directory: str, seed: int, tied: bool) -> None:
         """Write a random Qwen3 of two layers."""

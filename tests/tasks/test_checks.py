@@ -47,9 +47,9 @@ def test_a_good_configuration_passes(tmp_path):
         ("train.parallel.pipeline=3", "layers (2) cannot be divided by parallel.pipeline = 3"),
         ("train.parallel.tensor=3", "heads (4) cannot be divided by parallel.tensor = 3"),
         ("train.parallel.tensor=4", "key-value heads (2) cannot be divided by parallel.tensor = 4"),
-        ("reward.function=no_such_reward", "'no_such_reward' is not known"),
+        ("reward.function=no_such_reward", "'no_such_reward' is unknown"),
         ("reward.function=no.such:thing", "cannot be imported"),
-        ("warmup.steps=5", "warmup.steps is above 0 and there are no solved examples"),
+        ("warmup.steps=5", "warmup.steps is above 0, but there are no solved examples"),
         ("train.policy.mini_batches=9999", "cannot be split into train.policy.mini_batches = 9999"),
         ("engine.max_model_len=65", "engine.max_model_len = 65 is longer than the model's context of 64"),
         ("train.max_length=24", "engine.max_model_len = 32 lets responses grow beyond train.max_length = 24"),
@@ -123,7 +123,7 @@ def test_data_by_reference_is_read_where_the_environment_says(tmp_path, monkeypa
     config = given_data(tmp_path, ['{"prompt": "1+1=", "answer": "2"}'], "data.train=env:RATCHET_TEST_URL")
     root = open_root(str(tmp_path / "runs"))
     monkeypatch.setenv("RATCHET_TEST_URL", str(place))
-    with pytest.raises(InputError, match="dataset env:RATCHET_TEST_URL is not there") as caught:
+    with pytest.raises(InputError, match="dataset env:RATCHET_TEST_URL does not exist") as caught:
         check_config(config, root)
     assert "secret" not in str(caught.value)
     (tmp_path / "prompts.jsonl").rename(place)
@@ -140,7 +140,7 @@ def test_a_model_by_reference(tmp_path, monkeypatch):
 
 
 def test_what_was_checked_is_not_read_again(tmp_path):
-    # command line and flow check in turn, and tokenizing a large data set takes long
+    # command line and flow both check, and tokenizing a large data set takes long
     config = given_data(tmp_path, ["{broken"])
     root, data = open_root(str(tmp_path / "runs")), tmp_path / "prompts.jsonl"
     with pytest.raises(InputError, match="not valid JSON"):
@@ -149,5 +149,5 @@ def test_what_was_checked_is_not_read_again(tmp_path):
     check_config(config, root)
     data.unlink()
     check_config(config, root)
-    with pytest.raises(InputError, match="is not there"):
+    with pytest.raises(InputError, match="does not exist"):
         check_config(config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})}), root)

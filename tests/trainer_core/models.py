@@ -1,4 +1,4 @@
-"""Tiny models and data; all of it is made in a rank's process, which has torch and transformers already."""
+"""Tiny models and data; all of it is made in a rank's process, which has already imported torch and transformers."""
 
 import numpy as np
 

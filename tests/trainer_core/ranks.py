@@ -24,7 +24,7 @@ def run_trainers[T](model_dir: str, config: TrainerConfig, body: Callable[..., T
 def run_ranks[T](world_size: int, function: Callable[..., T], *args: object, timeout: float = 120) -> list[T]:
     """`function(rank, world_size, store, *args)` in that many processes; their results in the order of ranks.
 
-    A rank that fails fails the caller with its traceback, and the others, which wait for it, are ended.
+    A failing rank fails the caller with its traceback, and the others, which wait for it, are ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))

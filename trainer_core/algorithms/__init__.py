@@ -1,1 +1,1 @@
-"""What is learned: objectives and the updates that they take."""
+"""Objectives of training, and the updates that optimize them."""

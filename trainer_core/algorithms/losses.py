@@ -20,7 +20,7 @@ def group_advantages(
     """Each sample's reward relative to its group.
 
     (N,) rewards, (N,) group numbers, (N,) usable -> (N,) advantages: (r - mean) / std over the usable samples of the
-    group, std with n - 1 (as TRL and verl take it). Zero for samples that are not usable, for groups in which all
+    group, std with n - 1 (as in TRL and verl). Zero for samples that are not usable, for groups in which all
     rewards are equal, and for groups with a single usable sample.
     """
     advantages = np.zeros(len(rewards), dtype=np.float32)
@@ -35,7 +35,7 @@ def group_advantages(
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """Estimate KL(q || p) at samples of q from log_ratio = log p(x) - log q(x), element by element, in nats.
+    """Estimate KL(q || p) at samples of q from log_ratio = log p(x) - log q(x), elementwise, in nats.
 
     k1 = -log r (unbiased, may be negative), k2 = (log r)^2 / 2 (biased), k3 = r - 1 - log r (unbiased, not negative).
     """
@@ -72,7 +72,7 @@ def policy_loss(
 def token_weights(response_mask: NDArray[np.bool_], aggregation: str) -> NDArray[np.float32]:
     """Weight of each position in the loss of a mini-batch: (N, S) mask -> (N, S), summing to the number of tokens.
 
-    "token" weighs all tokens alike; "sequence" gives every non-empty sequence the same sum. Megatron divides the
+    "token" weighs all tokens equally; "sequence" gives every non-empty sequence the same sum. Megatron divides the
     weighted sum by the number of tokens of all micro-batches and data-parallel ranks.
     """
     weights = response_mask.astype(np.float32)

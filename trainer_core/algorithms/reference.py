@@ -1,4 +1,4 @@
-"""Frozen weights to which the policy is held by a KL term."""
+"""Frozen weights that the KL term keeps the policy close to."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from trainer_core.state.checkpoint import load_weights
 
 
 class Reference:
-    """The weights of an earlier state, which take the live ones' place for a forward pass.
+    """The weights of an earlier state, which replace the live ones during a forward pass.
 
     They are kept in host memory, so that no second model occupies the device.
     """
@@ -26,7 +26,7 @@ class Reference:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with the reference's weights; afterwards it holds its own again, bit by bit."""
+        """The model computes with the reference's weights; afterwards it holds its own again, bit for bit."""
         live = _copies(self._model)
         _put(self._model, self._weights)
         try:

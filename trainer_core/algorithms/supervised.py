@@ -59,7 +59,7 @@ def _cross_entropy(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Ten
 
 
 def _batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """`steps` batches of row numbers, each example once per pass, every pass in another order."""
+    """`steps` batches of row numbers, each example once per pass, each pass in a different order."""
     generator = np.random.default_rng(seed)
     size = min(batch_size, count)
     order = np.empty(0, dtype=np.int64)

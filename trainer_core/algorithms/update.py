@@ -24,7 +24,7 @@ class Update:
     grad_norm: float
     """Global norm of the gradient before clipping."""
     learning_rate: float
-    """Learning rate it was applied with."""
+    """Learning rate of the update."""
 
 
 def apply_loss(
@@ -39,7 +39,7 @@ def apply_loss(
     """Take one optimizer step on `rows`. Collective.
 
     Raises:
-        NumericsError: if the loss or the gradient norm is not finite; the weights are then as before.
+        NumericsError: if the loss or the gradient norm is not finite; the weights are then unchanged.
     """
     report = passes.gradients(padded, rows, extras, temperature, loss)
     if not math.isfinite(report["loss"]):

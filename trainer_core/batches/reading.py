@@ -1,4 +1,4 @@
-"""The stored tables of an iteration, joined into what the trainer learns from."""
+"""The stored tables of an iteration, joined into what the trainer trains on."""
 
 import numpy as np
 import pyarrow as pa
@@ -20,13 +20,13 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
 
     Raises:
         StageFailed: if a rollout row has no reward row.
-        StorageError: if stored bytes are not what the manifests say.
+        StorageError: if stored bytes do not match the manifests.
     """
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
     table = read_table(root, rollouts, ROLLOUT, columns)
     scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])
     keys, offered = _keys(table, scores)
-    rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN where there is no score
+    rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN without a score
     prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
     return Samples(
         tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),
@@ -40,7 +40,7 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
 
 
 def solved_examples(prompts: pa.Table) -> SupervisedExamples:
-    """Those rows of a prompt table that have an answer, in order."""
+    """The rows of a prompt table that have an answer, in order."""
     solved = prompts.filter(prompts["answer_tokens"].is_valid())
     prompt_lengths, answer_lengths = _lengths(solved, "prompt_tokens"), _lengths(solved, "answer_tokens")
     tokens = _interleave(solved, "answer_tokens", prompt_lengths, answer_lengths)
@@ -48,7 +48,7 @@ def solved_examples(prompts: pa.Table) -> SupervisedExamples:
 
 
 def _keys(*tables: pa.Table) -> list[NDArray[np.int64]]:
-    """Of each row of each table one number, equal for the same sample and ordered by prompt id, then sample id."""
+    """For each table one number per row, equal for the same sample and ordered by prompt id, then sample id."""
     names = pa.chunked_array([chunk for table in tables for chunk in table["prompt_id"].chunks], pa.string())
     encoded = names.combine_chunks().dictionary_encode()
     ranks = np.empty(len(encoded.dictionary), dtype=np.int64)
@@ -60,7 +60,7 @@ def _keys(*tables: pa.Table) -> list[NDArray[np.int64]]:
 
 
 def _places(table: pa.Table, keys: NDArray[np.int64], offered: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in `offered` each key is, the last place if it is there twice. Raises StageFailed if it is not there."""
+    """Position of each key in `offered`, the last if it occurs twice. Raises StageFailed if it is missing."""
     order = np.argsort(offered, kind="stable")
     last = np.searchsorted(offered, keys, side="right", sorter=order) - 1
     found = np.isin(keys, offered)

@@ -57,7 +57,7 @@ class Sequences:
         return Padded(tokens, rows[:, 1:], self._predicts_response(width), lengths - 1)
 
     def spread(self, values: NDArray[np.float32], width: int) -> Matrix:
-        """Values of the response tokens, flat, put where they are predicted: (sum of response lengths,) -> (N, S)."""
+        """Values of the response tokens, flat, placed where predicted: (sum of response lengths,) -> (N, S)."""
         matrix = np.zeros((len(self), width), dtype=np.float32)
         matrix[self._predicts_response(width)] = values
         return matrix
@@ -81,12 +81,12 @@ class SupervisedExamples(Sequences):
 
 @dataclass(frozen=True)
 class Samples(Sequences):
-    """Sampled responses of one iteration with what the engine and the reward said of them."""
+    """Sampled responses of one iteration with what the engine and the reward report about them."""
 
     engine_logprobs: NDArray[np.float32]
     """Of all response tokens, flat, in nats, under the distribution they were sampled from."""
     rewards: NDArray[np.float32]
-    """(N,) scores; whatever stands where `usable` is False."""
+    """(N,) scores; arbitrary where `usable` is False."""
     groups: NDArray[np.int32]
     """(N,) number of the prompt group."""
     usable: NDArray[np.bool_]
@@ -94,17 +94,17 @@ class Samples(Sequences):
 
 
 def as_sequences(sequences: Sequence[NDArray[np.int32]]) -> Sequences:
-    """Whole sequences, of which each token but the first counts as response."""
+    """Whole sequences, in which every token but the first counts as response."""
     tokens = np.concatenate(sequences).astype(np.int32)
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     return Sequences(tokens, np.ones_like(lengths), lengths - 1)
 
 
 def share_rows(rows: NDArray[np.int64], replicas: int, micro_batch_size: int) -> list[list[NDArray[np.int64]]]:
-    """Divide rows over data-parallel replicas and these into micro-batches: result[replica][micro-batch] -> (B,).
+    """Split rows over data-parallel replicas and then into micro-batches: result[replica][micro-batch] -> (B,).
 
-    All replicas get the same number of micro-batches of the same size, as the schedules demand; what is missing is
-    filled with -1.
+    All replicas get the same number of micro-batches of the same size, as the schedules require; missing rows
+    are -1.
     """
     size = min(micro_batch_size, -(-len(rows) // replicas))
     count = -(-len(rows) // (size * replicas))

@@ -40,7 +40,7 @@ class Mesh:
     def combine(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum `values` over the ranks that speak; every rank gets the sum. Collective.
 
-        Ranks own disjoint entries or partial sums, so that adding zeros of the others is exact.
+        Ranks own disjoint entries or partial sums, so adding the zeros of the others is exact.
         """
         own = values if self.speaks else np.zeros_like(values)
         total = torch.from_numpy(own.astype(np.float64)).to(self.device)
@@ -69,7 +69,7 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        create_gloo_process_groups=False,  # on CPU every group is gloo already, on GPU nothing here needs it
+        create_gloo_process_groups=False,  # on CPU every group is gloo anyway, on GPU nothing here needs it
     )
     is_last = parallel_state.is_pipeline_last_stage()
     return Mesh(
@@ -83,6 +83,6 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
 
 
 def leave() -> None:
-    """Take the process groups down, so that the process can end without a warning."""
+    """Destroy the process groups, so that the process can end without a warning."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

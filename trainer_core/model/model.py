@@ -1,4 +1,4 @@
-"""A Megatron model of a Hugging Face directory, laid over the ranks."""
+"""A Megatron model built from a Hugging Face directory, distributed over the ranks."""
 
 import json
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Model:
     """This rank's part of the model, wrapped for data-parallel gradients."""
 
     bridge: AutoBridge
-    """Knows how Hugging Face names map onto Megatron's."""
+    """Maps Hugging Face names to Megatron's."""
     ddp: DistributedDataParallel
     """The module to run; gradients are accumulated in its buffers."""
     config: GPTModelProvider
@@ -66,12 +66,12 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
 
 
 def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool) -> Model:
-    """Build the model with weights that are yet to be set. Collective.
+    """Build the model; its weights are set later. Collective.
 
     `deterministic` makes Megatron choose kernels whose results do not depend on timing.
 
     Raises:
-        InputError: if there is no model, its architecture is not supported, or it cannot take the layout.
+        InputError: if there is no model, its architecture is not supported, or it does not fit the layout.
     """
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
@@ -98,7 +98,7 @@ def _dtype(config: TrainerConfig) -> torch.dtype:
 
 
 def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) -> dict[str, Any]:
-    """Every field of Megatron's model configuration which this trainer decides."""
+    """Every field of Megatron's model configuration that this trainer sets."""
     dtype = _dtype(config)
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": config.parallel.tensor,
@@ -113,7 +113,7 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
         "make_vocab_size_divisible_by": max(1, _VOCABULARY_MULTIPLE // config.parallel.tensor),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        # the output layer is Megatron's own also beside Transformer Engine, and its fusion needs Apex
+        # even with Transformer Engine the output layer is Megatron's own, and its fusion needs Apex
         "gradient_accumulation_fusion": False,
         "perform_initialization": False,  # weights are always imported or loaded
         "use_cpu_initialization": platform.device.type == "cpu",
@@ -130,10 +130,10 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
 
 
 def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
-    """Apply the settings; refuse a result that differs, because `finalize` may overrule them without a word."""
+    """Apply the settings; refuse a result that differs, because `finalize` may silently override them."""
     if provider.num_moe_experts and "transformer_layer_spec" in wanted:
         raise InputError(
-            "the model has experts, whose layers need Transformer Engine; install it, or take a dense model"
+            "the model has experts, whose layers need Transformer Engine; install it, or use a dense model"
         )
     for name, value in wanted.items():
         if name not in type(provider).__dataclass_fields__:
@@ -142,11 +142,11 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
     provider.finalize()
     for name, value in wanted.items():
         if (held := vars(provider)[name]) != value:
-            raise InputError(f"Megatron set {name} to {held!r} where {value!r} was asked for")
+            raise InputError(f"Megatron set {name} to {held!r} instead of {value!r}")
 
 
 def _wrap(provider: GPTModelProvider, module: torch.nn.Module) -> DistributedDataParallel:
-    """Give the module gradient buffers, and the schedules what they call at a batch's end; done once per process."""
+    """Give the module gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,

@@ -14,7 +14,7 @@ from trainer_core.model.model import Model
 
 
 class Optimizer:
-    """Moments and schedule of one phase of training; a new phase takes a new one."""
+    """Moments and schedule of one phase of training; each phase has its own."""
 
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
         self.config = config
@@ -38,7 +38,7 @@ class Optimizer:
         """Apply the gradients in the model's buffers; returns their global norm before clipping. Collective.
 
         Raises:
-            NumericsError: if the norm is not finite; weights and moments are then as before.
+            NumericsError: if the norm is not finite; weights and moments are then unchanged.
         """
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
@@ -52,7 +52,7 @@ class Optimizer:
         return norm
 
     def allocate(self) -> None:
-        """Make the moments exist before the first update, as saving and loading expect."""
+        """Create the moments before the first update, as saving and loading expect."""
         for part in _parts(self.megatron):
             if not part.optimizer.state:
                 part.init_state_fn(part.optimizer, part.config)
@@ -63,7 +63,7 @@ class Optimizer:
     def unshare_steps(self) -> None:
         """After loading, give every parameter its own step counter.
 
-        megatron-core's DistributedOptimizer.load_state_dict hands one tensor to all of them, and torch's AdamW, which
+        megatron-core's DistributedOptimizer.load_state_dict gives one tensor to all of them, and torch's AdamW, which
         counts in place, would then advance it once per parameter.
         """
         for part in _parts(self.megatron):

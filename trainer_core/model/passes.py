@@ -20,15 +20,15 @@ class MicroBatch:
     """Rows that go through the model together, on this rank's device."""
 
     rows: NDArray[np.int64]
-    """(B,) row numbers; -1 fills up the last micro-batch."""
+    """(B,) row numbers; -1 pads the last micro-batch."""
     tokens: torch.Tensor
     """(B, S) int64."""
     targets: torch.Tensor
     """(B, S) int64."""
     mask: torch.Tensor
-    """(B, S) bool, False throughout for filling rows."""
+    """(B, S) bool, all False in padding rows."""
     extras: Mapping[str, torch.Tensor]
-    """Further (B, S) float32 matrices that the loss asks for, by name."""
+    """Further (B, S) float32 matrices that the loss needs, by name."""
 
 
 # (micro-batch, log-probabilities, entropies) -> loss of each position; all (B, S)
@@ -37,7 +37,7 @@ LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], TokenLoss]
 
 @dataclass(frozen=True)
 class Scores:
-    """What the model says of every position of the rows; (N, S) float32, 0 in rows that were not asked for."""
+    """The model's values for every position of the rows; (N, S) float32, 0 in rows that were not requested."""
 
     logprobs: Matrix
     """Log-probability of the target, in nats."""
@@ -47,7 +47,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Passes:
-    """The two ways through the model: scoring, and gradients of a loss. Both are collective."""
+    """The two passes through the model: scoring, and gradients of a loss. Both are collective."""
 
     model: Model
     mesh: Mesh
@@ -123,7 +123,7 @@ class Passes:
     def _finish(
         self, batch: MicroBatch, logits: torch.Tensor, temperature: float, loss: LossFunction | None
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """What the schedule calls on the last stage: (sum to differentiate, tokens it stands for, report)."""
+        """What the schedule calls on the last stage: (sum to differentiate, tokens it covers, report)."""
         logprobs, entropy = log_probabilities(
             logits, batch.targets, temperature, self.model.vocab_size, self.mesh.tensor_group
         )
@@ -131,7 +131,7 @@ class Passes:
         if loss is None:
             return logprobs.sum(), tokens.int(), {"rows": batch.rows, "logprobs": logprobs, "entropy": entropy}
         result = loss(batch, logprobs, entropy)
-        # where, not times: what stands at masked positions may be infinite
+        # where, not a product: values at masked positions may be infinite
         total = torch.where(batch.mask, result.loss * batch.extras["weight"], 0.0).sum()
         clipped = torch.where(batch.mask, result.clipped, 0.0).sum()
         return total, tokens.int(), {"loss": total.detach(), "clipped": clipped.detach(), "tokens": tokens}

@@ -18,7 +18,7 @@ _STAGE_STRIDE = 100  # Megatron's distance between the seeds of pipeline stages 
 
 
 def seed_rank(seed: int) -> None:
-    """Seed every generator of this rank: alike over data-parallel ranks, apart over pipeline stages."""
+    """Seed every generator of this rank: equal over data-parallel ranks, different over pipeline stages."""
     own = seed + _STAGE_STRIDE * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(own)
     np.random.seed(own)
@@ -38,7 +38,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Continue where `capture` was called on this rank."""
+    """Restore the state that `capture` returned on this rank."""
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -48,9 +48,9 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave every generator as it was before the block: looking at a state must not change what training comes to.
+    """Leave every generator as it was before the block: inspecting a state must not change the training.
 
-    Kernels of attention draw from the device's generator even where nothing is dropped.
+    Attention kernels draw from the device's generator even without dropout.
     """
     state = capture()
     try:
@@ -60,5 +60,5 @@ def undisturbed() -> Iterator[None]:
 
 
 def _tracker() -> CudaRNGStatesTracker:
-    """Keeps the generators that differ between tensor-parallel ranks."""
+    """Holds the generators that differ between tensor-parallel ranks."""
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())

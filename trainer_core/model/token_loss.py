@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of each position and what is reported about it, all (B, S) float32; positions to be masked hold anything."""
+    """Loss of each position and what is reported about it, all (B, S) float32; arbitrary at masked positions."""
 
     loss: torch.Tensor
     """To be averaged with the positions' weights and minimised."""

@@ -22,7 +22,7 @@ def log_probabilities(
         logits: (B, S, V_padded / tp), any floating type: this rank's columns; the ranks of `group` hold the others.
         targets: (B, S) int64, token ids of the whole vocabulary.
         temperature: divides the logits; > 0.
-        vocab_size: columns at and beyond it are padding and take no probability.
+        vocab_size: columns at and beyond it are padding and get no probability.
         group: the tensor-parallel group.
 
     Returns:
@@ -72,7 +72,7 @@ class _VocabParallel(torch.autograd.Function):
 
 
 def _without_padding(scaled: torch.Tensor, real_columns: int) -> torch.Tensor:
-    """Give padded columns a logit so low that their probability is 0, and so moderate that 0 * logit * gradient is."""
+    """Give padded columns a logit so low that their probability is 0, yet finite, so that 0 * logit * gradient is 0."""
     if real_columns >= scaled.shape[-1]:
         return scaled
     is_padding = torch.arange(scaled.shape[-1], device=scaled.device) >= real_columns

@@ -1,7 +1,7 @@
 """Run Megatron, which names CUDA throughout, on CPU.
 
-megatron-core writes `torch.cuda.current_device()`, `device="cuda"` and the like as literals. On a machine without a GPU
-each of these few names is given a CPU meaning for as long as `installed()` lasts; nothing of Megatron's own logic is
+megatron-core writes `torch.cuda.current_device()`, `device="cuda"` and similar literals. On a machine without a GPU
+each of these few names has a CPU meaning for as long as `installed()` lasts; none of Megatron's own logic is
 replaced. On a GPU this module is never imported.
 """
 
@@ -20,9 +20,9 @@ _FACTORIES = ("tensor", "zeros", "ones")
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Give CUDA's names a CPU meaning. Enter it before megatron is first imported; on exit all is as before."""
+    """Give CUDA's names a CPU meaning. Enter it before megatron is first imported; on exit everything is restored."""
     with torch.device("cpu"):
-        torch.empty(0)  # torch.device() as a context knows factories by identity, and notes them when first used
+        torch.empty(0)  # torch.device() as a context knows factories by identity, and records them on first use
     with contextlib.ExitStack() as undo:
         for owner, name, value in _torch_replacements():
             _replace(undo, owner, name, value)
@@ -40,14 +40,14 @@ def _torch_replacements() -> Iterator[tuple[Any, str, object]]:
     cuda = torch.cuda
     # torch.compile at import time loads inductor and later wants a C++ compiler; jit_fuser only speeds up kernels
     yield torch, "compile", _uncompiled
-    # where tensors are made: "the current device"
+    # where tensors are created: "the current device"
     yield cuda, "current_device", lambda: _CPU
     # one thread of execution: a stream has nothing to wait for
     yield cuda, "synchronize", _nothing
     yield cuda, "current_stream", lambda device=None: _Stream()
     yield cuda, "stream", lambda stream=None: contextlib.nullcontext()
     yield cuda, "Stream", _Stream
-    # the one random generator there is
+    # the only random generator
     for owner in (cuda, cuda.random):
         yield owner, "get_rng_state", lambda device="cuda": torch.get_rng_state()
         yield owner, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
@@ -75,17 +75,17 @@ class _Stream:
         pass
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs concurrently with the caller."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs concurrently with the caller."""
 
     def synchronize(self) -> None:
-        """Nothing runs beside the caller."""
+        """Nothing runs concurrently with the caller."""
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
-    """Stands for calls that wait for a device."""
+    """Replaces calls that wait for a device."""
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Transformer layers made of megatron-core's own modules, for where Transformer Engine is absent.
+"""Transformer layers made of megatron-core's own modules, used where Transformer Engine is absent.
 
 Parameters have the names that Transformer Engine's fused modules give them (`linear_qkv.layer_norm_weight`), because
-megatron-bridge's parameter mappings are written for those.
+megatron-bridge's parameter mappings are written for them.
 """
 
 from typing import Any, cast

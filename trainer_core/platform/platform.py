@@ -1,4 +1,4 @@
-"""Bring torch, Megatron and its bridge up on the device asked for: the one place that knows their import order."""
+"""Bring torch, Megatron and its bridge up on the requested device: the only place that knows their import order."""
 
 import contextlib
 import importlib
@@ -27,14 +27,14 @@ class Platform:
     backend: str
     """Backend of torch.distributed."""
     transformer_engine: bool
-    """Whether layers are built of Transformer Engine's modules."""
+    """Whether layers are built from Transformer Engine's modules."""
 
 
 def prepare(device: Device, local_rank: int = 0) -> Platform:
     """Import Megatron so that it runs on `device`; call it once, before anything imports megatron.
 
     Raises:
-        InputError: if a GPU is asked for and there is none, or another kind of device was prepared before.
+        InputError: if a GPU is requested and there is none, or another kind of device was prepared before.
     """
     if device in _prepared:
         return _prepared[device]
@@ -46,9 +46,9 @@ def prepare(device: Device, local_rank: int = 0) -> Platform:
 
 
 def use_deterministic_kernels() -> None:
-    """Hold torch, in this process, to kernels whose results do not depend on timing; what has none raises.
+    """Restrict torch in this process to kernels whose results do not depend on timing; operations without one raise.
 
-    cuBLAS, NCCL and Transformer Engine take the same from the environment, Megatron from the model's configuration.
+    cuBLAS, NCCL and Transformer Engine take this setting from the environment, Megatron from the model's configuration.
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
@@ -57,7 +57,7 @@ def use_deterministic_kernels() -> None:
 
 def _prepare_cuda(local_rank: int) -> Platform:
     if not torch.cuda.is_available():
-        raise InputError('the trainer\'s device is "cuda" and torch sees no GPU; use device = "cpu"')
+        raise InputError('the trainer\'s device is "cuda", but torch sees no GPU; use device = "cpu"')
     torch.cuda.set_device(local_rank)
     _import_megatron()
     return Platform(torch.device("cuda", local_rank), "nccl", transformer_engine=not te_absent.is_absent())
@@ -66,7 +66,7 @@ def _prepare_cuda(local_rank: int) -> Platform:
 def _prepare_cpu() -> Platform:
     from trainer_core.platform import cpu_platform  # never imported where a GPU trains
 
-    torch.set_num_threads(1)  # several ranks share the cores, and sums do not depend on the number of threads then
+    torch.set_num_threads(1)  # several ranks share the cores, and sums then do not depend on the number of threads
     with quietly():
         _process_wide.enter_context(cpu_platform.installed())
     _import_megatron()

@@ -15,15 +15,15 @@ _NEEDS_TE = "megatron.bridge.peft.lora_layers"
 def install() -> None:
     """Let `megatron.bridge.peft.lora_layers` be imported; a no-op where Transformer Engine is installed.
 
-    That one module gets an import function of its own, which answers with inert classes. Nothing goes into
-    `sys.modules`, because megatron-core and others probe for Transformer Engine there and would believe in it.
+    That one module gets its own import function, which returns inert classes. Nothing goes into
+    `sys.modules`, because megatron-core and others probe for Transformer Engine there and would take it for real.
     """
     if is_absent() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 def uninstall() -> None:
-    """Take the import hook out again; modules already imported stay."""
+    """Remove the import hook; modules already imported stay."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
@@ -64,7 +64,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def _absent_classes() -> types.SimpleNamespace:
-    """Stands for `transformer_engine` and for `transformer_engine.pytorch`: classes which nothing is an instance of."""
+    """Replaces `transformer_engine` and `transformer_engine.pytorch` by classes that nothing is an instance of."""
     names = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm")
     classes = types.SimpleNamespace(**{name: type(name, (), {}) for name in names})
     classes.ops = types.SimpleNamespace(Sequential=type("Sequential", (), {}))

@@ -1,4 +1,4 @@
-"""The bit for bit comparison behind `trainer_core.state.comparison`. Imports torch."""
+"""The bit-for-bit comparison behind `trainer_core.state.comparison`. Imports torch."""
 
 import io
 import pickle
@@ -42,12 +42,12 @@ def compare(left: Path, right: Path, plant: int | None) -> Findings:
 
 @dataclass(frozen=True)
 class _Flaw:
-    """One bit to be flipped."""
+    """One bit to flip."""
 
     name: str
     """The tensor."""
     index: tuple[int, ...]
-    """The element; its lowest bit is meant."""
+    """The element; its lowest bit is flipped."""
 
     @classmethod
     def choose(cls, state: SavedState, seed: int) -> "_Flaw":
@@ -182,7 +182,7 @@ def _dtype(state: SavedState, name: str) -> str:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, object]]:
-    """The values in nested dictionaries, lists and tuples, by their paths; an array, or a row of integers, is one."""
+    """The values in nested dictionaries, lists and tuples, by their paths; an array or row of integers is one value."""
     if isinstance(value, np.ndarray):
         yield name, torch.from_numpy(value)
     elif isinstance(value, dict) and value:

@@ -1,6 +1,6 @@
 """Train state on disk: weights, optimizer, schedule and random generators, loadable under another layout.
 
-megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of the optimizer in files of their own;
+megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of the optimizer in separate files;
 `trainer.json` beside it says in plain words what the state is.
 """
 
@@ -36,9 +36,9 @@ _CONTENT = {
 
 @contextlib.contextmanager
 def _nothing_to_collect() -> Iterator[None]:
-    """Hide what is there from the garbage collector; also a decorator.
+    """Hide existing objects from the garbage collector; also a decorator.
 
-    megatron-core's sharded_state_dict collects all garbage. In a process with torch and megatron-bridge that looks at
+    megatron-core's sharded_state_dict collects all garbage. In a process with torch and megatron-bridge that visits
     so many objects that it takes longer than all the rest of saving a small model.
     """
     gc.freeze()
@@ -51,11 +51,11 @@ def _nothing_to_collect() -> Iterator[None]:
 class Saver:
     """Saves the states of one model in one process.
 
-    From one save to the next it keeps what depends on the layout alone: which rank writes which piece.
+    From one save to the next it keeps what depends on the layout alone: which rank writes which shard.
     """
 
     def __init__(self) -> None:
-        # whoever wants the weights alone need not fetch the optimizer
+        # loading the weights alone need not fetch the optimizer
         self._strategy = TorchDistSaveShardedStrategy(separation_hint=OPTIMIZER_PREFIX, cached_metadata=True)
         self._validated = False
 
@@ -72,7 +72,7 @@ class Saver:
                 unshared(state),
                 directory,
                 self._strategy,
-                validate_access_integrity=not self._validated,  # that the ranks' pieces make up the whole
+                validate_access_integrity=not self._validated,  # that the ranks' shards make up the whole
                 content_metadata=unshared(_CONTENT),
             )
         self._validated = True
@@ -111,7 +111,7 @@ def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, r
 
 
 def load_weights(directory: str, model: Model, mesh: Mesh) -> None:
-    """Take the weights alone from a saved state; files that they do not need may be missing. Collective."""
+    """Load only the weights of a saved state; files that they do not need may be missing. Collective."""
     loaded = _load(_sharded_model(model, _content(mesh)), directory)
     model.module.load_state_dict(loaded["model"])
 
@@ -137,7 +137,7 @@ def _sharded_rng(mesh: Mesh) -> ShardedObject:
 def _files_of(rank: int, directory: str) -> list[str]:
     """A rank's tensors are in `__<rank>_<n>.distcp`, those of the optimizer in `optimizer.__<rank>_<n>.distcp`.
 
-    Rank 0 has also written what describes the whole.
+    Rank 0 also writes what describes the whole.
     """
     names = sorted(path.name for path in Path(directory).iterdir())
     tensors = {name: name.removeprefix(OPTIMIZER_PREFIX) for name in names if name.endswith(".distcp")}
@@ -147,7 +147,7 @@ def _files_of(rank: int, directory: str) -> list[str]:
 
 @contextlib.contextmanager
 def _torch_adam_loads() -> Iterator[None]:
-    """Let torch's AdamW state be loaded, as Transformer Engine's FusedAdam's is.
+    """Make torch's AdamW state loadable, as that of Transformer Engine's FusedAdam is.
 
     DistributedOptimizer._set_main_param_and_optimizer_states looks up each entry of the optimizer's state, of torch's
     also `step`, which is stored with the parameter groups instead; and it copies into views of leaf parameters.

@@ -27,16 +27,16 @@ class StateComparison(BaseModel):
 
 
 def compare_states(left: Path, right: Path, plant: int | None = None) -> StateComparison:
-    """Compare the states in two local folders. Equal are only equal bits: -0.0 is not 0.0, a NaN equals its like.
+    """Compare the states in two local folders. Only equal bits are equal: -0.0 is not 0.0, a NaN equals the same NaN.
 
     Memory holds one chunk of a tensor at a time. States of different layouts can be compared: tensors have one name and
-    one shape under every layout; what each rank has on its own is then named as being in one state only.
+    one shape under every layout; what each rank has on its own is then reported as in one state only.
 
     Args:
         left: folder with all files of a state.
-        right: the same of another.
+        right: the same for another state.
         plant: if given, the lowest bit of one number of one weight of `right`, both chosen by this seed, is flipped
-            after it is read, so that the comparison can be seen to find it.
+            after it is read, to show that the comparison finds it.
 
     Raises:
         StorageError: if a folder does not hold a whole, readable state.

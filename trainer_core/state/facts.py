@@ -1,4 +1,4 @@
-"""What a saved state says of itself in plain words, readable without torch."""
+"""What a saved state says about itself in plain words, readable without torch."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
 OPTIMIZER_PREFIX = "optimizer."
-"""What the optimizer's tensors, and the files that hold them alone, are called with."""
+"""Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
 
 
 class StateFacts(BaseModel):
@@ -46,28 +46,28 @@ def read_facts(directory: str) -> StateFacts:
 
 
 def needed_for_weights(name: str) -> bool:
-    """Whether the file `name` of a state is needed to take its weights, be it for a reference or a fresh optimizer.
+    """Whether the file `name` of a state is needed to load its weights, for a reference or with a fresh optimizer.
 
-    Of a state from before the optimizer had files of its own, all are.
+    For a state saved before the optimizer had its own files, all are.
     """
     return not name.startswith(OPTIMIZER_PREFIX)
 
 
 def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:
-    """Refuse a state of the other kind of modules than the trainer's, which `transformer_engine` says.
+    """Refuse a state saved by the other kind of modules than the trainer's, which `transformer_engine` gives.
 
-    Both name their weights alike, but Transformer Engine's norms and attention also ask for entries of their own, and
+    Both use the same names for weights, but Transformer Engine's norms and attention also need their own entries, and
     the two optimizers keep different settings. Raises InputError.
     """
     if facts.transformer_engine not in (None, transformer_engine):
         kinds = {True: "Transformer Engine's modules", False: "Megatron's own modules, without Transformer Engine"}
         raise InputError(
-            f"the state at {directory} was saved by {kinds[facts.transformer_engine]}, and this trainer is built of "
+            f"the state at {directory} was saved by {kinds[facts.transformer_engine]}, but this trainer is built from "
             f"{kinds[transformer_engine]}; load it where Transformer Engine is "
             f"{'installed' if facts.transformer_engine else 'not installed'}"
         )
 
 
 def write_facts(directory: str, facts: StateFacts) -> None:
-    """Say beside the tensors in `directory` what they are."""
+    """Write the facts of the tensors in `directory` beside them."""
     Path(directory, FACTS_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")

@@ -12,12 +12,12 @@ class OpenStream:
         self._stream = stream
 
     def write(self, data: memoryview) -> int:
-        """Write all of `data`; a large tensor in pieces."""
+        """Write all of `data`; a large tensor in chunks."""
         write_in_chunks(self._stream, data)
         return len(data)
 
     def flush(self) -> None:
-        """Left to the stream's own end."""
+        """The stream is flushed when it ends."""
 
     def close(self) -> None:
-        """Left to whoever opened it."""
+        """The opener closes the stream."""

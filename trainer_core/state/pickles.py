@@ -1,9 +1,9 @@
-"""Reading the pickles in a saved state without running what they ask for.
+"""Reading the pickles in a saved state without running the code they name.
 
 A pickle names functions and calls them while it is read. torch's `.metadata` is one, each object beside the tensors is
 one, and so is the `common.pt` of older checkpoints. All of them are read here with the few classes that states hold;
 whatever else they name is refused before it is looked up. megatron-core reads them without such a limit, so
-`check_pickles` goes over a folder first.
+`check_pickles` checks a folder first.
 """
 
 import io
@@ -44,11 +44,11 @@ _METADATA_CLASSES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    ("pathlib", "PosixPath"),  # states of earlier versions tell their folder
+    ("pathlib", "PosixPath"),  # states of earlier versions name their folder
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
 
-_OBJECT_CLASSES = [  # beside what torch allows itself: the state of numpy's generator, and streams
+_OBJECT_CLASSES = [  # besides what torch itself allows: the state of numpy's generator, and streams
     (multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),  # pyright: ignore[reportAttributeAccessIssue]
     (np.ndarray, "numpy.ndarray"),
     (np.dtype, "numpy.dtype"),
@@ -61,11 +61,11 @@ _UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, struct.error,
     pickle.UnpicklingError,
 )  # fmt: skip
-# what an unpickler raises for bytes that are no pickle, or not a whole one
+# what an unpickler raises for bytes that are not a whole pickle
 
 
 def check_pickles(folder: Path) -> None:
-    """Read every pickle in the folder of a state; files that are not there are not needed.
+    """Read every pickle in the folder of a state; files missing from it are skipped.
 
     Raises:
         ForeignCode: one names a class or function that states do not hold.
@@ -81,7 +81,7 @@ def check_pickles(folder: Path) -> None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The `.metadata` of a state: what it holds, and where each item lies in which file of the folder.
+    """The `.metadata` of a state: what it holds, and where in which file of the folder each item is.
 
     Raises:
         ForeignCode, StorageError: as `check_pickles`.
@@ -122,7 +122,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load(path: Path, what: str, offset: int = 0, length: int = -1) -> Any:
-    # the same parser of the container as without `weights_only`, so megatron-core reads the pickle that is checked here
+    # the same container parser as without `weights_only`, so megatron-core reads the pickle that is checked here
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -137,7 +137,7 @@ def _load(path: Path, what: str, offset: int = 0, length: int = -1) -> Any:
 
 def _refuse(path: Path, what: str, name: str) -> NoReturn:
     raise ForeignCode(
-        f"{path} is not read: {what} asks for {name}, which no train state holds, and which could run any code here. "
+        f"{path} is not read: {what} names {name}, which no train state holds and which could run any code here. "
         "Use a state from a store that you trust"
     )
 
@@ -148,16 +148,16 @@ def _flaw(metadata: object) -> str | None:
         return f"holds a {type(metadata).__name__}"
     for name, entry in cast(dict[Any, Any], metadata.state_dict_metadata).items():
         if type(name) is not str or type(entry) not in (TensorStorageMetadata, BytesStorageMetadata):
-            return f"says of {name!r} that it is a {type(entry).__name__}"
+            return f"describes {name!r} as a {type(entry).__name__}"
     for index, place in cast(dict[Any, Any], metadata.storage_data).items():
         if type(index) is not MetadataIndex or type(index.fqn) is not str or type(place) is not _StorageInfo:
-            return f"says of {index!r} that it is in {place!r}"
+            return f"places {index!r} in {place!r}"
         if type(place.relative_path) is not str or "/" in place.relative_path or layout.name_flaw(place.relative_path):
-            return f"says of {index.fqn!r} that it is in {place.relative_path!r}, which is no file of its folder"
+            return f"places {index.fqn!r} in {place.relative_path!r}, which is not a file of its folder"
         if any(type(number) is not int or number < 0 for number in (place.offset, place.length)):
-            return f"says of {index.fqn!r} that it is in bytes {place.offset!r} to {place.length!r} more"
+            return f"places {index.fqn!r} at offset {place.offset!r} with length {place.length!r}"
         if place.transform_descriptors:
-            return f"says of {index.fqn!r} that it is transformed by {place.transform_descriptors!r}"
+            return f"describes {index.fqn!r} as transformed by {place.transform_descriptors!r}"
     return None
 
 

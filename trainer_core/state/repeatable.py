@@ -1,6 +1,6 @@
-"""The same state is the same bytes, whichever process saves it, and wherever.
+"""The same state gives the same bytes, whichever process saves it and wherever.
 
-pickle writes an object that it has met before as a reference. Which of two equal strings are one object depends on
+pickle writes an object that it has seen before as a reference. Which of two equal strings are one object depends on
 where they came from, so a state that was loaded and saved again would have other bytes than before.
 """
 
@@ -20,7 +20,7 @@ METADATA_FILE = ".metadata"
 def unshared(value: Any) -> Any:
     """A copy of nested dictionaries, lists and tuples in which equal strings are one object and containers never are.
 
-    Everything else (tensors, numbers, Megatron's sharded objects) is taken over as it is.
+    Everything else (tensors, numbers, Megatron's sharded objects) is kept as it is.
     """
     if type(value) is dict:
         return {unshared(key): unshared(item) for key, item in value.items()}
@@ -32,9 +32,9 @@ def unshared(value: Any) -> Any:
 
 
 def write_metadata(directory: str, metadata: Metadata, places: dict[MetadataIndex, Any]) -> None:
-    """Write a checkpoint's `.metadata`, but for what is not of the state: its folder, a random id, an order of arrival.
+    """Write a checkpoint's `.metadata` without what is not part of the state: folder, random id, order of arrival.
 
-    As torch's FileSystemWriter.finish; the file is written once all others are.
+    Like torch's FileSystemWriter.finish; the file is written after all others.
 
     Args:
         places: where each item has been written.
@@ -54,7 +54,7 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
 
 
 def _without_references(value: object) -> bytes:
-    """Pickled so that each object in it is written out, and is one of its own when read back."""
+    """Pickled so that every object in it is written in full, and is a separate object when read back."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=4)
     pickler.fast = True

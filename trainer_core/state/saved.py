@@ -22,14 +22,14 @@ class Region:
     """Length along each axis."""
 
     def overlap(self, other: "Region") -> "Region | None":
-        """What both have in common, or None."""
+        """The intersection, or None."""
         start = tuple(map(max, self.start, other.start))
         ends = [min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)]
         shape = tuple(end - begin for begin, end in zip(start, ends, strict=True))
         return Region(start, shape) if all(length > 0 for length in shape) else None
 
     def within(self, outer: "Region") -> tuple[slice, ...]:
-        """The slices that take this region out of a tensor which holds `outer`."""
+        """The slices that cut this region out of a tensor that holds `outer`."""
         begins = [inner - origin for inner, origin in zip(self.start, outer.start, strict=True)]
         return tuple(slice(begin, begin + length) for begin, length in zip(begins, self.shape, strict=True))
 
@@ -56,7 +56,7 @@ class SavedState:
         return set(self._entries)
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
-        """Shape, type and chunks of a tensor; None if it is not there, or is an object."""
+        """Shape, type and chunks of a tensor; None if it is missing or is an object."""
         entry = self._entries.get(name)
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
@@ -76,7 +76,7 @@ class SavedState:
         return found
 
     def read_object(self, name: str) -> Any:
-        """An object that is not a tensor. Megatron stores a list of a rank's own; a single one comes without it."""
+        """An object that is not a tensor. Megatron stores a list of a rank's objects; a list of one is unwrapped."""
         stored = self._load(MetadataIndex(name))
         return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
 

@@ -1,4 +1,4 @@
-"""How megatron-core's writer of distributed checkpoints is to work where what it writes is stored afterwards."""
+"""Adapts megatron-core's writer of distributed checkpoints to files that are stored afterwards."""
 
 import contextlib
 import os
@@ -20,9 +20,9 @@ from trainer_core.state.repeatable import write_metadata
 
 @contextlib.contextmanager
 def scratch_writer() -> Iterator[None]:
-    """Let dist_checkpointing.save write scratch: fast, the same bytes each time, and no safer than scratch must be.
+    """Let dist_checkpointing.save write scratch files: fast, the same bytes each time, and no safer than necessary.
 
-    What is saved is flushed and gets a digest when it is stored, so here nothing waits for the disk, and torch's CRC of
+    Files are flushed and get a digest when they are stored, so nothing waits for the disk here, and torch's CRC of
     each tensor is left out. get_write_results_queue would start a Manager process per rank, which re-imports the main
     module (10 s) and outlives a rank that ends by a signal; a synchronous save writes in threads of this process.
     """

@@ -19,8 +19,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Digest of type, shape and bytes, 32 hexadecimal characters.
 
     The bytes are read as little-endian 64-bit words w[i]; each is mixed with its position and the results are added
-    modulo 2**64, so that swapped, moved or zeroed words show. Signed wrap-around arithmetic is the same on CPU and GPU.
-    It detects accidents, not adversaries.
+    modulo 2**64, so swapped, moved or zeroed words change it. Signed wrap-around arithmetic is the same on CPU and GPU.
+    The digest detects accidents, not adversaries.
     """
     words = _words(tensor)
     total = 0

@@ -1,4 +1,4 @@
-"""Weights in Hugging Face names, written for an engine to read."""
+"""Weights under Hugging Face names, written for an engine to read."""
 
 import re
 from pathlib import Path
@@ -21,8 +21,8 @@ _LAYER = re.compile(r"^.*?\.layers\.\d+\.")
 def export_weights(directory: str, model: Model, mesh: Mesh) -> list[TensorRecord]:
     """Rank 0 writes all weights as safetensors files and returns what it wrote; other ranks return []. Collective.
 
-    Conversion tasks and the mappings' caches of shapes and owners are built anew on every call: a cached one may name
-    a tensor that is not the live one any more. A layer is never divided between two files, so that what an engine
+    Conversion tasks and the mappings' caches of shapes and owners are rebuilt on every call: a cached one may name
+    a tensor that is no longer the live one. A layer is never divided between two files, so that what an engine
     fuses (q, k and v; gate and up) arrives together.
 
     Raises:
@@ -52,7 +52,7 @@ class _Writer:
         self._failure: OSError | SafetensorError | None = None
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take over a tensor under its Hugging Face name."""
+        """Accept a tensor under its Hugging Face name."""
         match = _LAYER.match(name)
         layer = match.group() if match else name
         if layer != self._layer and self._pending_bytes() >= _FILE_BYTES:
@@ -67,7 +67,7 @@ class _Writer:
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
 
     def finish(self) -> list[TensorRecord]:
-        """Write the rest; what was written, in order."""
+        """Write the rest; returns what was written, in order."""
         self._flush()
         if self._failure is not None:
             raise StorageUnavailable(

@@ -1,4 +1,4 @@
-"""What is said about a tensor when it changes hands between a trainer and an engine."""
+"""What is recorded about a tensor that a trainer passes to an engine."""
 
 from pydantic import BaseModel, ConfigDict
 

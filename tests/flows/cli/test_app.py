@@ -51,7 +51,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "is not there: give the path of a TOML file"), ("[run", "is not valid TOML"), ("", "model: this key is")],
+    [(None, "does not exist: give the path of a TOML file"), ("[run", "is not valid TOML"), ("", "model: this key is")],
     ids=["missing", "malformed", "empty"],
 )
 def test_a_bad_configuration_file_is_refused(
@@ -140,7 +140,7 @@ def test_a_root_that_cannot_hold_a_run_is_refused(config_file: Path, capsys: pyt
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "is not there"), ("", "is empty"), ('{"prompt": "1+1="}\n{"prompt": ', "line 2: not valid JSON")],
+    [(None, "does not exist"), ("", "is empty"), ('{"prompt": "1+1="}\n{"prompt": ', "line 2: not valid JSON")],
     ids=["missing", "empty", "malformed"],
 )
 def test_a_data_set_that_cannot_be_used_is_found_before_anything_starts(

@@ -151,7 +151,7 @@ def test_a_variable_that_is_not_set_is_named_with_its_key(monkeypatch, value):
     if value is not None:
         monkeypatch.setenv("RATCHET_TEST_KEY", value)
     with pytest.raises(
-        InputError, match=r"reward\.arguments\.api_key is env:RATCHET_TEST_KEY, and RATCHET_TEST_KEY is"
+        InputError, match=r"reward\.arguments\.api_key is env:RATCHET_TEST_KEY, but RATCHET_TEST_KEY is"
     ):
         resolve({"api_key": "env:RATCHET_TEST_KEY"}, "reward.arguments")
 

@@ -1,4 +1,4 @@
-"""What the processes that compute are started with."""
+"""The environment of the processes that compute."""
 
 import os
 

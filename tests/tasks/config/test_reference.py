@@ -1,4 +1,4 @@
-"""The reference of the configuration says what the models say, and its example is one."""
+"""The reference of the configuration agrees with the models, and its example is valid."""
 
 import json
 import tomllib

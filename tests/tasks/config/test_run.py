@@ -63,7 +63,7 @@ def test_text_that_is_not_toml(tmp_path, text):
 
 
 def test_a_missing_file():
-    with pytest.raises(InputError, match="is not there"):
+    with pytest.raises(InputError, match="does not exist"):
         load_config("/nowhere/run.toml")
 
 

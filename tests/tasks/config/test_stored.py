@@ -23,7 +23,7 @@ FIRST_RULES = {
     "demo": ("infra/examples/demo.toml", "add52c313b1b7e5fc5d12e3c2cefb972"),
     "tiny": ("tests/integration/tiny.toml", "925adebc100c1492190b212ad0df8576"),
 }
-"""What the last version without a number of rules computed of these files; it wrote the records beside this test."""
+"""What the last version without a number of rules computed for these files; it wrote the records next to this test."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_it_reads_back_equal(root, config):
 def test_another_meaning_is_refused(root, config):
     record_config(root, "run", config)
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"samples": 3})})
-    with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 8, now 3 is given"):
+    with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 8, but is now given 3"):
         record_config(root, "run", other)
     assert stored_config(root, "run") == config
 
@@ -126,7 +126,7 @@ def test_a_key_that_is_newer_than_the_record(root, config, rules, section, key, 
     digest = read_config(root, "run").digest
     assert digest == meaning_digest(document, rules.get("rules", 1))
     assert record_config(root, "run", config) == digest
-    with pytest.raises(InputError, match=rf"train\.{section}\.{key}: .* with {default!r}, now {other!r} is given"):
+    with pytest.raises(InputError, match=rf"train\.{section}\.{key}: .* with {default!r}, but is now given {other!r}"):
         record_config(root, "run", with_settings(config, f"train.{section}.{key}={other}"))
     assert record_config(root, "run", config) == digest
 
@@ -186,7 +186,7 @@ def test_a_recorded_secret_is_masked_and_its_run_is_continued_by_reference(root,
     assert SECRET not in stored.model_dump_json()
     assert stored.reward.arguments["threshold"] == 0.5
     assert record_config(root, "run", by_reference(config)) == with_secrets
-    with pytest.raises(InputError, match=r"threshold: the run was started with 0\.5, now 0\.7") as refused:
+    with pytest.raises(InputError, match=r"threshold: the run was started with 0\.5, but is now given 0\.7") as refused:
         record_config(root, "run", by_reference(config, "reward.arguments.threshold=0.7"))
     assert SECRET not in str(refused.value)
 

@@ -15,7 +15,7 @@ SECTION = DataSection(train="unused")
 
 
 class Characters:
-    """A tokenizer of one id a character, so that lengths are plain to see."""
+    """A tokenizer with one id per character, so that lengths are obvious."""
 
     stop_tokens = (0,)
     context = 16
@@ -79,7 +79,7 @@ def test_the_stored_table(codec):
     [
         ([{"id": "a", "question": "?"}], "field 'prompt' is None"),
         ([{"prompt": ""}], "field 'prompt' is ''"),
-        ([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}], "record 2: id '1' stands twice"),
+        ([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}], "record 2: id '1' occurs twice"),
     ],
 )
 def test_bad_records_are_refused(codec, records, fact):

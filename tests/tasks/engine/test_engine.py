@@ -58,7 +58,7 @@ def assert_agrees(served, which, sampling=PLAIN, prompts=PROMPTS):
 
 @pytest.fixture
 def fresh(served, tmp_path_factory):
-    """The engine with the weights of `old`, whatever a test before did to it."""
+    """The engine with the weights of `old`, whatever an earlier test did to it."""
     sync(served, "old", 0, tmp_path_factory.mktemp("fresh"))
     return served
 
@@ -121,7 +121,7 @@ def test_scores_equal_those_of_transformers(fresh):
 
 @pytest.mark.parametrize("length", [0, CONTEXT, 3 * CONTEXT])
 def test_a_prompt_that_does_not_fit_is_refused(fresh, length):
-    with pytest.raises(InputError, match=f"prompt 1 has {length} tokens; the engine takes 1 to {CONTEXT - 1}"):
+    with pytest.raises(InputError, match=f"prompt 1 has {length} tokens; the engine accepts 1 to {CONTEXT - 1}"):
         fresh.engine.generate([[5], [5] * length], [0, 1], PLAIN)
     with pytest.raises(InputError, match="sequence 0"):
         fresh.engine.score([[5] * length])

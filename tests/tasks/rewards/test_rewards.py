@@ -70,7 +70,7 @@ NO_REWARD = {
     "numpy": r"np.float32\(nan\), which is not finite",
     "too large": r"3.5e\+38, which is not finite as float32",
     "huge": "OverflowError",
-    "text": "'0.5', which is no number",
+    "text": "'0.5', which is not a number",
     "nothing": "TypeError: .*NoneType",
     "list": "TypeError: .*list",
     "complex": "TypeError: .*complex",
@@ -101,7 +101,7 @@ def test_a_message_that_is_no_text_can_be_stored_too(processes):
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("exact_matsch", "is not known"),
+        ("exact_matsch", "is unknown"),
         ("no.such.module:f", "cannot be imported"),
         (f"{HELPERS}:absent", "has no 'absent'"),
         (f"{HELPERS}:NOT_A_FUNCTION", "is a int"),

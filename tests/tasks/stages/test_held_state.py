@@ -1,4 +1,4 @@
-"""What is fetched for the trainer ranks: all of a state, or of its files those alone that its weights need."""
+"""What is fetched for the trainer ranks: all files of a state, or only those that its weights need."""
 
 import json
 import threading
@@ -31,7 +31,7 @@ OPTIMIZER = {"optimizer.__0_1.distcp": 300_000, "optimizer.__1_1.distcp": 300_00
 
 
 class Watching(SmallTrainer):
-    """A rank that keeps in mind which files it was given."""
+    """A rank that remembers which files it was given."""
 
     def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
         self.given = sizes(directory)

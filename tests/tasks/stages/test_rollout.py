@@ -44,6 +44,6 @@ def test_a_piece_that_holds_other_rows_than_were_asked_for_is_refused(tmp_path):
     swapped = [root.read_bytes(key) for key in pieces[:2]]
     for key, content in zip(pieces[:2], reversed(swapped), strict=True):
         root.replace(key, content)
-    with pytest.raises(StageFailed, match="hold 12 samples that are not the 12 that were asked for"):
+    with pytest.raises(StageFailed, match="hold 12 samples that are not the 12 requested"):
         driver(root, small_config(["run.iterations=1"]), tmp_path / "second").drive()
     assert find(root, "small", 1, Stage.ROLLOUT) is None

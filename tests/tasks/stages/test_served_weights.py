@@ -16,7 +16,7 @@ from tests.small.workers import SmallEngine
 
 
 class Lying(SmallEngine):
-    """An engine that says that it holds other weights than it was sent."""
+    """An engine that reports other weights than it was sent."""
 
     def receive(self, directory, version, records):
         return super().receive(directory, version, records).model_copy(update={"weights_digest": "other"})

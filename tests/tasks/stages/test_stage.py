@@ -1,4 +1,4 @@
-"""The one rule of every stage, and that the rule keeps out of the way of whoever reads a stack trace."""
+"""The one rule of every stage, and that it does not clutter a stack trace."""
 
 import traceback
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_facts_have_types(context):
     view = rolling()(context, 1)
     assert (view.cursor, view.weight_version) == (7, 1)
     broken = Rollouts(view.manifest.model_copy(update={"facts": {"cursor": "seven"}}))
-    with pytest.raises(Exception, match="records 'seven' as cursor, and a whole number is expected"):
+    with pytest.raises(Exception, match="records 'seven' as cursor, but a whole number is expected"):
         _ = broken.cursor
 
 

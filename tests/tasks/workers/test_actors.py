@@ -125,7 +125,7 @@ def test_two_calls_are_at_work_at_once(make_group, tmp_path):
 
 
 class SlowModule:
-    """Looks like a module to `attrgetter`; reading `sleep` takes longer than anybody waits."""
+    """Looks like a module to `attrgetter`; reading `sleep` takes longer than any deadline."""
 
     def __getattr__(self, name):
         import time
@@ -134,7 +134,7 @@ class SlowModule:
 
 
 class Meeting:
-    """A transfer whose two sides must be at work at once: opening one end of a named pipe waits for the other."""
+    """A transfer whose two sides must work at once: opening one end of a named pipe waits for the other."""
 
     def __init__(self, path):
         os.mkfifo(path)

@@ -60,7 +60,7 @@ def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
 
 
 def test_an_earlier_ray_of_this_machine_is_left_alone():
-    # `ray start` leaves its address behind, also when it has ended; Ray would attach to it
+    # `ray start` leaves its address behind even when it has ended; Ray would attach to it
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # short: paths of sockets may have 107 characters
         Path(folder, "ray").mkdir()
         Path(folder, "ray", "ray_current_cluster").write_text("127.0.0.1:1")
@@ -91,7 +91,7 @@ def test_a_dead_ray_is_told_once_and_then_started_anew(started, victim):
     with pytest.raises(WorkerLost, match=victim):
         started.check_alive()
     assert not psutil.wait_procs(before, timeout=0)[1]
-    started.check_alive()  # nothing is started: nothing to tell
+    started.check_alive()  # nothing is started, so nothing is reported
     started.start()
     start_actor()
     started.check_alive()

@@ -130,12 +130,12 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         assert later(config, "receive", str(tmp_path), records) == 7
         assert later(config, "look") == 7
         smaller = config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 8})})
-        assert later(smaller, "close") is None  # started otherwise: ended and replaced
+        assert later(smaller, "close") is None  # started with other settings: ended and replaced
         assert not [name for name in ray.util.list_named_actors() if name.startswith("run/")]
 
 
 def test_more_ranks_than_cards_are_refused_before_anything_starts(tmp_path):
     config = config_of(str(tmp_path), pipeline=2)
     one_card = Settings(ray_address=None, ray_token=None, gpus=("0",))
-    with pytest.raises(InputError, match="needs 2 GPUs, one a rank, and 1 are visible"):
+    with pytest.raises(InputError, match="needs 2 GPUs, one per rank, but 1 are visible"):
         start_trainers("run", str(tmp_path), config.train, "cuda", one_card, 60)

@@ -73,9 +73,9 @@ def surrogate(policy, ratio, advantage, entropy=0.0, reference=None):
     [
         (1.0, 2.0, -2.0, -2.0, 0),
         (1.1, 1.0, -1.1, -1.1, 0),
-        (1.5, 1.0, -1.3, 0.0, 1),  # above 1 + clip_high and good: held
+        (1.5, 1.0, -1.3, 0.0, 1),  # above 1 + clip_high and good: clipped
         (1.5, -1.0, 1.5, 1.5, 0),  # above and bad: pushed back
-        (0.5, -1.0, 0.9, 0.0, 1),  # below 1 - clip_low and bad: held
+        (0.5, -1.0, 0.9, 0.0, 1),  # below 1 - clip_low and bad: clipped
         (0.5, 1.0, -0.5, -0.5, 0),  # below and good: pushed back
     ],
 )

@@ -107,7 +107,7 @@ def test_the_join_is_that_of_a_dictionary(root, seed):
     names = ["p1", "p10", "P1", "", "Ω", "\U0001f600", "é", *(f"p{number}" for number in random.permutation(500)[:33])]
     prompts = pa.array(np.repeat(np.array(names, object), 4).tolist())
     table = table.set_column(2, ROLLOUT.field("prompt_id"), prompts).take(random.permutation(160))
-    # some are scored twice, some are not asked for, some have no score
+    # some are scored twice, some are not requested, some have no score
     rows = np.concatenate((random.permutation(160), random.integers(0, 160, 30)))
     values = [None if value < 0.2 else round(value, 2) - 0.6 for value in random.random(190).tolist()]
     values[5] = -0.0

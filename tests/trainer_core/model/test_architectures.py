@@ -1,4 +1,4 @@
-"""Other dense architectures than that of the other tests: the numbers of transformers, and the weights back."""
+"""Dense architectures that other tests do not use: the numbers match transformers, and weights survive a round trip."""
 
 import numpy as np
 import pytest

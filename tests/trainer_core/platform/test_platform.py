@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-# each in a process of its own: what is checked is the state of the whole process
+# each in its own process: what is checked is the state of the whole process
 UNDONE = """
 import torch
 from trainer_core.platform import cpu_platform

@@ -1,4 +1,4 @@
-"""Saved states: going on bit by bit, going on under another layout, and what a state says of itself."""
+"""Saved states: continuing bit for bit, continuing under another layout, and what a state says about itself."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def configuration(parallel=LAYOUTS["single"], optimizer=OPTIMIZER, precision="fp
 
 
 def draws():
-    """Something from every random generator of the rank, which moves them on."""
+    """Something from every random generator of the rank, which advances them."""
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -104,7 +104,7 @@ def assert_bitwise(left, right):
 
 
 def look(trainer):
-    """What the generators say before and after the probe, in a model whose forward pass draws as GPU kernels do."""
+    """What a probe draws, and whether the generators end as before, in a model that draws as GPU kernels do."""
     import torch
 
     trainer.import_model()
@@ -171,7 +171,7 @@ def save_twice(trainer, folder):
     trainer.save(f"{folder}/next")
     trainer.train_policy(random_samples(3), 1.0)
     draws()
-    trainer.save(f"{folder}/last")  # by now the process knows from earlier saves who writes what
+    trainer.save(f"{folder}/last")  # earlier saves have told the process which rank writes what
 
 
 def load_save_train_save(trainer, folder):
@@ -253,7 +253,7 @@ def test_a_state_of_another_kind_is_refused(model_dir, saved, other, names):
 
 
 def load_all_ways(trainer, folder):
-    """The refusals of a state as it is, for its weights alone, and as a reference; None where it was taken."""
+    """The refusals of a state as a whole, for its weights alone, and as a reference; None where it was accepted."""
 
     def attempt(load, *args):
         try:
@@ -279,9 +279,9 @@ def test_a_state_of_other_modules_is_refused(model_dir, saved, tmp_path):
     for message in messages:
         assert folder in message
         assert "saved by Transformer Engine's modules" in message
-        assert "built of Megatron's own modules" in message
+        assert "built from Megatron's own modules" in message
         assert "is installed" in message
-    # one from before this was recorded
+    # a state from before this was recorded
     path.write_text(json.dumps({name: value for name, value in facts.items() if name != "transformer_engine"}))
     assert run_trainers(model_dir, configuration(), load_all_ways, folder) == [[None, None, None]]
 

@@ -1,4 +1,4 @@
-"""Comparing saved states: what is equal, what is named, and that a single bit is found."""
+"""Comparing saved states: what is equal, what is reported, and that a single bit is found."""
 
 import dataclasses
 import io
@@ -63,7 +63,7 @@ def trained(saved, tmp_path):
 
 
 def edit(folder, index, change):
-    """Change one stored tensor or object; its new version stands at the end of its file."""
+    """Change one stored tensor or object; its new version is at the end of its file."""
     metadata = read_metadata(folder)
     place = metadata.storage_data[index]
     path = Path(folder, place.relative_path)

@@ -1,4 +1,4 @@
-"""A state that asks for foreign code: it is refused by name before anything of it runs, whoever reads it."""
+"""A state that names foreign code: it is refused by name before any of it runs, whatever reads it."""
 
 import collections
 import dataclasses
@@ -35,7 +35,7 @@ class Payload:
 
 
 class Indirect(Payload):
-    """Looks up what it runs, in the way that a dotted name does."""
+    """Looks up what it runs, as a dotted name does."""
 
     def __reduce__(self):
         return getattr, ("text", "upper")
@@ -71,7 +71,7 @@ def put_place(state, index, **changes):
 
 
 def put_object(state, index, content):
-    """Write `content` in the place of an object, at the end of its file."""
+    """Write `content` in place of an object, at the end of its file."""
     path = state / read_metadata(state).storage_data[index].relative_path
     put_place(state, index, offset=path.stat().st_size, length=len(content))
     path.write_bytes(path.read_bytes() + content)
@@ -111,7 +111,7 @@ PLACES = [in_metadata, in_object, in_object_of_the_old_format, in_common, in_mod
 
 
 def load_all_ways(trainer, folder):
-    """What loading the state, its weights, or a reference says."""
+    """The errors of loading the state, its weights, or a reference."""
     trainer.import_model()
     refusals, reference = [], lambda path: trainer.load_reference(path, "reference")
     for load in (trainer.load, lambda path: trainer.load(path, True), reference):
@@ -161,17 +161,17 @@ def test_whatever_states_do_not_hold_is_refused(state, place, payload):
 @pytest.mark.parametrize(
     ("changes", "fact"),
     [
-        ({"relative_path": "../__0_0.distcp"}, "no file of its folder"),
-        ({"relative_path": "/etc/hostname"}, "no file of its folder"),
-        ({"relative_path": ".."}, "no file of its folder"),
-        ({"offset": -1}, "bytes -1"),
-        ({"length": -1}, "to -1 more"),
-        ({"transform_descriptors": ["zstd"]}, "is transformed by"),
+        ({"relative_path": "../__0_0.distcp"}, "not a file of its folder"),
+        ({"relative_path": "/etc/hostname"}, "not a file of its folder"),
+        ({"relative_path": ".."}, "not a file of its folder"),
+        ({"offset": -1}, "at offset -1"),
+        ({"length": -1}, "with length -1"),
+        ({"transform_descriptors": ["zstd"]}, "as transformed by"),
     ],
 )
 def test_metadata_that_leads_elsewhere_is_refused(state, changes, fact):
     put_place(state, RNG, **changes)
-    with pytest.raises(StorageError, match=f"{state}: .metadata says of 'rng/shard_0_1' .*{fact}"):
+    with pytest.raises(StorageError, match=f"{state}: .metadata (places|describes) 'rng/shard_0_1' .*{fact}"):
         check_pickles(state)
 
 
@@ -204,7 +204,7 @@ def test_an_object_that_is_damaged_is_named(state):
 
 
 def go_on(trainer, folder):
-    """Loads in every way; returns what training comes to."""
+    """Loads in every way; returns the result of training."""
     trainer.import_model()
     trainer.load_reference(folder, "reference")
     trainer.load(folder)

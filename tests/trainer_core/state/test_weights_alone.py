@@ -1,4 +1,4 @@
-"""The optimizer's tensors lie in files of their own, which a reference and a fresh optimizer do without."""
+"""The optimizer's tensors have their own files, which a reference and a fresh optimizer do not need."""
 
 import pickle
 import shutil
@@ -25,7 +25,7 @@ def configuration(layout):
 
 
 def save_apart_and_together(trainer, folder):
-    """The same state as it is saved now, and as earlier versions saved it: in one file a rank."""
+    """The same state as it is saved now, and as earlier versions saved it: in one file per rank."""
     from trainer_core.state import checkpoint
 
     trainer.import_model()
@@ -94,7 +94,7 @@ def test_the_weights_are_a_quarter_of_the_bytes(saved):
 
 
 def take_weights(trainer, folder, source):
-    """What a reference of that state says of some sequences, and its weights under a fresh optimizer."""
+    """A reference's log-probabilities of some sequences, and the state's weights under a fresh optimizer."""
     samples = random_samples(3)
     trainer.import_model()
     trainer.load_reference(f"{folder}/{source}", "reference")

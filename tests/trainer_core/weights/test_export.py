@@ -22,7 +22,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def export_in_small_files(trainer, folder):
     from trainer_core.weights import export
 
-    export._FILE_BYTES = 1 << 17  # a layer of the model is about as large
+    export._FILE_BYTES = 1 << 17  # about as large as a layer of the model
     trainer.import_model()
     return trainer.export(folder)
 
