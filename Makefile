@@ -18,7 +18,7 @@ lint: setup
 	$(PYTHON) -m pyright
 
 test: lint
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest -n auto $(ARGS)
 
 test-fast: setup
-	$(PYTHON) -m pytest -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest -n auto -m "not slow" $(ARGS)

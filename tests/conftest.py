@@ -1,6 +1,69 @@
+"""How tests are spread over several processes (`pytest -n auto`), and what all of them may need."""
+
+import os
 import signal
 
+import psutil
 import pytest
+
+# Tests of one group run in one process, in their order: they share what is expensive to start, or are long. A group is
+# named by a folder, a file or a test; any other file is a group of its own. The first are begun first: the longest, so that
+# little is left at the end.
+GROUPS = (
+    "tests/integration/test_faults.py",
+    "tests/integration/test_loop.py",
+    "tests/trainer_core",
+    "tests/faults",
+    "tests/integration/test_faults.py::test_with_a_planted_bit_the_command_fails_and_names_it",
+    "tests/tasks/workers/test_cluster.py",
+    "tests/tasks/workers/test_fleet.py",
+    "tests/flows/server",
+    "tests/integration/test_golden.py",
+    "tests/storage/test_kill.py",
+)
+SHARES = {
+    "tests/integration/test_s3.py": "tests/integration/test_loop.py",  # a whole run
+    "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # an engine's model
+    "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
+    "tests/flows/test_prefect_tasks.py": "tests/flows/server",
+    "tests/flows/views/test_artifacts.py": "tests/flows/server",
+}
+BYTES_OF_A_WORKER = 4 << 30  # an engine and two ranks at once
+
+
+def group_of(nodeid: str) -> str:
+    """The group of a test: the most specific that is named, or its file."""
+    file = nodeid.partition("::")[0]
+    named = [group for group in GROUPS if nodeid == group or nodeid.startswith((f"{group}/", f"{group}::"))]
+    return SHARES.get(file) or max(named, key=len, default=file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process more than there are cores, because many tests wait; none where a file or a single test is asked for."""
+    if any(".py" in argument for argument in config.args):
+        return 0
+    memory = psutil.virtual_memory().total // BYTES_OF_A_WORKER
+    return int(max(1, min(len(os.sched_getaffinity(0)) + 1, memory)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give whole groups to the processes."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # not by the number of tests, but as `pytest_collection_modifyitems` says
+    return Groups(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {group: place for place, group in enumerate(GROUPS)}
+        items.sort(key=lambda item: places.get(group_of(item.nodeid), len(GROUPS)))
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pandas  # noqa: F401 - pyarrow looks for it when it first makes an array of a list
 import psutil
-import pyarrow.compute  # noqa: F401 - otherwise each forked process imports it when it first reads a table
+import pyarrow.compute  # noqa: F401 - otherwise each forked process imports these when it first reads a table
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 

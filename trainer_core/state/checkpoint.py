@@ -39,7 +39,7 @@ def _nothing_to_collect() -> Iterator[None]:
     """Hide existing objects from the garbage collector; also a decorator.
 
     megatron-core's sharded_state_dict collects all garbage. In a process with torch and megatron-bridge that visits
-    so many objects that it takes longer than all the rest of saving a small model.
+    so many objects that it takes longer than all the rest of saving or loading a small model.
     """
     gc.freeze()
     try:
@@ -92,6 +92,7 @@ def _sharded_state(model: Model, optimizer: Optimizer, mesh: Mesh) -> dict[str, 
     return state
 
 
+@_nothing_to_collect()
 def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, restore_rng: bool) -> None:
     """Continue from a saved state: weights, optimizer and schedule, and under the same layout the RNG. Collective."""
     optimizer.allocate()
