@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 # Tests of one group run in one process, in their order: they share what is expensive to start, or are long. A group is
-# named by a folder, a file or a test; any other file is a group of its own. The first are begun first: the longest, so that
-# little is left at the end.
+# named by a folder, a file or a test; any other file is a group of its own. The longest come first, so that little is
+# left at the end.
 GROUPS = (
     "tests/integration/test_faults.py",
     "tests/integration/test_loop.py",
@@ -40,7 +40,7 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process more than there are cores, because many tests wait; none where a file or a single test is asked for."""
+    """One process more than there are cores, because many tests wait; none if a file or a single test is asked for."""
     if any(".py" in argument for argument in config.args):
         return 0
     memory = psutil.virtual_memory().total // BYTES_OF_A_WORKER
