@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from flows.iteration import begin, iterate, position_after
-from flows.views.history import first_incomplete, read_iteration, record_of
+from flows.views.history import first_incomplete, read_record
 from flows.views.progress import Progress
 from storage.backends.root import Root
 from storage.errors import Overtaken
@@ -55,8 +55,7 @@ def advance(context: RunContext, progress: Progress, first: int) -> None:
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
     """Report an iteration, all of which is published, and delete the train state that need not be kept any longer."""
     root, run = context.root, context.run
-    before = read_iteration(root, run, iteration - 1)[-1] if iteration else None
-    progress.finished(record_of(read_iteration(root, run, iteration), before))
+    progress.finished(read_record(root, run, iteration))
     for retention in _retention(context):
         give_up(root, WORKFLOW, run, retention, iteration, fence=context.fence, shared=shared)
 
