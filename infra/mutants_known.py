@@ -21,6 +21,8 @@ class Mutant:
 
 _FAULTS = ("tests/tasks/stages", "tests/faults/test_saving_behind.py", "tests/faults/test_matrix.py")
 _UPKEEP = ("tests/storage/upkeep",)
+_LEASE = ("tests/storage/ownership",)
+_ROOT = ("tests/storage/backends",)
 _STAGES = ("tests/tasks/stages", "tests/flows/test_iteration.py", "tests/flows/test_runtime_settings.py")
 
 MUTANTS = (
@@ -266,5 +268,102 @@ MUTANTS = (
         "if layout.retired_key(key) in there)",
         "if layout.retired_key(key) in set(keys))",
         _UPKEEP,
+    ),
+    Mutant(
+        "names-not-flushed-again",
+        "a part that a killed process linked is named without its folder being flushed",
+        "storage/backends/local.py",
+        "            _flush_all_names(target.parent)\n",
+        "            pass\n",
+        _ROOT,
+    ),
+    Mutant(
+        "past-not-flushed",
+        "a run continues from a manifest whose name a killed process did not flush",
+        "storage/ownership/lease.py",
+        "        root.flush_newest(layout.manifest_folder(run))",
+        "        pass",
+        _ROOT,
+    ),
+    Mutant(
+        "failure-is-absence",
+        "a folder that cannot be listed counts as empty",
+        "storage/backends/local.py",
+        "    except FileNotFoundError:  # removed since its name was read\n",
+        "    except OSError:\n",
+        (*_ROOT, *_LEASE),
+    ),
+    Mutant(
+        "condition-of-amazon-only",
+        "a refused conditional put is recognised by Amazon's body, not by its status",
+        "storage/backends/objects.py",
+        "        if _status(error) != http.HTTPStatus.PRECONDITION_FAILED:\n            raise\n        return False\n",
+        "        raise\n",
+        _ROOT,
+    ),
+    Mutant(
+        "outage-is-an-input-error",
+        "a store that is away for a while ends the run as if its address were wrong",
+        "storage/backends/root.py",
+        "        if _temporary(root)(error):\n",
+        "        if False:\n",
+        _ROOT,
+    ),
+    Mutant(
+        "renewal-of-another",
+        "a lease yields to another holder's renewal as its own",
+        "storage/ownership/lease.py",
+        '(last.token, last.kind) == (self._entry.token, "renewed")',
+        'last.kind == "renewed"',
+        _LEASE,
+    ),
+    Mutant(
+        "fence-trusts-its-clock",
+        "a commit is refused only if the holder's own clock says so",
+        "storage/ownership/lease.py",
+        "            elif log.newest_number(self.root, self.run) != self._entry.number:\n"
+        "                self._follow(newest(self.root, self.run))\n",
+        "",
+        _LEASE,
+    ),
+    Mutant(
+        "watched-for-half-a-period",
+        "a run is taken over from a holder that may renew in time",
+        "storage/ownership/lease.py",
+        "asked - self.since >= self.entry.seconds",
+        "asked - self.since >= self.entry.seconds / 2",
+        _LEASE,
+    ),
+    Mutant(
+        "pruned-numbers-count-again",
+        "a number that was pruned is taken for the newest by a process that knows an old log",
+        "storage/ownership/log.py",
+        "    if published and number == entry.number:\n",
+        "    if published:\n",
+        _LEASE,
+    ),
+    Mutant(
+        "hidden-process-is-dead",
+        "a process that /proc hides counts as dead",
+        "storage/ownership/process.py",
+        "    return Life.ALIVE if None in (seen, owner.birth) or seen == owner.birth else Life.DEAD\n",
+        "    return Life.ALIVE if seen == owner.birth else Life.DEAD\n",
+        _LEASE,
+    ),
+    Mutant(
+        "loss-is-not-told",
+        "a block goes on working after its lease is lost",
+        "storage/ownership/lease.py",
+        "            lease.on_lost(block.end_with)\n",
+        "",
+        _LEASE,
+    ),
+    Mutant(
+        "interrupt-publishes",
+        "after an interrupt, what waits in the outbox is still published",
+        "storage/write_behind.py",
+        "            if self._dropped.is_set():\n",
+        "            if False:\n",
+        ("tests/storage/test_write_behind.py",),
     ),
 )

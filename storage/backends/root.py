@@ -6,6 +6,7 @@ S3 and compatible: a conditional put (`If-None-Match: *`). Memory: for unit test
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 import uuid
@@ -24,6 +25,8 @@ from storage.backends.objects import PATIENCE_SECONDS, Upload
 from storage.errors import InputError, NotCommitted, StorageError, StorageInterrupted, StorageUnavailable
 from storage.kill_points import Point
 from storage.meter import measured
+
+logger = logging.getLogger(__name__)
 
 _CONDITIONAL_PUT = ("s3", "s3a")
 _CHECK_SECONDS = 10.0  # patience of the check at the start: a wrong address should be reported soon
@@ -195,11 +198,20 @@ class Root:
             self._read(prefix, lambda: local.flush_newest(Path(self.full(prefix))))
 
     def uploads(self, prefix: str) -> list[Upload]:
-        """Uploads in parts below `prefix` that were begun and neither finished nor aborted, sorted by key."""
+        """Uploads in parts below `prefix` that were begun and neither finished nor aborted, sorted by key.
+
+        None, with a warning, where the store does not tell: that takes a permission of its own.
+        """
         if self.protocol not in _CONDITIONAL_PUT:
             return []
         with _explained(self, prefix):
-            found = list(objects.uploads(self.fs, self.full(prefix).rstrip("/"), self.patience))
+            try:
+                found = list(objects.uploads(self.fs, self.full(prefix).rstrip("/"), self.patience))
+            except OSError as error:
+                if error.errno != errno.ENOSYS and not isinstance(error, PermissionError):
+                    raise
+                logger.warning("%s does not list uploads in parts that were not finished: %s", self.url, error)
+                return []
         return sorted(one._replace(key=one.key.removeprefix(f"{self.path}/")) for one in found)
 
     def abort_upload(self, key: str, upload_id: str) -> None:

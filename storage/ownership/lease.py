@@ -276,9 +276,9 @@ def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
     if _is_at_work(entry, clock):
         return f"run {run} is driven by {entry.owner}, which is running. Wait for it or stop it"
     return (
-        f"run {run} is driven by {entry.owner}, {heard}. A process that starts or continues the run takes it over once "
-        f"nothing was heard of that one for {entry.seconds:.0f} s; if you know that it is dead, "
-        f"`ratchet unlock {run} --force` frees it now"
+        f"run {run} is driven by {entry.owner}, {heard}. Another process takes the run over after it has waited "
+        f"{entry.seconds:.0f} s without hearing of that one; if you know that it is dead, "
+        f"`ratchet unlock {run} --force` frees the run now"
     )
 
 
@@ -313,4 +313,4 @@ def _keep(lease: Lease, stop: threading.Event, every: float) -> None:
         except LeaseLost:
             return  # its listeners know
         except StorageError as failure:
-            logger.warning("the lease of run %s could not be renewed yet: %s", lease.run, failure)
+            logger.warning("the lease of run %s cannot be renewed at the moment: %s", lease.run, failure)

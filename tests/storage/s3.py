@@ -23,6 +23,8 @@ class Faults:
         self.application = DomainDispatcherApplication(create_backend_app)
         self.pending: list[str] = []
         self.requests: list[str] = []
+        self.no_uploads: str | None = None
+        """Status with which a request for the list of uploads in parts is refused."""
         self.away = False
         """Whether every request is refused with 503, as by a load balancer with no server behind it."""
         self.ceph = False
@@ -32,6 +34,8 @@ class Faults:
         writing = environ["REQUEST_METHOD"] in ("PUT", "POST")
         self.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
         step = self.pending.pop(0) if writing and self.pending else "ok"
+        if self.no_uploads and environ["QUERY_STRING"].startswith("uploads&"):
+            step = self.no_uploads
         if self.away:
             step = "503 ServiceUnavailable"
         if step == "ok":

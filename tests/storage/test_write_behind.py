@@ -77,6 +77,15 @@ def test_an_interrupt_waits_for_the_job_in_progress_and_drops_the_others(end):
     assert done == ["upload"]
 
 
+@pytest.fixture
+def interruptible():
+    """Python's own handler: libraries that other tests import install one that does not wake a waiting thread."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("when", ["in the block", "at its end", "after an error"])
 def test_an_interrupt_does_not_wait_for_ever(caplog, when):
     done, begun, go = [], threading.Event(), threading.Event()

@@ -315,6 +315,14 @@ def test_an_upload_that_a_killed_process_began_is_found_and_aborted(s3, s3_root)
     assert len(s3_root.uploads("")) == 2
 
 
+@pytest.mark.parametrize("answer", ["403 AccessDenied", "501 NotImplemented"])
+def test_a_store_that_does_not_tell_of_uploads_stops_nobody(s3, s3_root, caplog, answer):
+    s3.faults.no_uploads = answer
+    assert s3_root.uploads("run") == []
+    s3.faults.no_uploads = None
+    assert "does not list uploads in parts" in caplog.text
+
+
 def test_a_root_without_uploads_in_parts_has_none(root):
     assert root.uploads("run") == []
 

@@ -11,6 +11,8 @@ import pytest
 
 from storage.errors import LeaseHeld, LeaseLost
 from storage.manifest import commit
+from storage.ownership import lease as lease_module
+from storage.ownership import log
 from storage.ownership.lease import acquire, check_free, explain, hold, holder, unlock
 from storage.ownership.log import newest
 from storage.ownership.process import this_process
@@ -102,6 +104,15 @@ def test_a_lease_is_renewed_while_its_block_works(root):
     assert "lease-run" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_log_stays_short_while_its_block_works(root, monkeypatch):
+    monkeypatch.setattr(log, "KEPT_ENTRIES", 2)
+    with hold(root, "run", "worker", 0.1):
+        deadline = time.monotonic() + 30
+        while newest(root, "run").number < 10 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(root.keys("run/lease")) <= 4, "two, the one just written, and its temporary file"
+
+
 def test_a_block_that_fails_releases(root):
     with pytest.raises(ZeroDivisionError), hold(root, "run", "worker"):
         raise ZeroDivisionError
@@ -177,9 +188,21 @@ def test_a_lease_outlives_an_outage_that_is_longer_than_its_period(s3, s3_root):
     assert newest(s3_root, "run").epoch == 1
 
 
-def test_a_store_that_is_away_at_the_end_does_not_keep_the_block(s3, s3_root, caplog):
-    with hold(s3_root.patient(0.2), "run", "worker", 3600):
+def test_a_store_that_is_away_at_the_end_does_not_keep_the_block(s3, s3_root, caplog, monkeypatch):
+    monkeypatch.setattr(lease_module, "_RELEASE_SECONDS", 0.2)
+    ended = threading.Event()
+
+    def come_back():
+        if not ended.wait(s3_root.patience / 2):
+            s3.faults.away = False
+
+    back = threading.Thread(target=come_back)
+    with hold(s3_root, "run", "worker", 3600):
         s3.faults.away = True
+        back.start()
+    ended.set()
+    back.join()
+    assert s3.faults.away, "it did not wait for the store"
     s3.faults.away = False
     assert "could not be released" in caplog.text
 

@@ -275,7 +275,7 @@ def test_unlock_says_what_ends_a_silence(any_root, moment, take):
     assert "process 7), silent since 2026-01-01 00:00:00 UTC" in describe(holder(any_root, "run"), moment.clock())
     free, explanation = unlock(any_root, "run", elsewhere("me"), clock=moment.clock())
     assert not free
-    assert "takes it over once nothing was heard of that one for 30 s" in explanation
+    assert "takes the run over after it has waited 30 s without hearing of that one" in explanation
 
 
 def test_unlock_says_so_if_the_holder_renews_meanwhile(any_root, moment, take):
