@@ -19,13 +19,13 @@ assert [getattr(owner, name) for owner, name in places] == before
 UNTOUCHED = """
 import torch, sys
 zeros, kind = torch.zeros, torch.Tensor.type
-import trainer_core.trainer, trainer_core.platform.platform, trainer_core.weights.digest, trainer_core.algorithms.losses
+import trainer_core.start, trainer_core.platform.platform, trainer_core.weights.digest, trainer_core.algorithms.losses
 assert (torch.zeros, torch.Tensor.type) == (zeros, kind)
 assert "megatron" not in sys.modules
 """
 LIGHT = """
 import sys
-import trainer_core.trainer, trainer_core.batches.sequences, trainer_core.weights.records
+import trainer_core.start, trainer_core.protocol, trainer_core.batches.sequences, trainer_core.weights.records
 assert not {"torch", "megatron", "transformers"} & set(sys.modules)
 """
 PREPARED = """
