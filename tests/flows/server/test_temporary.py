@@ -55,7 +55,10 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(server_module, "_STARTS", 1)
     database = tmp_path / "missing" / "prefect.db"
     monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{database}")
-    with TemporaryServer() as server, pytest.raises(WorkerLost, match=r"cannot start\. Its last words: .*PREFECT_HOME"):
+    with (
+        TemporaryServer() as server,
+        pytest.raises(WorkerLost, match=r"cannot start\. Its last output: .*PREFECT_HOME"),
+    ):
         server.wait(120)
 
 
