@@ -100,7 +100,7 @@ def test_an_interrupt_does_not_wait_for_ever(caplog, when):
         if when == "after an error":
             raise StorageError("a rank died")
     assert time.monotonic() - started < 30
-    assert "took longer than 0.1 s; the next start stores it" in caplog.text
+    assert "took longer than 0.1 s; the next start repeats it" in caplog.text
     go.set()
     time.sleep(0.1)
     assert "manifest" not in done, "nothing follows, even when the upload ends after all"

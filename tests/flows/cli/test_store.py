@@ -213,14 +213,14 @@ def test_what_iteration_0_decided_is_not_changed_by_a_fork(call, setting):
 
 
 def test_unlock_tells_who_drives_the_run(call, root: Root):
-    assert call("unlock", "run")[2].startswith("run run is driven by nobody\nrun run is free")
+    assert call("unlock", "run")[2].startswith("run run is not driven by any process\nrun run is free")
     lease = acquire(root, "run", elsewhere("ratchet run"))
     code, _, said = call("unlock", "run")
     assert code == 1
     assert "driven by ratchet run (host elsewhere, process 7)" in said
     lease.check()
     assert call("unlock", "run", "--force")[0] == 0
-    assert "driven by nobody" in call("unlock", "run")[2]
+    assert "not driven by any process" in call("unlock", "run")[2]
 
 
 def test_compact_writes_one_file(call, root: Root):

@@ -72,7 +72,7 @@ def test_a_process_that_was_stopped_finds_its_run_taken(root):
         process.wait()
     assert process.returncode == 1
     said = process.stderr.read()
-    assert "LeaseLost: this process drives run run no longer: it was taken over by second" in said
+    assert "LeaseLost: this process no longer drives run run: it was taken over by second" in said
 
 
 def test_a_process_that_was_stopped_goes_on_if_nobody_followed(root):
@@ -152,7 +152,7 @@ def test_of_two_blocks_the_right_one_ends(root, lost):
             taken_over(root, lost)
             time.sleep(60)
 
-    with pytest.raises(LeaseLost, match=f"drives run {lost} no longer"), hold(root, "outer", "worker", 0.3) as lease:
+    with pytest.raises(LeaseLost, match=f"no longer drives run {lost}"), hold(root, "outer", "worker", 0.3) as lease:
         try:
             work()
         finally:

@@ -253,7 +253,7 @@ def test_a_lease_counts_from_before_it_was_asked_for(moment, renewed):
 
 def test_unlock_explains_and_frees(any_root, moment, take):
     clock = moment.clock()
-    assert unlock(any_root, "run", elsewhere("me"), clock=clock) == (True, "run run is driven by nobody")
+    assert unlock(any_root, "run", elsewhere("me"), clock=clock) == (True, "run run is not driven by any process")
     lease = take("one")
     free, explanation = unlock(any_root, "run", elsewhere("me"), clock=clock)
     assert not free
@@ -275,7 +275,7 @@ def test_unlock_says_what_ends_a_silence(any_root, moment, take):
     assert "process 7), silent since 2026-01-01 00:00:00 UTC" in describe(holder(any_root, "run"), moment.clock())
     free, explanation = unlock(any_root, "run", elsewhere("me"), clock=moment.clock())
     assert not free
-    assert "takes the run over after it has waited 30 s without hearing of that one" in explanation
+    assert "takes the run over after it has waited 30 s without hearing from the holder" in explanation
 
 
 def test_unlock_says_so_if_the_holder_renews_meanwhile(any_root, moment, take):

@@ -143,7 +143,7 @@ def test_what_a_run_goes_on_with_is_kept_wherever_it_stopped(root):
 def test_a_state_that_was_given_up_says_so(root, tmp_path):
     make_run(root)
     collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
-    with pytest.raises(PartMissing, match="retention removed it"):
+    with pytest.raises(PartMissing, match="retention deleted it"):
         materialize(root, need(root, "run", 1, Stage.TRAIN), tmp_path)
     record = records.read(root, layout.retired_key(layout.manifest_key("run", 1, Stage.TRAIN, 0)), Retired)
     assert "newest 1 are kept" in record.rule
