@@ -1,6 +1,6 @@
 """Tier 2 of the fault matrix: real processes of the real stack are killed, one after another, in one run.
 
-Every kind of process, every stage and every named point is met at least once. The run is the tiny one over two
+Every kind of process, every stage and every named point is covered at least once. The run is the tiny one over two
 pipeline ranks; `ratchet prove-resume` compares the result of the killed run with that of the uninterrupted run.
 """
 

@@ -1,4 +1,4 @@
-"""The first signal ends a command in an orderly way, a further one at once; the exit code is what a shell expects."""
+"""The first signal ends a command cleanly, another one at once; the exit code is what a shell expects."""
 
 import os
 import signal

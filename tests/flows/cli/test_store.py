@@ -37,7 +37,7 @@ def root(tmp_path: Path, config: RunConfig) -> Root:
 
 @pytest.fixture
 def call(root: Root, capfd: pytest.CaptureFixture[str]):
-    """Carry out a command; returns its exit code, its JSON and what it prints for people."""
+    """Run a command; returns its exit code, its JSON and what it prints for people."""
     app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
     register(app)
 

@@ -55,7 +55,7 @@ def take_from_stopped(root):
     while True:
         try:
             return acquire(root, "run", this_process("second"), 3600)
-        except LeaseHeld:  # it has renewed its lease just before it was stopped
+        except LeaseHeld:  # it renewed its lease just before it was stopped
             time.sleep(0.05)
 
 
@@ -121,7 +121,7 @@ def test_a_block_that_fails_releases(root):
 
 
 def taken_over(root, run="run"):
-    """What another process does that takes the run whatever its holder does."""
+    """Take the run as another process, whatever its holder does."""
     unlock(root, run, this_process("second"), force=True)
     acquire(root, run, this_process("second"))
 
@@ -131,7 +131,7 @@ def test_a_block_ends_when_its_lease_is_lost(root):
     with pytest.raises(LeaseLost, match="taken over by second") as loss, hold(root, "run", "worker", 0.3):
         taken_over(root)
         time.sleep(60)
-    assert isinstance(loss.value.__cause__, KeyboardInterrupt), "nobody on the way takes it for a failure of the work"
+    assert isinstance(loss.value.__cause__, KeyboardInterrupt), "nothing on the way treats it as a failure of the work"
     assert signal.getsignal(signal.SIGURG) == before
     assert "lease-run" not in {thread.name for thread in threading.enumerate()}
 

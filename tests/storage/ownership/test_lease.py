@@ -1,4 +1,4 @@
-"""One process at a time drives a run; who may, loses it, and gets it back."""
+"""One process at a time drives a run: acquiring, losing and regaining the lease."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def test_a_holder_that_renews_is_not_waited_for(any_root, moment, take):
 
 def test_a_holder_of_which_nothing_is_heard_is_replaced_after_a_whole_period(take, moment):
     first = take("one")
-    moment.pass_by(SECONDS - 1)  # nobody watched it then
+    moment.pass_by(SECONDS - 1)  # no process watched it then
     second = take("two")
     assert 2 * SECONDS - 1 <= moment.now < 2 * SECONDS
     second.check()
@@ -168,7 +168,7 @@ def test_a_fence_whose_store_is_away_refuses_and_then_goes_on(s3, s3_root):
 
 
 class Paused:
-    """A lease whose holder falls asleep between the fence's check and the write."""
+    """A lease whose holder freezes between the fence's check and the write."""
 
     def __init__(self, lease, meanwhile):
         self.lease, self.meanwhile, self.epoch = lease, meanwhile, lease.epoch

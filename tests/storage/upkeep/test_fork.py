@@ -1,4 +1,4 @@
-"""Forks share parts by reference and have a history of their own."""
+"""Forks share parts by reference and have their own history."""
 
 from dataclasses import dataclass
 
@@ -109,7 +109,7 @@ def test_a_broken_chain_is_not_shared(root):
 def test_a_fork_does_not_continue_from_what_a_longer_one_has_left(root):
     make_run(root, "parent")
     fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT)
-    root.remove(layout.run_config_key("child"))  # as if it was killed just before
+    root.remove(layout.run_config_key("child"))  # as if killed just before
     with pytest.raises(InputError, match=r"begun as another fork, which left child/manifests/000002"):
         fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
     assert "child" not in runs(root)
