@@ -210,7 +210,7 @@ class Root:
             except OSError as error:
                 if error.errno != errno.ENOSYS and not isinstance(error, PermissionError):
                     raise
-                logger.warning("%s does not list uploads in parts that were not finished: %s", self.url, error)
+                logger.warning("%s does not list unfinished multipart uploads: %s", self.url, error)
                 return []
         return sorted(one._replace(key=one.key.removeprefix(f"{self.path}/")) for one in found)
 

@@ -320,7 +320,7 @@ def test_a_store_that_does_not_tell_of_uploads_stops_nobody(s3, s3_root, caplog,
     s3.faults.no_uploads = answer
     assert s3_root.uploads("run") == []
     s3.faults.no_uploads = None
-    assert "does not list uploads in parts" in caplog.text
+    assert "does not list unfinished multipart uploads" in caplog.text
 
 
 def test_a_root_without_uploads_in_parts_has_none(root):
