@@ -8,13 +8,13 @@ from tasks.config.environment import prepare_process
 
 
 def main() -> None:
-    """Carry out the command line of this process and end it with the command's exit code."""
+    """Run the command line of this process and exit with the command's code."""
     prepare_process()  # before anything imports Prefect or Ray
     code = execute()
     sys.stdout.flush()
     sys.stderr.flush()
-    # All that had to end has ended. What is left are threads: Prefect's would try for minutes to reach a server that is
-    # gone, and a request to an engine that is gone would be waited for.
+    # Everything that must end has ended. Only threads are left: Prefect's would try for minutes to reach a server that
+    # is gone, and a request to an engine that is gone would keep the process waiting.
     os._exit(code)
 
 

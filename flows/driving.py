@@ -1,4 +1,4 @@
-"""Driving a run under its lease, from where its manifests end to the last iteration. No Prefect and no Ray here."""
+"""Driving a run under its lease, from where its manifests end to the last iteration; without Prefect and Ray."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,14 +17,14 @@ from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW
 
 Opener = Callable[[Lease], AbstractContextManager[RunContext]]
-"""From the lease to the context that stages work in; what it starts ends with the block."""
+"""Makes the context that stages work in from the lease; what it starts ends with the block."""
 
 
 def complete(name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener) -> None:
-    """Do what is missing of a run, under its lease.
+    """Do the missing part of a run, under its lease.
 
-    A stage that the process which drove the run before publishes after all, with another result, is taken as it is, and
-    the run continues from it.
+    If the process that drove the run before still publishes a stage, with another result, that result counts, and the
+    run continues from it.
     """
     while next_iteration(root, name, config) <= config.run.iterations:
         try:
@@ -35,12 +35,12 @@ def complete(name: str, root: Root, config: RunConfig, progress: Progress, opene
 
 
 def next_iteration(root: Root, name: str, config: RunConfig) -> int:
-    """The iteration to continue with; beyond the last if the run is complete."""
+    """The iteration to continue with; one past the last if the run is complete."""
     return first_incomplete(root, name, config.run.iterations, config.evaluate.every)
 
 
 def advance(context: RunContext, progress: Progress, first: int) -> None:
-    """Do the iterations from `first` to the last; what they leave is durable when it returns."""
+    """Do the iterations from `first` to the last; their results are durable on return."""
     shared = SharedParts(context.root, context.run)
     tidy(context, shared)  # before a stage can find an old part and use it
     position = begin(context) if first == 0 else position_after(context, first - 1)
@@ -53,7 +53,7 @@ def advance(context: RunContext, progress: Progress, first: int) -> None:
 
 
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
-    """Report an iteration, all of which is published, and delete the train state that need not be kept any longer."""
+    """Report an iteration that is published completely, and delete the train state that is no longer kept."""
     root, run = context.root, context.run
     progress.finished(read_record(root, run, iteration))
     for retention in _retention(context):
@@ -61,7 +61,7 @@ def conclude(context: RunContext, progress: Progress, shared: SharedParts, itera
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:
-    """Delete the train states that an earlier process did not get to, or that an earlier configuration kept."""
+    """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
     for retention in _retention(context):
         catch_up(context.root, WORKFLOW, context.run, retention, fence=context.fence, shared=shared)
 

@@ -1,4 +1,4 @@
-"""The sentences: what a run is made of, stage by stage. Only manifests pass between them, as views with types."""
+"""The loop: what a run consists of, stage by stage. Only manifests pass between stages, as typed views."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from tasks.stages.weight_sync import weight_sync
 
 @dataclass(frozen=True)
 class Position:
-    """What one iteration leaves for the next; all of it is committed, or on its way there."""
+    """What one iteration hands to the next; all of it is committed, or waits in the outbox."""
 
     prepared: Prepared
     trained: Trained
@@ -36,7 +36,7 @@ def begin(run: RunContext) -> Position:
 
 
 def iterate(run: RunContext, iteration: int, before: Position) -> Position:
-    """One RL iteration, from the weights served to the next weights served."""
+    """One RL iteration, from served weights to the next served weights."""
     prepared = before.prepared
     rollouts = rollout(run, iteration, prepared, before.served)
     rewards = reward(run, iteration, prepared, rollouts)
@@ -48,10 +48,10 @@ def iterate(run: RunContext, iteration: int, before: Position) -> Position:
 
 
 def position_after(run: RunContext, iteration: int) -> Position:
-    """Where a run is that has done `iteration`, from its manifests.
+    """The position of a run after `iteration`, from its manifests.
 
     Raises:
-        NotCommitted: it has not.
+        NotCommitted: the iteration is not complete.
     """
     root, name = run.root, run.run
     return Position(

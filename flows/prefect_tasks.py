@@ -1,7 +1,7 @@
-"""Stages as Prefect tasks: the thin layer that makes them visible. What a stage does is Prefect-free code.
+"""Stages as Prefect tasks: the thin layer that makes them visible. The stages themselves do not use Prefect.
 
 Prefect's result cache stays off. Its key would be made from inputs that do not name the iteration, and a hit would skip
-a stage silently; whether a stage is done is decided by its manifest alone.
+a stage silently; the manifest alone decides whether a stage is done.
 """
 
 import functools
@@ -24,11 +24,11 @@ REUSED = "Completed (reused)"
 
 @functools.cache
 def as_task(stage: Stage) -> Performer:
-    """The Prefect task that does a stage: called with the iteration, the work and its inputs, it gives the final state.
+    """The Prefect task of a stage: called with the iteration, the work and its inputs, it returns the final state.
 
-    The task run is `Failed` if the work raises, and asking the state for its result raises the same.
+    The task run is `Failed` if the work raises, and asking the state for its result raises the same error.
     """
-    # no tags: for each tag Prefect asks the server for a concurrency slot, which costs two seconds a stage
+    # no tags: Prefect asks the server for a concurrency slot per tag, which costs two seconds a stage
     made = task(
         name=stage.value,
         task_run_name=f"{stage.value}-{{iteration}}",
@@ -39,11 +39,11 @@ def as_task(stage: Stage) -> Performer:
 
 
 def _perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> State[View]:
-    # `inputs` draws the arrows of the flow run's graph; `work` holds them already, and the context, in which Prefect
-    # must not search for futures
+    # `inputs` draws the arrows of the flow run's graph; `work` already holds them, along with the context, which
+    # Prefect must not search for futures
     performed = work()
     manifest = performed.view.manifest
-    published = ", to be published when the train state before it is stored" if performed.pending else ""
+    published = ", to be published once the train state before it is stored" if performed.pending else ""
     return Completed(
         name=REUSED if performed.reused else "Completed",
         message=f"{manifest.stage} of iteration {iteration}: manifest {performed.view.digest}, "

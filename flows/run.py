@@ -1,6 +1,6 @@
-"""A run as a Prefect flow, whole: it checks, sets its process up, continues where the manifests end, and reports.
+"""A run as a complete Prefect flow: it sets up its process, checks, continues where the manifests end, and reports.
 
-Whoever starts it (command line, deployment, test), nothing has to be done before or after.
+Command line, deployment and test call it alike; it needs nothing before or after.
 """
 
 import functools
@@ -33,18 +33,18 @@ from tasks.workers.scratch import scratch, sweep
 
 @functools.cache
 def process_cluster() -> Cluster:
-    """The Ray of this process: Ray itself knows only one."""
+    """The Ray of this process: Ray supports only one."""
     return Cluster(Settings.from_environment())
 
 
 @flow(name="ratchet", flow_run_name="{name}", persist_result=False)
 def run(name: str, root: str, config: RunConfig) -> None:
-    """Do the iterations of a run that are not complete yet, then publish what came of it.
+    """Do the iterations of a run that are not complete yet, then publish the result.
 
     Args:
         name: id of the run.
         root: URL of the storage root.
-        config: the resolved configuration; `config.run.iterations` says how far to go.
+        config: the resolved configuration; `config.run.iterations` is the last iteration.
     """
     store, digest = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
@@ -55,13 +55,13 @@ def run(name: str, root: str, config: RunConfig) -> None:
 
 
 def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
-    """Set this process up, refuse what cannot work, and record what the run is made from, or that it is unchanged.
+    """Set up this process, refuse what cannot work, and record the configuration, or check that its meaning is kept.
 
     Returns:
         The storage root, and the identity of the configuration that the run was recorded with.
 
     Raises:
-        InputError: something of the configuration cannot be used, or the run was started with another meaning.
+        InputError: the configuration cannot be used, or the run was started with another meaning.
         LeaseHeld: a process of this machine drives the run.
         StorageUnavailable: the root cannot be written.
     """
@@ -81,7 +81,7 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
 def open_context(
     name: str, root: Root, config: RunConfig, config_digest: str, progress: Progress, lease: Lease
 ) -> Iterator[RunContext]:
-    """What stages work with; its processes and scratch files are gone at the end, those of a killed one now."""
+    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start."""
     sweep()
     with (
         scratch() as folder,

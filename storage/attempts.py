@@ -1,4 +1,4 @@
-"""Attempts at a stage: who began to work on it, and how often that ended in nothing."""
+"""Attempts at a stage: who began to work on it, and how often that failed."""
 
 from datetime import UTC, datetime
 
@@ -11,7 +11,7 @@ from storage.backends.root import Root
 class Attempt(BaseModel):
     """Record that a process began to work on a stage.
 
-    For people; nothing is decided by it, so nobody waits until it has reached the disk.
+    For people: nothing is decided by it, so it is not flushed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -29,7 +29,7 @@ def begin(root: Root, run: str, iteration: int, stage: str, writer: str) -> int:
     attempt, number = Attempt(writer=writer, time=datetime.now(UTC)), 0
     while True:
         key = layout.attempt_key(run, iteration, stage, 0, number)
-        # compared as bytes: the answer to our own write may have been lost, and one that is damaged stops nobody
+        # compared as bytes: the answer to our own write may have been lost, and a damaged record does no harm
         if records.publish(root, key, attempt, durable=False) or root.read_bytes(key) == records.seal(attempt):
             return number
         number += 1

@@ -2,19 +2,19 @@
 
 
 class RatchetError(Exception):
-    """Base of all of them; the command line prints the message and exits with `exit_code`, without a stack trace."""
+    """Base of all errors; the command line prints the message and exits with `exit_code`, without a stack trace."""
 
     exit_code = 1
 
 
 class InputError(RatchetError):
-    """What the user gave cannot work. Raised before expensive work wherever that is possible."""
+    """The user's input cannot work. Raised before expensive work where possible."""
 
     exit_code = 2
 
 
 class StorageError(RatchetError):
-    """The store refused or failed an operation."""
+    """The store refused an operation, or failed at it."""
 
 
 class StorageUnavailable(StorageError, InputError):
@@ -24,14 +24,14 @@ class StorageUnavailable(StorageError, InputError):
 
 
 class StorageInterrupted(StorageError):
-    """The store did not answer for as long as an operation is tried again; the same operation may succeed later.
+    """The store did not answer during all retries of an operation; the same operation may succeed later.
 
-    An outage, a refused connection, an overloaded server. Whether what was asked for happened is not known.
+    An outage, a refused connection, an overloaded server. Whether the operation took effect is not known.
     """
 
 
 class NotCommitted(StorageError):
-    """A stage's manifest is asked for and is not there: the stage did not happen."""
+    """The requested manifest of a stage is not there: the stage did not happen."""
 
 
 class CommitConflict(StorageError):
@@ -51,7 +51,7 @@ class PartMissing(StorageError):
 
 
 class ForeignCode(StorageError):
-    """A file of a train state names a class or function that states do not hold, and that loading it would run."""
+    """A file of a train state names a class or function that does not belong in states; loading would run it."""
 
 
 class LeaseHeld(StorageError):
@@ -61,7 +61,7 @@ class LeaseHeld(StorageError):
 
 
 class LeaseLost(StorageError):
-    """This process drives the run no longer: its lease was taken over, or was ended by `ratchet unlock`."""
+    """This process no longer drives the run: its lease was taken over, or ended by `ratchet unlock`."""
 
 
 class SchemaMismatch(StorageError):
@@ -69,7 +69,7 @@ class SchemaMismatch(StorageError):
 
 
 class StageFailed(RatchetError):
-    """A stage did its work and the result is not acceptable, so nothing was committed."""
+    """A stage's result is not acceptable, so nothing was committed."""
 
 
 class SyncMismatch(StageFailed):

@@ -14,7 +14,7 @@ RunName = Annotated[str, StringConstraints(pattern=f"^{_RUN_NAME.pattern}$")]
 """Id of a run, which is also the name of its folder below the root."""
 
 StageName = Annotated[str, StringConstraints(pattern=r"^[a-z-]+$")]
-"""Name of a step whose result is one manifest. Storage takes any; what they mean is said by `Workflow`."""
+"""Name of a step whose result is one manifest. Storage takes any; `Workflow` gives them meaning."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Workflow:
     holds_state: str
     """Its parts are a train state, which retention may delete."""
     ends_iteration: str
-    """Once it is committed the next iteration can begin; its state is the newest that was served."""
+    """Once it is committed, the next iteration can begin; the state of that iteration is the newest one served."""
 
 
 def is_run_name(name: str) -> bool:

@@ -1,6 +1,6 @@
-"""Named points of a stage's work: the moments at which a crash leaves storage in different states.
+"""Named points in a stage's work: the moments at which a crash leaves storage in different states.
 
-`ratchet prove-resume` and the fault matrix kill processes there. Nobody observes them otherwise.
+`ratchet prove-resume` and the fault matrix kill processes there. Otherwise there are no observers.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,30 +14,30 @@ class Point(StrEnum):
     STARTED = "started"
     """Before the first byte."""
     MID_PART = "mid-part"
-    """Some bytes of a part are written, its name is not there."""
+    """Some bytes of a part are written, but its name does not exist yet."""
     UPLOAD = "upload"
-    """Of several files, a train state's or a model's, some are stored, not all."""
+    """Some files of a train state or a model are stored, but not all."""
     PARTS_DONE = "parts-done"
-    """Every part is stored, the manifest is not."""
+    """Every part is stored, but not the manifest."""
     COMMITTED = "committed"
-    """The manifest is published, and nobody has heard of it."""
+    """The manifest is published, but the stage has not returned."""
 
 
 Observer = Callable[[Point, str], None]
-"""Is told the point, and a key or path below the root that names iteration and stage."""
+"""Gets the point, and a key or path below the root that names iteration and stage."""
 
 _observers: list[Observer] = []
 
 
 def reached(point: Point, key: str) -> None:
-    """Tell the observers, of whom there are none in ordinary work."""
+    """Notify the observers, of which there are none in ordinary work."""
     for observer in _observers:
         observer(point, key)
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Let `observer` know of every point that this process reaches inside the block, in whichever thread."""
+    """Notify `observer` of every point that this process reaches inside the block, in any thread."""
     _observers.append(observer)
     try:
         yield

@@ -3,7 +3,7 @@
 import re
 
 DIGEST_CHARACTERS = 16
-"""How much of a part's digest its name carries; the manifest holds the whole of it."""
+"""How much of a part's digest its name carries; the manifest holds all of it."""
 
 STATE = "state/"
 """What the names of a train state's parts begin with."""
@@ -11,7 +11,7 @@ STATE = "state/"
 _RUN = "[a-z0-9][a-z0-9._-]{0,62}"
 _STAGE = "[a-z-]+"
 _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.json")
-# a folder of attempts is what earlier versions made
+# earlier versions made a folder of attempts
 _ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.(attempt-|attempts/)\d+\.json")
 _PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.pieces/[^/]+\.json")
 
@@ -34,7 +34,7 @@ def manifest_key(run: str, iteration: int, stage: str, revision: int) -> str:
 
 
 def manifest_folder(run: str) -> str:
-    """Everything that is committed of a run, and the pieces of what is in work."""
+    """Everything that a run has committed, and the pieces of stages in progress."""
     return f"{run}/manifests"
 
 
@@ -60,7 +60,7 @@ def run_of(key: str) -> str:
 
 
 def place_of(key: str) -> tuple[int, str] | None:
-    """Iteration and stage of a manifest, piece or part; the key may stand behind a root. None for anything else."""
+    """Iteration and stage of a manifest, piece or part; the key may follow a root. None for anything else."""
     found = _PLACE.search(key)
     return (int(found.group(2)), found.group(3)) if found else None
 
@@ -72,7 +72,7 @@ def is_part(key: str) -> bool:
 
 
 def piece_key(run: str, iteration: int, stage: str, revision: int, piece: str) -> str:
-    """Record of a piece of a stage that is durable before the whole stage is."""
+    """Record of a piece, which is durable before the whole stage is."""
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.pieces/{piece}.json"
 
 
@@ -82,7 +82,7 @@ def is_piece(key: str) -> bool:
 
 
 def attempt_key(run: str, iteration: int, stage: str, revision: int, number: int) -> str:
-    """Record that work on a stage began, from 0 without gaps."""
+    """Record that work on a stage began, numbered from 0 without gaps."""
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.attempt-{number}.json"
 
 
@@ -97,7 +97,7 @@ def stage_of(key: str) -> str:
 
 
 def retired_key(manifest: str) -> str:
-    """Record that retention has given up the parts of the manifest at key `manifest`."""
+    """Record that retention has deleted the parts of the manifest at key `manifest`."""
     return f"{manifest.removesuffix('.json')}.retired.json"
 
 
@@ -107,7 +107,7 @@ def part_folder(run: str) -> str:
 
 
 def is_part_of(key: str, run: str) -> bool:
-    """Whether a part was written by `run` itself, and not by the run that it was forked from."""
+    """Whether a part was written by `run` itself, not by the run that it was forked from."""
     return key.startswith(f"{part_folder(run)}/")
 
 
@@ -125,7 +125,7 @@ def part_key(run: str, iteration: int, stage: str, name: str, digest: str) -> st
 
 
 def key_flaw(key: str, digest: str) -> str | None:
-    """Why `key` cannot be what `part_key` gives a part with this digest, for any run; None if it can."""
+    """Why `key` cannot be a `part_key` with this digest, of any run; None if it can."""
     found = _PART.fullmatch(key)
     if found is None:
         return "it does not have the form RUN/parts/ITERATION/STAGE/NAME"
@@ -135,14 +135,14 @@ def key_flaw(key: str, digest: str) -> str | None:
 
 
 def name_flaw(name: str) -> str | None:
-    """Why `name` cannot be the name of a part, which is also its path in a folder; None if it can."""
+    """Why `name` cannot be the name of a part, which is also its path in a folder; None if it can be."""
     if not name.isprintable() or "\\" in name:
         return "it holds a backslash or a character that cannot be printed"
     for segment in name.split("/"):
         if segment in ("", ".", ".."):
             return f"it is not a plain path below a folder: one of its segments is {segment!r}"
         if is_temporary(segment):
-            return f"a segment begins with {TEMPORARY_PREFIX}, as files of a write in progress do"
+            return f"a segment begins with {TEMPORARY_PREFIX}, like files of a write in progress"
     return None
 
 
@@ -152,12 +152,12 @@ def lease_folder(run: str) -> str:
 
 
 def lease_key(run: str, number: int) -> str:
-    """One entry of that log, from 1 without gaps, so that an append is a put-if-absent of the next number."""
+    """One entry of that log, numbered from 1 without gaps, so that an append is a put-if-absent of the next number."""
     return f"{lease_folder(run)}/{number:09d}.json"
 
 
 def is_lease(key: str) -> bool:
-    """Whether a key in a lease folder is an entry, and not the temporary file of one."""
+    """Whether a key in a lease folder is an entry, not the temporary file of one."""
     return key.endswith(".json")
 
 
@@ -189,12 +189,12 @@ def report_key(run: str, name: str) -> str:
 
 
 def probe_key(token: str) -> str:
-    """Written and removed by the check that a root can be written."""
+    """Written and removed by the check that a root is writable."""
     return f".probe-{token}"
 
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Files of a write in progress, or of one that a crash ended: never read, swept by gc."""
+"""Files of a write in progress, or of one that a crash ended: never read, deleted by gc."""
 
 
 def temporary_name(token: str) -> str:
@@ -203,5 +203,5 @@ def temporary_name(token: str) -> str:
 
 
 def is_temporary(key: str) -> bool:
-    """Whether an object is one of a write in progress, or of one that a crash ended."""
+    """Whether an object belongs to a write in progress, or to one that a crash ended."""
     return key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)

@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 _IDENTITY = {
     "format_version", "run", "iteration", "stage", "schema_fingerprint", "parts", "inputs", "config_digest", "facts",
 }  # fmt: skip
-# named one by one: a field that a later version adds does not change the identity of what is stored already
+# named one by one: a field that a later version adds does not change the identity of stored manifests
 
 
 class Fence(Protocol):
@@ -45,7 +45,7 @@ class Fence(Protocol):
 
 
 def _as_number(value: object, info: ValidationInfo) -> object:
-    """Earlier versions wrote null for a metric that is not finite."""
+    """NaN for the null that earlier versions wrote for a metric that is not finite."""
     return math.nan if value is None and info.mode == "json" else value
 
 
@@ -75,7 +75,7 @@ class Origin(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: RunName
-    """Run that did the work, or had taken it over itself."""
+    """Run that did the work."""
     digest: str
     """Identity of the manifest there."""
     config_digest: str
@@ -90,7 +90,7 @@ class Part(BaseModel):
     name: str
     """Name within the stage, such as `groups-00000.arrow` or `__0_0.distcp`."""
     key: str
-    """Key below the storage root, which may be of the run that this one was forked from."""
+    """Key below the storage root; it may belong to the run that this one was forked from."""
     bytes: NonNegativeInt
     """Size of the object in bytes."""
     digest: str
@@ -122,15 +122,15 @@ class Manifest(BaseModel):
     stage: StageName
     """Which step."""
     revision: NonNegativeInt = 0
-    """Rises only when someone asks for a finished stage to be done again."""
+    """Rises only when a finished stage is done again on request."""
     schema_fingerprint: str | None = None
     """Fingerprint of the Arrow schema of the table parts."""
     parts: tuple[Part, ...] = ()
     """What the stage produced."""
     inputs: dict[str, str] = {}
-    """Digests of the manifests the stage was made from, by role."""
+    """Digests of the manifests that the stage was made from, by role."""
     config_digest: str
-    """Digest of the part of the configuration that gives the run its meaning."""
+    """Digest of the keys of the configuration that give the run its meaning."""
     code_version: str
     """Version of Ratchet that did the work."""
     facts: Annotated[dict[str, JsonValue], AfterValidator(_readable_facts)] = {}
@@ -189,13 +189,13 @@ class Manifest(BaseModel):
 def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manifest:
     """Publish `manifest`, or adopt the equal one that another writer published first.
 
-    A holder that lost its lease between the fence's check and the write can still be the one that publishes: then its
-    result is the truth, and the process that took over meets it here.
+    A holder that lost its lease between the fence's check and the write can still publish: then its result is the
+    truth, and the process that took over finds it here.
 
     Raises:
         Overtaken: the stage was committed with other content by the process that drove the run before.
-        CommitConflict: it was committed with other content by anybody else.
-        LeaseLost: by the fence; nothing was written.
+        CommitConflict: it was committed with other content by any other process.
+        LeaseLost: from the fence; nothing was written.
         StageFailed: a fact is not finite; nothing was written.
         StorageError: it names parts of another stage or run and no origin; nothing was written.
     """
@@ -213,14 +213,14 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
 
 
 def _check_parts(manifest: Manifest) -> None:
-    # retention looks for names of a run's parts in that run, and in others only where manifests have an origin
+    # retention looks for a run's parts in that run's manifests, and in other runs only in those with an origin
     own = layout.stage_parts(manifest.run, manifest.iteration, manifest.stage)
     foreign = [part.key for part in manifest.parts if not part.key.startswith(f"{own}/")]
     if foreign and manifest.origin is None:
         raise StorageError(
             f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} names {foreign[0]}, which is "
             f"not below {own}: only a manifest with an origin may share parts, because retention of the run that wrote "
-            "them looks for no other. Store the part with the stage, or fork that run"
+            "them checks no others. Store the part with the stage, or fork that run"
         )
 
 
@@ -266,8 +266,8 @@ def load(root: Root, key: str) -> Manifest:
     Raises:
         DigestMismatch: it was damaged.
         NotCommitted: there is none.
-        SchemaMismatch: it is of a format that this version does not read, names what no manifest may name, or is that
-            of another stage.
+        SchemaMismatch: it has a format that this version does not read, names what no manifest may name, or belongs
+            to another stage.
     """
     where = f"{root.url}/{key}"
     text = records.unseal(root.read_bytes(key), where)
@@ -281,12 +281,12 @@ def load(root: Root, key: str) -> Manifest:
     if manifest.key != key:
         raise SchemaMismatch(
             f"{where} holds the manifest of {manifest.key}: it was copied or renamed by hand. "
-            "Remove it, or restore what was there"
+            "Remove it, or restore the original"
         )
     return manifest
 
 
 class _AnyVersion(BaseModel):
-    """What manifests of every version say."""
+    """What manifests of every version have in common."""
 
     format_version: int = FORMAT_VERSION

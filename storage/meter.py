@@ -1,6 +1,6 @@
-"""How long the work at hand has waited for, or worked on, its storage: the price of durability.
+"""How long the current work has waited for storage, or worked on it: the cost of durability.
 
-What goes on behind the work at hand (uploads, renewals of the lease) is counted apart from it.
+What happens behind it (uploads, renewals of the lease) is counted separately.
 """
 
 import threading
@@ -11,7 +11,7 @@ from contextvars import ContextVar
 
 
 class Meter:
-    """Counts wall time in which at least one block is in progress, in whichever thread."""
+    """Counts wall time during which at least one block is in progress, in any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,7 +20,7 @@ class Meter:
         self._total = 0.0
 
     def seconds(self) -> float:
-        """Wall time so far, that of blocks in progress included."""
+        """Wall time so far, including blocks in progress."""
         with self._lock:
             return self._total + (time.perf_counter() - self._since if self._active else 0.0)
 
@@ -55,7 +55,7 @@ def seconds() -> float:
 
 @contextmanager
 def separate() -> Iterator[Meter]:
-    """Give a block a meter of its own, also for threads that it starts with its context (`threads.each`)."""
+    """Give a block its own meter, also for threads that it starts with its context (`parallel.each`)."""
     own = Meter()
     token = _current.set(own)
     try:

@@ -1,4 +1,4 @@
-"""Several things at a time, counted as the caller's."""
+"""Several calls at a time, in the caller's context."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -6,14 +6,14 @@ from contextvars import copy_context
 
 
 def each[A, B](call: Callable[[A], B], items: Iterable[A], threads: int) -> list[B]:
-    """The results of `call` for each of `items`, in order, from that many threads in the context of this one.
+    """The results of `call` for each of `items`, in order, from `threads` threads in the context of this one.
 
-    One thread is this one. The first failure is raised; what had not begun by then is not begun.
+    With one thread, it is this one. The first failure is raised; calls that have not begun by then are dropped.
     """
     given = list(items)
     if threads == 1:
         return [call(item) for item in given]
-    # a context can be entered by one thread at a time, so each call has a copy
+    # only one thread at a time can enter a context, so each call has a copy
     contexts = [copy_context() for _ in given]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda context, item: context.run(call, item), contexts, given))

@@ -23,7 +23,7 @@ _BATCH_ROWS = 1024  # rows of a record batch: 64 groups of 16 samples, 10 MB at 
 
 @dataclass(frozen=True)
 class PartWriter:
-    """Writes the parts of one stage; the manifest that names them comes later, from the caller."""
+    """Writes the parts of one stage; the caller publishes the manifest that names them later."""
 
     root: Root
     run: str
@@ -56,7 +56,7 @@ class PartWriter:
         """Store a local file without holding it in memory.
 
         Raises:
-            StorageError: it changed meanwhile.
+            StorageError: it changed while it was stored.
         """
         part = self.describe_file(name, path)
         self.store_file(part, path)
@@ -64,16 +64,16 @@ class PartWriter:
 
     @measured()
     def describe_file(self, name: str, path: Path) -> Part:
-        """What a local file will be once it is stored; stores nothing."""
+        """The part that a local file will become; stores nothing."""
         digest, size = file_digest(path)
         return self._part(name, digest, size, None)
 
     @measured()
     def store_file(self, part: Part, path: Path) -> None:
-        """Store a local file that was described. It is given away: on local storage it may become the part itself.
+        """Store a described local file. It is handed over: on local storage it may become the part itself.
 
         Raises:
-            StorageError: it is not what was described, or changed meanwhile.
+            StorageError: it differs from its description, or changed while it was stored.
         """
         before = path.stat()
         if file_digest(path) != (part.digest, part.bytes):
@@ -95,26 +95,26 @@ class PartWriter:
 
     @measured()
     def describe_files(self, folder: Path, names: Sequence[str], prefix: str = "") -> tuple[Part, ...]:
-        """What files will be once they are stored; stores nothing.
+        """The parts that files will become; stores nothing.
 
         Args:
-            prefix: stands before the names of the parts, and neither in the folder nor in their keys.
+            prefix: added to the names of the parts, but not to the file names or their keys.
         """
-        # threads cost more than they save until there is much to read
+        # threads only pay off when there is much to read
         threads = _PARALLEL if sum((folder / name).stat().st_size for name in names) > _MUCH else 1
         parts = each(lambda name: self.describe_file(name, folder / name), names, threads)
         return tuple(part.model_copy(update={"name": prefix + part.name}) for part in parts)
 
     @measured()
     def store_files(self, folder: Path, parts: Sequence[Part], prefix: str = "") -> None:
-        """Store files that were described with the same folder and prefix; as `store_file`, also in what it raises."""
+        """Store files described with the same folder and prefix; otherwise, and in what it raises, as `store_file`."""
         each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
 
     def _adopted(self, part: Part) -> bool:
         """Whether the part that an earlier attempt left under the key can be used as it is.
 
-        From now on it is as young as a new one: until the manifest is published nothing else keeps gc from it. The
-        content is compared after that, because gc may have been faster.
+        It gets the age of a new part: until the manifest is published, nothing else protects it from gc. The content
+        is compared after that, because gc may have been faster.
         """
         return self.root.make_young(part.key) and is_intact(self.root, part)
 
@@ -147,7 +147,7 @@ def read_part_buffer(root: Root, part: Part) -> pa.Buffer:
 
 
 def is_intact(root: Root, part: Part) -> bool:
-    """Whether the part is there with the content it should have."""
+    """Whether the part is there with the recorded content."""
     try:
         read_part_buffer(root, part)
     except (DigestMismatch, PartMissing):
@@ -183,7 +183,7 @@ def open_table(
     """
     file = pa.ipc.open_file(data)
     accept(file.schema, schema, where, earlier)
-    # all columns: `included_fields` would spare decompression, but it copies what is stored uncompressed
+    # all columns: `included_fields` would avoid decompression, but it copies uncompressed data
     table = file.read_all()
     for field in schema:
         if field.name not in table.schema.names:
@@ -195,12 +195,12 @@ def open_table(
 def materialize(
     root: Root, manifest: Manifest, folder: Path, prefix: str = "", wanted: Callable[[str], bool] | None = None
 ) -> Path:
-    """Bring the parts whose name starts with `prefix` to `folder` under their names without it, verified.
+    """Fetch the parts whose name starts with `prefix` into `folder` under their names without it, verified.
 
-    A part that is already there with the right digest is not fetched again; one that is a symbolic link is replaced.
+    A part that is already there with the right digest is not fetched again; a symbolic link is replaced.
 
     Args:
-        wanted: says of a name without the prefix whether it is needed; all are if it is not given.
+        wanted: whether a name (without the prefix) is needed; by default all are.
 
     Raises:
         DigestMismatch, PartMissing: a part was damaged, or is gone.
@@ -215,10 +215,10 @@ def materialize(
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a part in `folder`, whose own path has no symbolic link in it."""
+    """The path of a part in `folder`, which must be a path without symbolic links."""
     target = folder / name
     if layout.name_flaw(name) or not target.parent.resolve().is_relative_to(folder):
-        raise StorageError(f"{name!r} leads out of {folder}: an odd name, or a symbolic link. Use an empty folder")
+        raise StorageError(f"{name!r} leads out of {folder}: an invalid name, or a symbolic link. Use an empty folder")
     return target
 
 
@@ -235,8 +235,8 @@ def _fetch(root: Root, part: Part, target: Path) -> None:
 
 def _missing(root: Root, part: Part) -> PartMissing:
     return PartMissing(
-        f"{root.url}/{part.key} is named by a manifest and is not there: retention removed it, or it was lost "
-        "(ratchet verify tells which). Go back to an iteration that is kept, or restore the object"
+        f"{root.url}/{part.key} is named by a manifest and is not there: retention deleted it, or it was lost "
+        "(`ratchet verify` shows which). Go back to an iteration that is kept, or restore the object"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading the stored tables of a stage as arrays. Everything is checked against its digest; nothing becomes a list."""
+"""Reading the stored tables of a stage as arrays, checked against their digests. Nothing becomes a Python list."""
 
 import itertools
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | N
 
 
 def flat(column: pa.ChunkedArray) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-    """A list column as its values, row after row, and the offsets of the rows.
+    """The values of a list column, row after row, and the offsets of the rows.
 
     Returns:
         (sum of lengths,) values, not copied if the column has one chunk; (rows + 1,) int64 offsets from 0.
@@ -49,7 +49,7 @@ def flat(column: pa.ChunkedArray) -> tuple[NDArray[np.generic], NDArray[np.int64
 
 
 def row_views(column: pa.ChunkedArray) -> list[NDArray[np.generic]]:
-    """One read-only array a row of a list column, each a view of the column's own memory."""
+    """One read-only array per row of a list column, each a view of the column's own memory."""
     views: list[NDArray[np.generic]] = []
     for chunk in column.chunks:
         values, offsets = _values(chunk)
@@ -59,7 +59,7 @@ def row_views(column: pa.ChunkedArray) -> list[NDArray[np.generic]]:
 
 
 def _values(chunk: pa.ListArray) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-    # the offsets of a slice do not start at 0, and `values` knows nothing of the slice
+    # the offsets of a slice do not start at 0, and `values` ignores the slice
     offsets = chunk.offsets.to_numpy()
     values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(offsets) else chunk.values
     return values.to_numpy(zero_copy_only=True), (offsets - offsets[0]).astype(np.int64)

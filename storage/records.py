@@ -1,4 +1,4 @@
-"""Small JSON records that carry the digest of their own text, so that a flipped bit is refused as in any part."""
+"""Small JSON records that carry the digest of their own text, so that a flipped bit is detected as in any part."""
 
 from pydantic import BaseModel, ValidationError
 
@@ -12,7 +12,7 @@ _SHOWN = 3  # flaws of a record that a message names
 
 
 def publish(root: Root, key: str, record: BaseModel, durable: bool = True) -> bool:
-    """Write a record unless its key is taken; `durable` and what is returned are those of `Root.put_if_absent`."""
+    """Write a record unless its key is taken; `durable` and the result are those of `Root.put_if_absent`."""
     return root.put_if_absent(key, seal(record), durable)
 
 
@@ -51,15 +51,15 @@ def seal(record: BaseModel) -> bytes:
 
 
 def unseal(data: bytes, where: str) -> bytes:
-    """JSON without the checksum, once that is found right.
+    """JSON without its checksum, which is verified.
 
     Raises:
-        DigestMismatch: it is not.
+        DigestMismatch: it does not match.
     """
     body, _, tail = data.rpartition(_SEAL)
     if tail != bytes_digest(body).encode() + _END:
         raise DigestMismatch(
-            f"{where} is damaged: its text does not give the checksum at its end. Restore the object from a copy"
+            f"{where} is damaged: its text does not match the checksum at its end. Restore the object from a copy"
         )
     return body + b"\n}"
 
@@ -67,6 +67,6 @@ def unseal(data: bytes, where: str) -> bytes:
 def unseal_older(data: bytes, where: str) -> bytes:
     """Like `unseal`, for a record that earlier versions wrote without a checksum and without a newline at its end.
 
-    Damage to one place of a sealed record does not make it look like one of those.
+    Damage in one place does not make a sealed record look like one of those.
     """
     return data if _SEAL not in data and not data.endswith(b"\n") else unseal(data, where)

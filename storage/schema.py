@@ -1,4 +1,4 @@
-"""The Arrow schemas of stored tables. Field metadata says what a field means and its unit."""
+"""The Arrow schemas of stored tables. Field metadata gives the meaning and unit of each field."""
 
 from collections.abc import Sequence
 
@@ -76,7 +76,7 @@ TABLES = {schema.metadata[b"table"].decode(): schema for schema in (PROMPTS, ROL
 
 EARLIER: dict[str, tuple[pa.Schema, ...]] = {}
 """Schemas that released versions wrote, oldest first, by table. A new version may only add nullable columns at the end;
-the schema it replaces comes here as it was, and `tests/storage/test_schema.py` holds both to the rule."""
+the schema it replaces moves here unchanged, and `tests/storage/test_schema.py` checks the rule."""
 
 
 def fingerprint(schema: pa.Schema) -> str:
@@ -89,13 +89,13 @@ def check(schema: pa.Schema, expected: pa.Schema, where: str) -> None:
     """Refuse a table whose schema is not `expected`.
 
     Raises:
-        SchemaMismatch: naming the place and the first field that differs.
+        SchemaMismatch: it names the place and the first field that differs.
     """
     if fingerprint(schema) == fingerprint(expected):
         return
     for mine, theirs in zip(expected, schema, strict=False):
         if not mine.equals(theirs, check_metadata=True):
-            raise SchemaMismatch(f"{where}: field {theirs} stands where {mine} is expected")
+            raise SchemaMismatch(f"{where}: found field {theirs} where {mine} is expected")
     raise SchemaMismatch(f"{where}: fields {schema.names} with {_text(schema.metadata)}; expected {expected.names}")
 
 
@@ -103,7 +103,7 @@ def accept(written: pa.Schema, expected: pa.Schema, where: str, earlier: Sequenc
     """Refuse a stored schema that is neither `expected` nor one that an earlier version wrote.
 
     Args:
-        earlier: what earlier versions wrote; by default as `EARLIER` has it.
+        earlier: what earlier versions wrote; by default from `EARLIER`.
 
     Raises:
         SchemaMismatch: with the version numbers if a newer version wrote it.
@@ -123,13 +123,13 @@ def check_succession(old: pa.Schema, new: pa.Schema) -> None:
     """Refuse a new version of a schema that does more than add nullable columns at the end.
 
     Raises:
-        SchemaMismatch: naming the column.
+        SchemaMismatch: it names the column.
     """
     if _version(new) <= _version(old) or _table(new) != _table(old):
         raise SchemaMismatch(f"{_label(new)} cannot follow {_label(old)}: keep the name and raise the version")
     for before, after in zip(old, new, strict=False):
         if not before.equals(after, check_metadata=True):
-            raise SchemaMismatch(f"{_label(new)} changes {before} to {after}: a column's meaning is for ever")
+            raise SchemaMismatch(f"{_label(new)} changes {before} to {after}: a column's meaning never changes")
     for field in list(new)[len(old) :]:
         if not field.nullable:
             raise SchemaMismatch(f"{_label(new)} adds {field}: what older files do not have must be nullable")
@@ -138,7 +138,7 @@ def check_succession(old: pa.Schema, new: pa.Schema) -> None:
 
 
 def stored_schema(schema: pa.Schema, where: str) -> pa.Schema:
-    """The schema, as this version writes it, of the table that a file says it holds.
+    """The current schema of the table that a file claims to hold.
 
     Raises:
         SchemaMismatch: the file names no table, or one that this version does not know.

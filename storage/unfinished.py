@@ -1,4 +1,4 @@
-"""Pieces: parts of a stage that are durable before the whole stage is, so that a crash costs the piece in work."""
+"""Pieces: parts that are durable before the whole stage is, so that a crash costs only the piece in progress."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,7 +10,7 @@ from storage.parts import PartWriter
 
 
 class PieceRecord(BaseModel):
-    """Record that a part of a stage in work is done."""
+    """Record that a part of a stage in progress is done."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,7 +29,7 @@ def find_piece(writer: PartWriter, name: str) -> Part | None:
 
 
 def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
-    """Record `part` as piece `name`; returns the part of the writer that was first."""
+    """Record `part` as piece `name`; returns the part of the first writer."""
     key = _key(writer, name)
     return part if records.publish(writer.root, key, PieceRecord(part=part)) else read_piece(writer.root, key)
 

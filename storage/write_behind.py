@@ -1,4 +1,4 @@
-"""Work on storage that goes on behind the stages: in order, and not at all once something in it has failed."""
+"""Storage work behind the stages: in order, and stopped once a job has failed."""
 
 import logging
 import threading
@@ -20,13 +20,13 @@ _Job = tuple[Callable[[], object], Future[None]]
 
 
 class Outbox:
-    """Does jobs one after another in a thread of its own.
+    """Does jobs one after another in its own thread.
 
     A train state is stored here, then its manifest is published, then the manifests of what was made from it meanwhile.
-    The order is the promise: nothing is published before everything that was added earlier. After a failure nothing
-    that follows is done.
+    The order is the promise: nothing is published before everything that was added earlier. After a failure, no later
+    job is done.
 
-    As a context manager it does all jobs before it ends, also if the block fails: what a stage has begun to store is
+    As a context manager it does all jobs before it ends, even if the block fails: what a stage has begun to store is
     worth storing. If the block is interrupted, or has lost its lease, it drops the jobs that have not begun and waits
     for the one in progress for a limited time.
     """
@@ -54,7 +54,7 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
-        """Whether every job is done. Raises what the first that failed raised."""
+        """Whether every job is done. Raises the error of the first that failed."""
         if self._last is None or not self._last.done():
             return self._last is None
         self._last.result()
@@ -63,13 +63,13 @@ class Outbox:
     def add(self, job: Callable[[], object]) -> None:
         """Do `job` after everything that was added before; raises as `idle`."""
         if self.idle and self._thread is None:
-            # a daemon: an upload that an interrupt has left behind does not keep the process
+            # a daemon: an upload that an interrupt leaves behind does not keep the process alive
             self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)
             self._thread.start()
         self._last = Future()
         self._jobs.put((job, self._last))
 
-    @meter.measured()  # whoever waits here waits for storage
+    @meter.measured()  # waiting here is waiting for storage
     def settle(self) -> None:
         """Wait until every job is done; raises as `idle`."""
         if self._last is not None:
@@ -81,7 +81,7 @@ class Outbox:
         except RatchetError as failure:
             if error is None:
                 raise
-            logger.warning("what was still to be stored was not: %s", failure)
+            logger.warning("what was still in the outbox was not stored: %s", failure)
         except KeyboardInterrupt:
             self._leave()
             raise
@@ -89,7 +89,7 @@ class Outbox:
     def _leave(self) -> None:
         self._dropped.set()
         if self._last is not None and wait([self._last], self._linger).not_done:
-            logger.warning("what is being stored took longer than %g s; the next start stores it", self._linger)
+            logger.warning("the outbox job in progress took longer than %g s; the next start repeats it", self._linger)
 
     def _work(self) -> None:
         failure: BaseException | None = None
@@ -107,7 +107,7 @@ class Outbox:
 
 
 class _Answer:
-    """Hands what becomes of a block to whoever waits for it."""
+    """Hands the result or error of a block to the threads that wait for it."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

@@ -1,4 +1,4 @@
-"""The command line. Everything heavy is imported when a command needs it: `ratchet status` answers at once."""
+"""The command line. Heavy imports wait until a command needs them, so `ratchet status` answers at once."""
 
 import secrets
 import shlex
@@ -43,18 +43,16 @@ app = App(
 
 register(app)
 
-Iterations = Annotated[int | None, Parameter(help="RL iterations in all; replaces run.iterations.")]
+Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
     tuple[str, ...],
-    Parameter(
-        name="--set", help="A setting, as section.key=value; may be given again.", negative=(), show_default=False
-    ),
+    Parameter(name="--set", help="A setting, as section.key=value; may be repeated.", negative=(), show_default=False),
 ]
-RunName = Annotated[str | None, Parameter(help="Id of the run; an existing one is continued.")]
+RunName = Annotated[str | None, Parameter(help="Id of the run; an existing run is continued.")]
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
-    """Carry out one command line and return its exit code; errors become one message on standard error."""
+    """Run one command line and return its exit code; an error becomes one message on standard error."""
     output = Output()
     try:
         return app(arguments) or 0
@@ -93,16 +91,16 @@ def run_command(
 @app.command
 def demo(
     *,
-    seed: Annotated[int | None, Parameter(help="Seed of everything; replaces run.seed.")] = None,
+    seed: Annotated[int | None, Parameter(help="Seed of everything; overrides run.seed.")] = None,
     iterations: Iterations = None,
     settings: Settings = (),
     run: RunName = None,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Teach a tiny model to add, on this machine, from nothing: a new run each time unless --run names one."""
+    """Teach a tiny model to add, on this machine, from scratch: a new run each time unless --run names one."""
     if not DEMO_CONFIG.is_file():
-        raise InputError(f"{DEMO_CONFIG} is not there: run the demo from a checkout of Ratchet")
+        raise InputError(f"{DEMO_CONFIG} does not exist: run the demo from a checkout of Ratchet")
     name = run or new_name("demo")
     replaced = {"run.seed": seed, "run.iterations": iterations}
     return _carry_out(["demo"], str(DEMO_CONFIG), name, settings, replaced, root, json)
@@ -127,14 +125,14 @@ def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> 
 def config_command(
     *,
     example: Annotated[
-        bool, Parameter(help="A commented TOML file with every key at its default.", negative=())
+        bool, Parameter(help="Print a commented TOML file with every key at its default.", negative=())
     ] = False,
-    markdown: Annotated[bool, Parameter(help="The page docs/configuration.md.", negative=())] = False,
-    json: Annotated[bool, Parameter(help="The JSON schema.", negative=())] = False,
+    markdown: Annotated[bool, Parameter(help="Print the page docs/configuration.md.", negative=())] = False,
+    json: Annotated[bool, Parameter(help="Print the JSON schema.", negative=())] = False,
 ) -> int:
     """Describe every key of a run's configuration: type, limits, default, and whether it may change later."""
     if example + markdown + json > 1:
-        raise InputError("--example, --markdown and --json exclude each other: give one of them")
+        raise InputError("--example, --markdown and --json exclude each other: give only one of them")
     text = reference.example() if example else reference.markdown() if markdown else None
     with Output(json=json) as output:
         output.result(reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines())
@@ -148,26 +146,26 @@ def prove_resume(
     *,
     root: Annotated[
         str | None,
-        Parameter(help="Storage root of both runs; a new folder below ./runs if not given.", converter=root_url),
+        Parameter(help="Storage root of both runs; by default a new folder below ./runs.", converter=root_url),
     ] = None,
     iterations: Annotated[int, Parameter(help="RL iterations of each run.", validator=Number(gte=1))] = 3,
-    kills: Annotated[int, Parameter(help="Kills at random points.", validator=Number(gte=0))] = 3,
-    seed: Annotated[int, Parameter(help="Chooses the points.")] = 0,
+    kills: Annotated[int, Parameter(help="Number of kills at random points.", validator=Number(gte=0))] = 3,
+    seed: Annotated[int, Parameter(help="Seed that chooses the points.")] = 0,
     at: Annotated[
         tuple[str, ...],
-        Parameter(help="A given point, STAGE@ITERATION:POINT[:VICTIM]; may be given again.", negative=()),
+        Parameter(help="Kill at STAGE@ITERATION:POINT[:VICTIM] instead; may be repeated.", negative=()),
     ] = (),
     settings: Settings = (),
     regenerate: Annotated[
-        bool, Parameter(help="Let the interrupted run sample for itself, not use stored rollouts.", negative=())
+        bool, Parameter(help="Let the interrupted run sample for itself instead of using stored rollouts.", negative=())
     ] = False,
-    plant: Annotated[bool, Parameter(help="Turn over one bit: the proof must fail.", negative=())] = False,
+    plant: Annotated[bool, Parameter(help="Flip one bit: the proof must fail.", negative=())] = False,
     json: Json = False,
 ) -> int:
     """Show that a run that is killed and continued ends in the same bits as one that is not.
 
-    The run is done twice: without interruption, and with processes killed and started again. Exit code 0 only if
-    weights, optimizer, random generators, tables and metrics do not differ in a single bit.
+    The run is done twice: without interruption, and with processes killed and restarted. The exit code is 0 only if
+    weights, optimizer, random generators, tables and metrics are identical bit for bit.
 
     Parameters
     ----------
@@ -175,7 +173,7 @@ def prove_resume(
         Path or URL of a TOML file.
     """
     from flows.proof.faults import Fault
-    from flows.proof.prove import ProofOrder, prove  # imports torch in the end
+    from flows.proof.prove import ProofOrder, prove  # imports torch
 
     order = ProofOrder(
         config=load_config(config, [*settings, f"run.iterations={iterations}"]),
@@ -223,7 +221,7 @@ def _carry_out(
     if name is None:
         raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
     check_run_name(name)
-    from flows.cli.launch import Order, launch  # Prefect, Ray and what they bring along
+    from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = continuing_command(words, name, settings, replaced, root, json)
     with Output(json=json) as output:

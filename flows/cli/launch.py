@@ -50,7 +50,7 @@ class RunResult(BaseModel):
     first_reward: float | None
     last_reward: float | None
     seconds_total: float
-    """From the start of this process to the result."""
+    """Time from the start of this process to the result."""
     seconds_per_iteration: float | None
     """Median duration of the RL iterations after the second."""
     peak_rss_gib: float
@@ -60,15 +60,15 @@ class RunResult(BaseModel):
 
 
 def launch(order: Order, output: Output) -> int:
-    """Do or continue a run and report the result.
+    """Start or continue a run and report the result.
 
     Returns:
-        The exit code: 0, 128 + the signal's number if interrupted (130 for Ctrl-C).
+        The exit code: 0, or 128 + the signal's number if interrupted (130 for Ctrl-C).
 
     Raises:
         RatchetError: whatever stops the run.
     """
-    root, _ = ready(order.run, order.root, order.config)  # before anything starts; the flow asks again
+    root, _ = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
     _quieten_prefect()
     signals = Signals()
     try:
@@ -77,10 +77,10 @@ def launch(order: Order, output: Output) -> int:
             if first > order.config.run.iterations:
                 store_plot(root, order.run, read_history(root, order.run))
             else:
-                output.say(f"run {order.run} begins at iteration {first}; Ray and Prefect are coming up")
+                output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
                 _run_flow(order, signals)
     except (KeyboardInterrupt, ValueError) as end:
-        # an interrupt at the very start of a task run comes out of Prefect as a ValueError
+        # Prefect turns an interrupt at the very start of a task run into a ValueError
         if not (signals.received or isinstance(end, KeyboardInterrupt)):
             raise
         output.error(f"interrupted. Nothing that was committed is lost; continue with: {order.again}")
@@ -106,16 +106,16 @@ def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:
 
 def _run_flow(order: Order, signals: Signals) -> None:
     with prefect_server() as server, process_cluster() as cluster:
-        cluster.start()  # while the server comes up
-        signals.take()  # Ray has a handler of its own for SIGTERM
+        cluster.start()  # while the server starts
+        signals.take()  # Ray installs its own handler for SIGTERM
         with connected(server):
             run(order.run, order.root, order.config)
 
 
 def _quieten_prefect() -> None:
-    """Keep Prefect's log off the terminal, where each error is shown once, in our words; its server has all of it.
+    """Keep Prefect's log off the terminal, where each error is shown once, in our words; its server has the full log.
 
-    Whoever sets PREFECT_LOGGING_LEVEL to INFO or DEBUG sees it.
+    PREFECT_LOGGING_LEVEL set to INFO or DEBUG shows it.
     """
     if logging.getLogger("prefect").getEffectiveLevel() > logging.INFO:
         for handler in (*logging.getLogger().handlers, *logging.getLogger("prefect._internal").handlers):

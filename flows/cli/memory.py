@@ -20,7 +20,7 @@ class MemoryMeter:
 
     @property
     def peak_gib(self) -> float:
-        """Largest sum seen so far, GiB."""
+        """Largest total seen so far, GiB."""
         return self._peak_bytes / _GIB
 
     def __enter__(self) -> Self:

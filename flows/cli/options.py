@@ -1,4 +1,4 @@
-"""Options that several commands have in common."""
+"""Options that several commands share."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -17,4 +17,4 @@ def root_url(_type: Any, tokens: Sequence[Token]) -> str:
 
 
 RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3://bucket/prefix.", converter=root_url)]
-Json = Annotated[bool, Parameter(help="Only JSON on standard output; the last line is the result.", negative=())]
+Json = Annotated[bool, Parameter(help="Write only JSON to standard output; the last line is the result.", negative=())]

@@ -1,4 +1,4 @@
-"""What the commands of the store print, for people and as JSON."""
+"""What the store commands print, for people and as JSON."""
 
 from collections.abc import Collection as Container
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class ShownStage(BaseModel):
     digest: str
     """Identity of the manifest."""
     retired: bool
-    """Whether retention has given up its parts."""
+    """Whether retention has deleted its parts."""
     manifest: Manifest
 
 
@@ -47,7 +47,7 @@ class Shown(BaseModel):
 
     @classmethod
     def of(cls, root: str, run: str, manifests: Sequence[Manifest], retired: Container[str]) -> "Shown":
-        """From manifests and the digests of those whose parts may be gone."""
+        """Build it from manifests and the digests of those whose parts may be gone."""
         stages = (ShownStage(digest=one.digest, retired=one.digest in retired, manifest=one) for one in manifests)
         return cls(root=root, run=run, stages=tuple(stages))
 
@@ -63,7 +63,7 @@ class Unlocked(BaseModel):
 
 
 def of_listing(listing: Listing) -> list[str]:
-    """One line a run, and what is wrong with those whose records cannot be read."""
+    """One line per run, then the runs whose records cannot be read, with the reason."""
     rows = [("RUN", "ITERATION", "LAST STAGE", "FINISHED (UTC)", "FORK OF", "DRIVEN BY")]
     for one in listing.runs:
         finished = f"{one.finished:%Y-%m-%d %H:%M:%S}" if one.finished else "-"
@@ -75,7 +75,7 @@ def of_listing(listing: Listing) -> list[str]:
 
 
 def of_shown(shown: Shown, in_detail: bool) -> list[str]:
-    """One line a stage, or all about each."""
+    """One line per stage, or everything about each."""
     if in_detail:
         return [line for stage in shown.stages for line in _detail(stage)]
     rows = [("ITERATION", "STAGE", "MANIFEST", "PARTS", "SIZE", "SECONDS", "FINISHED (UTC)", "")]
@@ -113,7 +113,7 @@ def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
 
 
 def of_sample_lineage(found: SampleLineage) -> list[str]:
-    """What made a sample, what it is, what learned from it."""
+    """What made a sample, what it is, and what was trained on it."""
     score = found.reward_status or "not scored yet"
     if found.reward is not None:
         score = f"{found.reward:g}"
@@ -131,30 +131,30 @@ def of_sample_lineage(found: SampleLineage) -> list[str]:
 
 
 def of_verification(report: Verification) -> list[str]:
-    """One line a finding, and the sum."""
+    """One line per finding, and the total."""
     found = [f"{finding.fault:<14}{finding.key}\n              {finding.detail}" for finding in report.findings]
     verdict = "sound" if report.sound else "NOT SOUND"
-    retired = f"; {report.retired} states given up by retention" if report.retired else ""
+    retired = f"; {report.retired} states deleted by retention" if report.retired else ""
     read = f"{report.manifests} manifests and {report.parts} parts ({size(report.bytes)}) read{retired}"
     return [*found, f"run {report.run} is {verdict}: {read}, {len(report.findings)} findings"]
 
 
 def of_collection(found: Collection) -> list[str]:
-    """One line an object, the sum, and why there may be more."""
+    """One line per object, the total, and why there may be more."""
     rows = [(one.key, size(one.bytes), one.reason) for one in found.garbage]
     verb = "removed" if found.applied else "could be removed; --apply does it"
-    unreadable = [f"cannot be read, of run {one.run}: {one.reason}" for one in found.unreadable]
-    kept = ["No part counts as garbage before these can be read, because they may name it:", *unreadable]
+    unreadable = [f"unreadable, of run {one.run}: {one.reason}" for one in found.unreadable]
+    kept = ["No part counts as garbage until these records can be read, because they may name it:", *unreadable]
     total = f"{len(found.garbage)} objects ({size(found.bytes)}) of run {found.run} {verb}"
     return [*table(rows), total, *(kept if unreadable else [])]
 
 
 def of_fork(made: Forked) -> list[str]:
-    """What a fork shares, and how it goes on."""
+    """What a fork shares, and how to continue it."""
     return [
         f"run {made.run} shares iterations 0 to {made.iteration} with {made.parent}: {made.manifests} stages, "
         f"{size(made.shared_bytes)} of parts, nothing copied",
-        f"go on with it by    ratchet run CONFIG --run {made.run} (and the same --set)",
+        f"continue it with    ratchet run CONFIG --run {made.run} (and the same --set)",
     ]
 
 
@@ -169,12 +169,12 @@ def of_archive(archive: Archive) -> list[str]:
     return [
         archive.key,
         f"{archive.rows} samples of iterations {first} to {last} in {size(archive.bytes)}; "
-        f"the parts they come from have {size(archive.parts_bytes)}",
+        f"their parts take {size(archive.parts_bytes)}",
     ]
 
 
 def of_configuration(tables: Sequence[Table]) -> list[str]:
-    """One line a key, below what its table is for."""
+    """One line per key, below the purpose of its table."""
     lines: list[str] = []
     for one in tables:
         rows = [(key.name, key.kind, default_of(key), key.role, key.text) for key in one.keys]
@@ -244,4 +244,4 @@ def _detail(stage: ShownStage) -> Iterator[str]:
 def _remarks(stage: ShownStage) -> str:
     origin = stage.manifest.origin
     remarks = [f"shared with {origin.run}"] if origin else []
-    return ", ".join([*remarks, *(["parts given up"] if stage.retired else [])])
+    return ", ".join([*remarks, *(["parts deleted"] if stage.retired else [])])

@@ -1,4 +1,4 @@
-"""What SIGINT, SIGTERM and SIGHUP do to a command: the first ends it in an orderly way, a further one at once."""
+"""What SIGINT, SIGTERM and SIGHUP do to a command: the first ends it cleanly, another one at once."""
 
 import contextlib
 import os
@@ -10,16 +10,16 @@ from types import FrameType
 from typing import Self
 
 LIMIT_SECONDS = 90.0
-"""How long an orderly end may take. What takes most of it is waiting for a store that does not answer."""
+"""How long a clean end may take. Most of it is waiting for a store that does not answer."""
 
 _SAME_SECONDS = 1.0  # a closing terminal and the shell in it, or a service manager, send several signals for one reason
 
 
 class Signals:
-    """Turns the first of the signals into KeyboardInterrupt, so that everything the command has begun is cleared up.
+    """Turns the first of the signals into KeyboardInterrupt, so that everything the command has begun is cleaned up.
 
-    That takes at most `limit` seconds. Then, or with a further signal, the process ends as if killed. What is committed
-    stays committed either way, and the next start clears up the rest.
+    That takes at most `limit` seconds. After that, or on another signal, the process ends as if killed. What is
+    committed stays committed either way, and the next start cleans up the rest.
 
     A signal that is ignored when the command starts (`nohup`, a background job) stays ignored.
     """
@@ -31,21 +31,21 @@ class Signals:
         self._received: signal.Signals | None = None
         self._since = 0.0
         self._limit = limit
-        # unlike an Event, a handler may use it whatever the thread that it interrupts is doing
+        # unlike an Event, it is safe in a handler, whatever the interrupted thread is doing
         self._news: SimpleQueue[str] = SimpleQueue()
 
     @property
     def received(self) -> bool:
-        """Whether one of the signals came."""
+        """Whether one of the signals has arrived."""
         return self._received is not None
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that the received signal has ended."""
+        """What a shell expects from a process that the received signal has ended."""
         return 128 + (self._received or signal.SIGINT)
 
     def take(self) -> None:
-        """Become the handler, also if a library has replaced it meanwhile."""
+        """Install the handler, even if a library has replaced it in the meantime."""
         for number in self._before:
             signal.signal(number, self._interrupt)
 
@@ -62,12 +62,12 @@ class Signals:
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
         if self._received is not None:
             if time.monotonic() - self._since >= _SAME_SECONDS:
-                self._end_at_once("a further signal")
+                self._end_at_once("another signal")
             return
         self._received, self._since = signal.Signals(number), time.monotonic()
         _say(
-            f"{self._received.name}: ending, within {self._limit:g} s. A further signal ends it at once. Nothing that "
-            "is committed is lost"
+            f"{self._received.name}: ending within {self._limit:g} s. Another signal ends it at once. Nothing that "
+            "was committed is lost"
         )
         self._news.put("interrupted")
         raise KeyboardInterrupt
@@ -77,14 +77,14 @@ class Signals:
             try:
                 self._news.get(timeout=self._limit)
             except Empty:
-                self._end_at_once(f"the end took longer than {self._limit:g} s")
+                self._end_at_once(f"ending took longer than {self._limit:g} s")
 
     def _end_at_once(self, why: str) -> None:
-        _say(f"{why}: ended at once. Nothing that was committed is lost; the next start clears up what is left")
+        _say(f"{why}: ended at once. Nothing that was committed is lost; the next start cleans up the rest")
         os._exit(self.exit_code)
 
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal is gone
-        # past the buffers and locks of whatever is interrupted
+        # bypasses the buffers and locks of the interrupted code
         os.write(2, f"ratchet: {text}\n".encode())

@@ -71,16 +71,16 @@ def show_command(
     run
         Id of the run.
     iteration
-        Show this iteration alone.
+        Show only this iteration.
     stage
-        Show this stage of it alone: prepare, rollout, reward, train, weight-sync or evaluate.
+        Show only this stage of it: prepare, rollout, reward, train, weight-sync or evaluate.
     """
     store = open_root(root)
     require_run(store, run)
     stored = contents(store, run)
     chosen = [one for one in stored.newest if iteration in (None, one.iteration) and stage in (None, one.stage)]
     if not chosen and iteration is not None:
-        raise InputError(f"run {run!r} has no {stage or 'committed stage'} of iteration {iteration}")
+        raise InputError(f"run {run!r} has no {stage or 'committed stage'} in iteration {iteration}")
     shown = lines.Shown.of(store.url, run, chosen, [record.manifest for record in stored.retired.values()])
     with Output(json=json) as output:
         output.result(shown, lines.of_shown(shown, in_detail=stage is not None))
@@ -95,7 +95,7 @@ def lineage_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Show what weights were made from, or what made a sample and learned from it.
+    """Show what weights were made from, or what made a sample and what was trained on it.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def lineage_command(
 
 
 def verify_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
-    """Read everything a run has stored, and name what is damaged, missing or orphaned. Exit code 1 if it is not sound.
+    """Read everything a run has stored and name what is damaged, missing or orphaned. Exit code 1 if it is not sound.
 
     Parameters
     ----------
@@ -134,15 +134,17 @@ def verify_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False
 def gc_command(
     run: str,
     *,
-    keep_newest: Annotated[int | None, Parameter(help="Keep only so many of the newest train states.")] = None,
-    keep_every: Annotated[int | None, Parameter(help="And those of iterations that this number divides.")] = None,
-    apply: Annotated[bool, Parameter(help="Remove; without it nothing is touched.", negative=())] = False,
+    keep_newest: Annotated[int | None, Parameter(help="Keep only this many of the newest train states.")] = None,
+    keep_every: Annotated[
+        int | None, Parameter(help="Also keep the states of iterations that this number divides.")
+    ] = None,
+    apply: Annotated[bool, Parameter(help="Delete; without it nothing is touched.", negative=())] = False,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Show what a run needs no more: orphans older than a day, and states that retention retires.
+    """Show what a run no longer needs: orphans older than a day, and states that retention retires.
 
-    Exit code 1 if a record cannot be read that may name parts: then no part is deleted.
+    Exit code 1 if a record that may name parts cannot be read: then no part is deleted.
 
     Parameters
     ----------
@@ -150,10 +152,10 @@ def gc_command(
         Id of the run.
     """
     if keep_every is not None and keep_newest is None:
-        raise InputError("--keep-every adds to --keep-newest: give that too")
+        raise InputError("--keep-every needs --keep-newest: give both")
     for option, value in (("--keep-newest", keep_newest), ("--keep-every", keep_every)):
         if value is not None and value < 1:
-            raise InputError(f"{option} {value} cannot be used: give a number from 1 on")
+            raise InputError(f"{option} {value} cannot be used: give a number of at least 1")
     store = _open(root, run)
     retention = Retention(newest=keep_newest, every=keep_every)
     with hold(store, run, "ratchet gc") if apply else nullcontext() as fence:
@@ -169,7 +171,8 @@ def fork_command(
     at: Annotated[int, Parameter(help="The last iteration that both runs share.")],
     run: Annotated[str, Parameter(name="--run", help="Id of the new run.")],
     settings: Annotated[
-        tuple[str, ...], Parameter(name="--set", help="A setting of the new run, as section.key=value.", negative=())
+        tuple[str, ...],
+        Parameter(name="--set", help="A setting of the new run, as section.key=value; may be repeated.", negative=()),
     ] = (),
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
@@ -179,7 +182,7 @@ def fork_command(
     Parameters
     ----------
     parent
-        Id of the run that is forked.
+        Id of the run to fork.
     """
     store = _open(root, parent)
     record = ConfigRecord.of(_forked_config(store, parent, check_run_name(run), settings))
@@ -192,11 +195,11 @@ def fork_command(
 def unlock_command(
     run: str,
     *,
-    force: Annotated[bool, Parameter(help="Also if its holder may be alive.", negative=())] = False,
+    force: Annotated[bool, Parameter(help="Free it even if its holder may be alive.", negative=())] = False,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Say which process drives a run, and free the run if that process is gone. Exit code 1 if it is not free.
+    """Show which process drives a run, and free the run if that process is gone. Exit code 1 if it is not free.
 
     Parameters
     ----------
@@ -226,15 +229,15 @@ def compact_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = Fals
 
 def bench_storage_command(
     *,
-    repeats: Annotated[int, Parameter(help="Measurements of each figure; the median counts.")] = 5,
-    run: Annotated[str | None, Parameter(help="Report the price of durability in this run too.")] = None,
+    repeats: Annotated[int, Parameter(help="Measurements per figure; the median is reported.")] = 5,
+    run: Annotated[str | None, Parameter(help="Also report the cost of durability in this run.")] = None,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
     """Measure writing, reading and committing on this machine."""
     if not _BENCH.is_file():
-        raise InputError(f"{_BENCH} is not there: run the bench from a checkout of Ratchet")
-    # a process of its own: it is pinned to one thread before anything heavy is imported
+        raise InputError(f"{_BENCH} does not exist: run the bench from a checkout of Ratchet")
+    # in its own process, which is pinned to one thread before anything heavy is imported
     command = [sys.executable, "-m", "infra.bench.storage", f"--repeats={repeats}", *(["--json"] if json else [])]
     if run is not None:
         command += [f"--run={run}", f"--root={_open(root, run).url}"]
@@ -258,7 +261,7 @@ def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -
     decided = [line for line in changed if line.startswith(_DECIDED)]
     if decided:
         raise InputError(
-            f"what iteration 0 of run {parent!r} has decided cannot be changed in a fork of it:\n  "
+            f"what iteration 0 of run {parent!r} has fixed cannot be changed in a fork of it:\n  "
             + "\n  ".join(decided)
             + "\nStart a new run instead"
         )

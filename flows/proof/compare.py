@@ -1,4 +1,4 @@
-"""Two runs bit for bit, in the order of work: what stages committed, their tables, metrics and train states."""
+"""Comparing two runs bit for bit, in the order of work: manifests, tables, metrics and train states."""
 
 import tempfile
 from collections import Counter
@@ -21,11 +21,11 @@ from trainer_core.state.comparison import compare_states
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
 _OF_ONE_PROCESS = ("seconds", "per_second", "_s")
-"""Ends of the names of metrics that measure the work and not its result."""
+"""Name endings of metrics that measure the work and not its result."""
 
 
 class Difference(BaseModel):
-    """Something that is not the same in both runs."""
+    """Something that differs between the runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,7 +78,7 @@ class Pair:
         """Compare the iterations from 0 to `iterations`.
 
         Args:
-            plant: seed of one bit that is turned over in the right run's last state as it is read, so that the
+            plant: seed of one bit that is flipped in the right run's last state as it is read, so that the
                 comparison has something to find.
 
         Raises:
@@ -97,7 +97,7 @@ class Pair:
     def _stage(self, iteration: int, stage: Stage, tally: Counter[str], plant: int | None) -> Iterator[str]:
         left, right = (find(root, self.run, iteration, stage) for root in (self.left, self.right))
         if left is None or right is None:
-            yield "it is not committed " + ("in either run" if left is right else "in one of the runs")
+            yield "it is not committed in " + ("either run" if left is right else "one of the runs")
             return
         tally.update(manifests=1)
         if stage in _TABLES:
@@ -110,7 +110,7 @@ class Pair:
             yield f"the manifest's identity is {left.digest} against {right.digest}"
 
     def _given_up(self, left: Manifest, right: Manifest) -> bool:
-        """Whether retention has removed one of the states."""
+        """Whether retention has deleted one of the states."""
         pairs = ((self.left, left), (self.right, right))
         return any(not root.exists(part.key) for root, manifest in pairs for part in manifest.parts)
 
@@ -136,9 +136,9 @@ class Pair:
 
 
 def lend_rollouts(source: Root, target: Root, run: str) -> None:
-    """Give a run the rollout pieces of its namesake, as if an earlier process of its own had made them.
+    """Give a run the rollout pieces of the other run, as if an earlier process of its own had generated them.
 
-    They are used as long as they were made by the very weights that the run comes to.
+    They are used only if the run arrives at the same weights that generated them.
     """
     for key in filter(layout.is_piece, source.keys(layout.manifest_folder(run))):
         place = layout.place_of(key)

@@ -1,4 +1,4 @@
-"""Killing a process of a run at a named point: for `ratchet prove-resume` and the fault matrix, and never otherwise.
+"""Killing a process of a run at a named point, for `ratchet prove-resume` and the fault matrix only.
 
 A folder says what is to happen and records what happened. Its files are only appended to, one write a line, so that a
 process that is killed at once has still recorded it.
@@ -20,7 +20,7 @@ from storage.kill_points import Point
 from tasks.stages.names import Stage
 
 FLOW, NODE = "flow", "node"
-"""Victims that are always there: the process that drives the run, and the Ray node under its workers."""
+"""Victims that always exist: the process that drives the run, and the Ray node under its workers."""
 
 _SPELLING = re.compile(r"(?P<stage>[a-z-]+)@(?P<iteration>\d+):(?P<point>[a-z-]+)(:(?P<victim>flow|node|\w+-\d+))?")
 _PLANNED, _DELIVERED, _REACHED = "planned", "delivered", "reached.jsonl"
@@ -47,7 +47,7 @@ class Fault:
         """Read `STAGE@ITERATION:POINT[:VICTIM]`, such as `train@2:parts-done:trainer-1`.
 
         Raises:
-            InputError: it says something else.
+            InputError: it has another form.
         """
         found = _SPELLING.fullmatch(text)
         stages, names = [stage.value for stage in Stage], [point.value for point in Point]
@@ -96,7 +96,7 @@ class FaultFolder:
         return [Reached.model_validate_json(line) for line in self._lines(_REACHED)]
 
     def observe(self, point: Point, key: str, processes: Processes) -> None:
-        """Record a point, and do what is to happen there."""
+        """Record a point, and deliver the kills planned there."""
         place = layout.place_of(key)
         if place is None or (point is Point.MID_PART and not layout.is_part(key)):
             return

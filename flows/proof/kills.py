@@ -12,7 +12,7 @@ from tasks.stages.names import Stage
 
 
 def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[Fault, ...]:
-    """Random points of a run, at most one a stage and iteration, in the order of work.
+    """Random points of a run, at most one per stage and iteration, in the order of work.
 
     Args:
         regenerate: whether the run samples for itself, and so reaches the middle of a rollout's part.
@@ -24,7 +24,7 @@ def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[
     for fault in possible(config, regenerate):
         cells.setdefault((fault.iteration, fault.stage), []).append(fault)
     if kills > len(cells):
-        raise InputError(f"--kills {kills}: this run has {len(cells)} stages; raise --iterations or kill less")
+        raise InputError(f"--kills {kills}: this run has {len(cells)} stages; raise --iterations or lower --kills")
     draw = random.Random(seed)
     places = sorted(draw.sample(range(len(cells)), kills))
     stages = list(cells.values())
@@ -52,7 +52,7 @@ def _points(stage: Stage, stored: bool) -> list[Point]:
 
 def _victims(config: RunConfig, stage: Stage, point: Point) -> list[str]:
     if stage in (Stage.PREPARE, Stage.REWARD) or point is Point.STARTED:
-        return [FLOW, NODE]  # after a restart the workers may not be there yet
+        return [FLOW, NODE]  # after a restart the workers may not exist yet
     return [FLOW, NODE, *_workers(config)]
 
 
@@ -65,7 +65,7 @@ def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:
     """Refuse points and victims that the run does not have.
 
     Raises:
-        InputError: naming the first.
+        InputError: it names the first of them.
     """
     there = {(fault.stage, fault.iteration, fault.point) for fault in possible(config, regenerate)}
     victims = (FLOW, NODE, *_workers(config))

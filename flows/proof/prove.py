@@ -27,7 +27,7 @@ from tasks.stages.names import Stage
 RUN = "proof"
 """Id of the run, in both of its roots."""
 
-_LINGER_S = 120.0  # Ray's agents notice late that their node was killed
+_LINGER_S = 120.0  # Ray's agents take long to notice that their node was killed
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class ProofOrder:
     config: RunConfig
     path: str
     settings: tuple[str, ...]
-    """As given with --set; for the processes that are started."""
+    """As given with --set; passed on to the processes that are started."""
     root: str
     """Root below which both runs are stored, each in a folder of its own."""
     kills: int
-    """How many kills at random points; none if points are given."""
+    """Number of kills at random points; ignored if points are given."""
     seed: int
     """Chooses the points, and the bit of `plant`."""
     at: tuple[Fault, ...] = ()
@@ -49,7 +49,7 @@ class ProofOrder:
     regenerate: bool = False
     """Let the interrupted run sample for itself instead of giving it the stored rollouts."""
     plant: bool = False
-    """Turn one bit over, to see the proof fail."""
+    """Flip one bit, to see the proof fail."""
 
 
 class ProofReport(BaseModel):
@@ -64,7 +64,7 @@ class ProofReport(BaseModel):
     iterations: int
     """RL iterations compared, after iteration 0."""
     rollouts: str
-    """`stored`: both runs learned from the same stored samples. `regenerated`: each sampled for itself."""
+    """`stored`: both runs were trained on the same stored samples. `regenerated`: each sampled for itself."""
     kills_planned: int
     kills_delivered: int
     points: tuple[str, ...]
@@ -86,11 +86,11 @@ class ProofReport(BaseModel):
     rows: int
     metrics: int
     planted: bool
-    """Whether a bit was turned over on purpose."""
+    """Whether a bit was flipped on purpose."""
     differences: tuple[str, ...]
     """In the order of work."""
     determinism: str
-    """Where it ends."""
+    """Where determinism ends, in words."""
 
     @computed_field
     @property
@@ -143,7 +143,7 @@ def prove(order: ProofOrder, output: Output) -> int:
 def _check_empty(url: str, *roots: Root) -> None:
     for root in roots:
         if RUN in root.folders():
-            raise InputError(f"{url} holds a proof already: give another --root, or remove that one")
+            raise InputError(f"{url} already holds a proof: give another --root, or remove that one")
 
 
 def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
@@ -155,7 +155,7 @@ def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
     try:
         return process.wait()
     except KeyboardInterrupt:
-        process.wait()  # a terminal interrupts both
+        process.wait()  # a terminal interrupts both processes
         raise
 
 
@@ -202,16 +202,16 @@ def _report(
 
 
 def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparison) -> str:
-    """In a sentence, what the comparison says of the run's determinism and what it cannot say."""
+    """What the comparison says about the run's determinism, and what it cannot say, in one sentence."""
     if found.differences:
         first = found.differences[0]
-        return f"it ends at {first.stage} of iteration {first.iteration}; what follows from there is another run"
+        return f"at {first.stage} of iteration {first.iteration}; everything after it belongs to another run"
     if order.regenerate:
-        return "nowhere in this run: the engine sampled the same again, and everything after it is the same"
+        return "nowhere in this run: the engine repeated its samples, and everything after them is the same"
     again, equal = _sampled_again(interrupted, order.config.run.iterations)
     return (
-        "from stored rollouts to weights nowhere; the engine was outside the proof: of "
-        f"{again} stored samples that it was asked for again it gave {equal} bit for bit"
+        "nowhere from stored rollouts to weights; the engine is outside the proof: of "
+        f"{again} stored samples that it was asked to repeat, {equal} are equal bit for bit"
     )
 
 
@@ -233,7 +233,7 @@ def _done_twice(folder: FaultFolder) -> Iterator[str]:
 
 
 def _orphans(folder: Path) -> list[str]:
-    """Processes that were started with this folder of faults and still run; they are given time to notice."""
+    """Processes started with this fault folder that still run after a time in which they may end."""
     deadline = time.monotonic() + _LINGER_S
     while (left := [one for one in psutil.process_iter() if _belongs(one, folder)]) and time.monotonic() < deadline:
         time.sleep(0.5)

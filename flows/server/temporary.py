@@ -2,7 +2,7 @@
 
 Prefect would start a temporary server by itself, at the first call, while everything else waits. Ours is started
 early, on a port that is bound before the process begins, outside the terminal's process group, so that Ctrl-C leaves it
-alive until the run's last state is told, and tied to this process by a pipe, so that nothing is left behind.
+alive until it has the run's last state, and tied to this process by a pipe, so that nothing is left behind.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from tasks.config.code_version import PROJECT_ROOT
 
 _ANSWER_S = 15.0
 _DRAIN_S = 5.0
-_STOP_S = 3.0  # everything was told to it before; its database survives a kill
-_STOP_EARLY_S = 30.0  # while it makes its tables it must not be killed: the next start would find half of them
-_STARTS = 4  # of two first starts at once, one finds the new database locked by the migrations of the other
+_STOP_S = 3.0  # it has everything by then; its database survives a kill
+_STOP_EARLY_S = 30.0  # killed while it makes its tables, it would leave the next start half of them
+_STARTS = 4  # of two simultaneous first starts, one finds the new database locked by the migrations of the other
 _BACKLOG = 128
 
 
@@ -61,11 +61,11 @@ class TemporaryServer:
             if starts == _STARTS:
                 raise self._failed("cannot start")
             self._process, starts = _spawn(self._listener, self._log), starts + 1
-        self._listener.close()  # from here on a request to a dead server is refused, not kept waiting
+        self._listener.close()  # from now on a request to a dead server is refused instead of waiting
         self._ready = True
 
     def ask_to_stop(self) -> None:
-        """Begin the end of the server."""
+        """Tell the server to end."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -87,7 +87,7 @@ class TemporaryServer:
         self.stop()
 
     def _answers(self) -> bool:
-        # the socket listens from the beginning, so an early request waits in the queue instead of being refused
+        # the socket already listens, so an early request waits in the queue instead of being refused
         try:
             return httpx.get(f"{self.url}/health", timeout=1.0).is_success
         except httpx.TransportError:
@@ -97,15 +97,15 @@ class TemporaryServer:
         self._log.seek(0)
         lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
         return WorkerLost(
-            f"the temporary Prefect server {how}. Its last words: {' | '.join(lines[-3:]) or 'none'}. "
-            "Set PREFECT_API_URL to a server of your own, or PREFECT_HOME to a new folder if its database belongs to "
+            f"the temporary Prefect server {how}. Its last output: {' | '.join(lines[-3:]) or 'none'}. "
+            "Set PREFECT_API_URL to a server of your own, or PREFECT_HOME to a new folder if the database belongs to "
             "another version of Prefect"
         )
 
 
 @contextlib.contextmanager
 def prefect_server() -> Iterator[TemporaryServer | None]:
-    """Begin the start of a temporary server, or check the configured one (then None is given).
+    """Begin to start a temporary server, or check the configured one (then the block gets None).
 
     Raises:
         InputError: the configured server does not answer.
@@ -121,10 +121,10 @@ def prefect_server() -> Iterator[TemporaryServer | None]:
 
 @contextlib.contextmanager
 def connected(server: TemporaryServer | None) -> Iterator[None]:
-    """Let Prefect use `server` as soon as it answers; at the end, wait until everything is told to it.
+    """Let Prefect use `server` as soon as it answers; at the end, wait until it has received everything.
 
     Raises:
-        WorkerLost: it does not start, or it went away meanwhile.
+        WorkerLost: it does not start, or stopped answering during the block.
     """
     with contextlib.ExitStack() as stack:
         if server is not None:
@@ -136,12 +136,12 @@ def connected(server: TemporaryServer | None) -> Iterator[None]:
             yield
         except httpx.TransportError as error:
             raise WorkerLost(
-                f"the Prefect server went away while the run was going on ({error}). Nothing that was committed is lost"
+                f"the Prefect server stopped answering during the run ({error}). Nothing that was committed is lost"
             ) from error
 
 
 def drain() -> None:
-    """Wait until Prefect's server knows all events and log lines of this process, but not for ever."""
+    """Wait, for a limited time, until Prefect's server has all events and log lines of this process."""
     for worker in (APILogWorker, EventsWorker):
         worker.drain_all(timeout=_DRAIN_S)
 

@@ -1,4 +1,4 @@
-"""What the Prefect flow run shows of a run: a table of its iterations, a summary and the curves."""
+"""What the Prefect flow run shows about a run: a table of its iterations, a summary and the curves."""
 
 import re
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ def publish(status: RunStatus, png: bytes) -> None:
 
 
 def artifact_key(run: str, name: str) -> str:
-    """A key that Prefect takes: lowercase letters, digits and dashes."""
+    """A key that Prefect accepts: lowercase letters, digits and dashes."""
     return f"ratchet-{re.sub('[^a-z0-9]+', '-', run).strip('-')}-{name}"
 
 
 def iteration_table(history: Sequence[IterationRecord]) -> list[dict[str, float | int | None]]:
-    """One row an iteration."""
+    """One row per iteration."""
     return [
         {"iteration": record.iteration, **{name: _rounded(record, name) for name in _FIGURES}} for record in history
     ]
@@ -45,7 +45,7 @@ def summary(status: RunStatus) -> str:
         ("iterations", str(status.iterations)),
         ("mean reward", _change(status.first_reward, status.last_reward)),
         ("held-out pass rate", _change(status.first_accuracy, status.last_accuracy)),
-        ("seconds an iteration (median)", _number(status.seconds_per_iteration)),
+        ("seconds per iteration (median)", _number(status.seconds_per_iteration)),
         ("stored in", f"`{status.root}/{status.run}`"),
         ("plot", f"`{status.report}`"),
     ]

@@ -47,7 +47,7 @@ def draw_curves(history: Sequence[IterationRecord], title: str) -> bytes:
 
 
 def store_plot(root: Root, run: str, history: Sequence[IterationRecord]) -> bytes:
-    """Draw the run and put the PNG among its derived files.
+    """Draw the run and store the PNG with its derived files.
 
     Returns:
         The PNG.
@@ -58,7 +58,7 @@ def store_plot(root: Root, run: str, history: Sequence[IterationRecord]) -> byte
 
 
 def data_uri(png: bytes) -> str:
-    """The PNG as an address that holds the whole of it."""
+    """The PNG as a data URI."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 

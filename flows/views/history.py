@@ -24,11 +24,11 @@ PLOT = "curves.png"
 
 _READERS = 16
 _WARM = 3
-"""First iteration that counts for the median duration: the ones before also start processes and fill caches."""
+"""First iteration that counts for the median duration: earlier ones also start processes and fill caches."""
 
 
 class IterationRecord(BaseModel):
-    """One iteration as people want to see it; a figure is None if its stage is not done or gives none."""
+    """One iteration for people; a figure is None if its stage is not done or does not report it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,19 +39,19 @@ class IterationRecord(BaseModel):
     stage_seconds: dict[Stage, float]
     """Duration of each committed stage."""
     seconds: float
-    """Time spent, with what lies between the stages, but without the absence of a process that ended."""
+    """Time spent, including the time between stages, but not the time between two processes."""
     reward: float | None
     """Mean reward of the sampled responses."""
     accuracy: float | None
     """Pass rate on held-out prompts, after the weights of this iteration were synced."""
     kl: float | None
-    """Mean KL divergence of the policy after the step from the one that sampled, nat a token."""
+    """Mean KL divergence of the policy after the step from the one that sampled, nat per token."""
     entropy: float | None
-    """Mean entropy of the policy, nat a token."""
+    """Mean entropy of the policy, nat per token."""
     grad_norm: float | None
     """Norm of the gradient before clipping."""
     tokens_per_second: float | None
-    """Response tokens a second while sampling."""
+    """Response tokens per second while sampling."""
 
 
 def stages_of(iteration: int) -> tuple[Stage, ...]:
@@ -62,7 +62,7 @@ def stages_of(iteration: int) -> tuple[Stage, ...]:
 def synced_iterations(root: Root, run: str, at_most: int) -> int:
     """How many iterations, counted from 0, have their weight-sync committed; found in O(log at_most) look-ups.
 
-    A weight-sync is made from the ones before it, so the first missing one is the border.
+    Each weight-sync is made from the one before it, so there is no gap before the first missing one.
     """
     return bisect.bisect_left(
         range(at_most), True, key=lambda iteration: find(root, run, iteration, Stage.WEIGHT_SYNC) is None
@@ -72,8 +72,8 @@ def synced_iterations(root: Root, run: str, at_most: int) -> int:
 def first_incomplete(root: Root, run: str, iterations: int, evaluated_every: int) -> int:
     """The iteration a run continues with; `iterations` + 1 if all are complete. Takes a few look-ups and no listing.
 
-    Complete is an iteration whose weights are synced and whose evaluation, if it is due, is done. Evaluations that an
-    earlier configuration did not ask for are not made up for.
+    An iteration is complete if its weights are synced and its evaluation, if due, is done. Evaluations that an earlier
+    configuration did not ask for are not done later.
     """
 
     def evaluated(iteration: int) -> bool:
@@ -83,7 +83,7 @@ def first_incomplete(root: Root, run: str, iterations: int, evaluated_every: int
 
 
 def first_incomplete_of(history: Sequence[IterationRecord], iterations: int, evaluated_every: int) -> int:
-    """Like `first_incomplete`, of a history that was read."""
+    """Like `first_incomplete`, from a history."""
     done = [record.done for record in history[: iterations + 2]]
     synced = next((number for number, stages in enumerate(done) if Stage.WEIGHT_SYNC not in stages), len(done))
     return _continues_with(synced, lambda iteration: Stage.EVALUATE in done[iteration], iterations, evaluated_every)
@@ -97,7 +97,7 @@ def _continues_with(synced: int, evaluated: Callable[[int], bool], iterations: i
 
 
 def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
-    """Whether an evaluation follows this iteration: every so many, and after the last."""
+    """Whether an evaluation is due after this iteration: after every `every`-th, and after the last."""
     return every > 0 and (iteration % every == 0 or iteration == iterations)
 
 
@@ -153,7 +153,7 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
 def _seconds(manifests: Sequence[Manifest], before: Manifest | None) -> float:
     total = timedelta()
     for manifest in manifests:
-        # in one process the time between two stages is part of the work; between two processes it is somebody's absence
+        # time between two stages of one process is part of the work, time between two processes is not
         continued = before if before is not None and before.writer == manifest.writer else None
         total += manifest.finished - (manifest.started if continued is None else continued.finished)
         before = manifest
@@ -161,13 +161,13 @@ def _seconds(manifests: Sequence[Manifest], before: Manifest | None) -> float:
 
 
 def first_and_last(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """The first and the last of the values that are there."""
+    """The first and the last of the values that are not None."""
     there = [value for value in values if value is not None]
     return (there[0], there[-1]) if there else (None, None)
 
 
 def seconds_per_iteration(history: Sequence[IterationRecord]) -> float | None:
-    """Median duration of the RL iterations after the second, or of all while there are no more."""
+    """Median duration of the RL iterations after the second, or of all if there are no later ones."""
     rl = [record for record in history if record.iteration and Stage.WEIGHT_SYNC in record.done]
     warm = [record for record in rl if record.iteration >= _WARM] or rl
     return statistics.median(record.seconds for record in warm) if warm else None

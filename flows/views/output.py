@@ -16,8 +16,8 @@ _STDOUT, _STDERR = 1, 2
 class Output:
     """Standard output for the result, standard error for messages.
 
-    With `json`, inside the `with` block the descriptor of standard output leads to standard error, so that nothing that
-    a library or a child process says can stand beside the JSON.
+    With `json`, inside the `with` block the descriptor of standard output leads to standard error, so that no output of
+    a library or a child process mixes with the JSON.
     """
 
     def __init__(self, json: bool = False) -> None:
@@ -41,15 +41,15 @@ class Output:
             os.close(self._saved)
 
     def result(self, model: BaseModel, lines: Sequence[str]) -> None:
-        """The result: one line of JSON, in which a number that is not finite is null, or lines for people."""
+        """Write the result: one line of JSON, in which a number that is not finite is null, or lines for people."""
         text = json_format.dumps(json_format.loads(model.model_dump_json())) if self.json else "\n".join(lines)
         self._result.write(f"{text}\n")
         self._result.flush()
 
     def say(self, text: str) -> None:
-        """A line for people, on standard error."""
+        """Write a line for people to standard error."""
         self.console.print(Text(text), soft_wrap=True)
 
     def error(self, message: str) -> None:
-        """One message on standard error."""
+        """Write one message to standard error."""
         self.console.print(Text(f"ratchet: {message}", style="red"), soft_wrap=True, highlight=False)

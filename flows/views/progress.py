@@ -1,4 +1,4 @@
-"""What the person sees while a run goes on: one line that lives, and one line for every finished iteration."""
+"""What the user sees during a run: one live line, and one line for every finished iteration."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _BAR = 24
 
 
 class Progress:
-    """Display on standard error; plain lines where that is no terminal."""
+    """Display on standard error; plain lines if that is not a terminal."""
 
     def __init__(self, run: str, iterations: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -46,7 +46,7 @@ class Progress:
         self._live.stop()
 
     def refresh(self) -> None:
-        """Draw the display now instead of at its next turn."""
+        """Draw the display now instead of at the next refresh."""
         self._live.refresh()
 
     def say(self, text: str) -> None:
@@ -55,11 +55,11 @@ class Progress:
         self._print(text)
 
     def begins(self, iteration: int, stage: Stage) -> None:
-        """Show the stage that is being done from now on."""
+        """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)
         self._begin(f"iteration {iteration}: {stage}")
         if iteration == 0 and not self._console.is_terminal:
-            self._print(f"iteration 0: {stage}")  # the slow start: processes come up, the model is warmed up
+            self._print(f"iteration 0: {stage}")  # the start is slow: processes, warm-up
 
     def finished(self, record: IterationRecord) -> None:
         """Print the line of a finished iteration."""
@@ -86,7 +86,7 @@ class Progress:
 
 
 def iteration_line(record: IterationRecord, iterations: int) -> str:
-    """Everything about one iteration in one line."""
+    """One iteration in one line."""
     figures = [
         ("reward", record.reward, ".3f"),
         ("held-out", record.accuracy, ".3f"),
@@ -121,7 +121,7 @@ def status_lines(status: RunStatus) -> Sequence[str]:
     if status.current is None:
         return [*lines, *closing]
     stages = ", ".join(f"{item.stage} {'done' if item.done else 'to do'}" for item in status.stages)
-    return [*lines, *closing, f"goes on with        iteration {status.current}: {stages}"]
+    return [*lines, *closing, f"continues with      iteration {status.current}: {stages}"]
 
 
 def _change(first: float | None, last: float | None) -> str:

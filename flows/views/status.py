@@ -22,7 +22,7 @@ from tasks.stages.names import Stage
 
 
 class StageStatus(BaseModel):
-    """One stage of the iteration in work."""
+    """One stage of the iteration in progress."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,7 +42,7 @@ class RunStatus(BaseModel):
     iterations: int
     """RL iterations that are complete."""
     asked: int
-    """RL iterations that the run was started for; a continuation may go further."""
+    """RL iterations that the run was started with; a continuation may ask for more."""
     complete: bool
     """Whether everything that was asked for at the start is done."""
     current: int | None
@@ -71,7 +71,7 @@ def read_status(root: Root, run: str) -> RunStatus:
     """
     config = stored_config(root, check_run_name(run))
     history = read_history(root, run)
-    # a continued run may have gone beyond what it was started for
+    # a continued run may have more iterations than it was started with
     last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
     first = first_incomplete_of(history, last, every)
     first_reward, last_reward = first_and_last(record.reward for record in history)

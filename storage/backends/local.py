@@ -1,8 +1,8 @@
 """Local files: written whole under a temporary name, flushed, then linked, which fails if the name is taken.
 
-A local file that is to be stored gets the temporary name itself where the filesystem allows: nothing is copied.
+Where the filesystem allows, a local file to be stored gets the temporary name itself: nothing is copied.
 
-A rename would silently replace what is there; `open("xb")` would leave half an object under its name after a crash.
+A rename would silently replace an existing file; `open("xb")` would leave half an object under its name after a crash.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from storage.errors import StorageUnavailable
 from storage.kill_points import Point
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-# of a network filesystem whose server is away; a disk that fails says EIO too, which is tried again in vain
+# of a network filesystem whose server is away; a failing disk gives EIO too, and is retried to no avail
 _TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN)
 # Linux asks for page-cache memory in blocks as large as the write, and from 2 MB on they are hard to find: 86 MB in one
-# write took 13 times the CPU time of the same in pieces (ext4, kernel 6.18)
+# write took 13 times the CPU time of the same in chunks (ext4, kernel 6.18)
 CHUNK_BYTES = 1 << 20
-_NEWEST = 2  # a process publishes iteration by iteration: what it did not flush is in the last folder or the one before
+_NEWEST = 2  # a process publishes iteration by iteration: what it did not flush is in the last two folders
 _flushed: set[Path] = set()  # folders whose names this process has flushed, and those of all folders above them
 _flushing = threading.Lock()
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
@@ -36,8 +36,8 @@ def put_if_absent(target: Path, data: memoryview, durable: bool = True) -> bool:
     """Write `data` at `target` unless the name is taken; False if it was taken.
 
     Args:
-        durable: on return it is on the disk, name and all, whoever wrote it. Otherwise a power cut may take it or
-            damage it.
+        durable: on return the content and its name are on the disk, whichever process wrote them. Otherwise a power
+            cut may lose or damage it.
     """
 
     def write(file: BinaryIO) -> None:
@@ -64,7 +64,7 @@ def put_file_if_absent(target: Path, source: Path) -> bool:
 
 
 def replace(target: Path, data: memoryview) -> None:
-    """Write `data` at `target` in one step, whatever stood there."""
+    """Write `data` at `target` in one step, replacing what was there."""
     _make_folders(target.parent)
     with _temporary(target.parent, lambda file: write_in_chunks(file, data)) as temporary:
         _flush_names(target.parent)
@@ -73,7 +73,7 @@ def replace(target: Path, data: memoryview) -> None:
 
 
 def make_young(target: Path) -> None:
-    """Let a file look as if it was written now. Raises PermissionError if it is not this user's."""
+    """Set a file's time to now. Raises PermissionError if it belongs to another user."""
     os.utime(target)
 
 
@@ -84,7 +84,7 @@ def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
 
 
 def exists(target: Path) -> bool:
-    """Whether `target` is there; raises OSError if that cannot be told, where `os.path.exists` says no."""
+    """Whether `target` is there; raises OSError if that is not known, where `os.path.exists` returns False."""
     try:
         target.stat()
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def folders(folder: Path) -> list[str]:
 
 
 def flush_newest(folder: Path) -> None:
-    """Flush the names of what a process may have linked last in the folders of `folder`, and died."""
+    """Flush the newest names in the folders of `folder`: the process that linked them may have died before it did."""
     for name in folders(folder)[-_NEWEST:]:
         _flush_all_names(folder / name)
 
@@ -127,7 +127,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True) -> bool:
     if exists(target) or not _create(target, fill, given, durable):
-        if durable:  # the process that linked it may have been killed before it flushed the name
+        if durable:  # the process that linked it may have died before it flushed the name
             _flush_all_names(target.parent)
         return False
     if durable:
@@ -164,7 +164,7 @@ def _take(source: Path, path: Path) -> bool:
     """Give a local file the name `path` too, flushed and read-only; False if it must be copied instead."""
     status = source.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        return False  # it has another name, through which it may be written to
+        return False  # it could be written to through its other name
     try:
         os.link(source, path)
         path.chmod(_READ_ONLY)
@@ -180,13 +180,13 @@ def _link(temporary: Path, target: Path) -> bool:
     try:
         os.link(temporary, target)
     except FileExistsError:
-        # over a network filesystem the answer to a link that succeeded can be lost and asked for again
+        # on a network filesystem the answer to a successful link can be lost, and the link tried again
         return temporary.samefile(target)
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
         raise StorageUnavailable(
-            f"the filesystem of {target.parent} makes no hard links ({error.strerror}), without which a result cannot "
+            f"the filesystem of {target.parent} has no hard links ({error.strerror}), without which a result cannot "
             "be published exactly once. Choose another folder with --root"
         ) from error
     return True
@@ -198,12 +198,12 @@ def _make_folders(folder: Path) -> None:
         missing.append(folder)
         folder = folder.parent
     for made in reversed(missing):
-        _flushed.discard(made)  # its name may have been there before, and be removed since
+        _flushed.discard(made)  # it may have been there before and been removed since
         made.mkdir(exist_ok=True)
 
 
 def _flush_all_names(folder: Path) -> None:
-    """Flush the names in `folder`, its own and those of the folders above it, whichever process made them."""
+    """Flush the names in `folder`, its own name and those of the folders above it, whichever process made them."""
     _sync(folder)
     _flush_names(folder)
 
@@ -211,15 +211,15 @@ def _flush_all_names(folder: Path) -> None:
 def _flush_names(folder: Path) -> None:
     """Flush the name of a folder and of those above it: a file in a folder that a power cut forgets is lost too.
 
-    A folder that is there already may have been made by a process that was killed before it flushed the name, so this
-    is done once for each folder, up to the mount point.
+    An existing folder may have been made by a process that was killed before it flushed the name, so this is done once
+    for each folder, up to the mount point.
     """
     with _flushing:
         done = []
         for one in (folder, *folder.parents):
             if one in _flushed or one.is_mount():
                 break
-            with contextlib.suppress(PermissionError):  # a folder above the root, which we did not make
+            with contextlib.suppress(PermissionError):  # a folder above the root, not made by us
                 _sync(one.parent)
             done.append(one)
         _flushed.update(done)

@@ -1,9 +1,9 @@
-"""Object stores: conditional puts, uploads in parts, and which failures are worth another try.
+"""Object stores: conditional puts, multipart uploads, and which failures are worth a retry.
 
-s3fs maps what a server answers to errors of the operating system: 503 to EBUSY, 500 to EREMOTEIO, but 409
-ConditionalRequestConflict (two conditional puts at once: try again) to a bare EIO, and the 412 of a conditional put to
-FileExistsError only if the body is that of Amazon (Ceph's is not). So the status is looked at. A retry after an answer
-that was lost meets its own object, so callers read back and compare whenever a put finds the key taken.
+s3fs maps a server's answers to errors of the operating system: 503 to EBUSY, 500 to EREMOTEIO, but 409
+ConditionalRequestConflict (two conditional puts at once: retry) to a bare EIO, and the 412 of a conditional put to
+FileExistsError only if the body is Amazon's (Ceph's differs). So the status itself is checked. A retry after a lost
+answer finds its own object, so callers read back and compare whenever the key is taken.
 """
 
 import errno
@@ -18,13 +18,13 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_all,
 from tenacity import wait_random_exponential as wait_random
 
 PATIENCE_SECONDS = 60.0
-"""For how long an operation is tried again while the store is busy or does not answer."""
+"""How long an operation is retried while the store is busy or does not answer."""
 
 LARGE_ATTEMPTS = 4
-"""How often a transfer is tried at least that may itself take longer than PATIENCE_SECONDS."""
+"""Least number of attempts at a transfer, which may itself take longer than PATIENCE_SECONDS."""
 
 CLIENT_CONFIG = {"retries": {"mode": "standard", "total_max_attempts": 2}}
-"""botocore's own attempts, which would multiply ours: two, so that a long upload survives a request that is lost."""
+"""botocore's own attempts, which multiply ours: two, so that a long upload survives a lost request."""
 
 _LONGEST_PAUSE = 5.0
 _ONE_COPY = 5 * 2**30  # bytes: S3 copies larger objects in several requests, which make a new object in any case
@@ -36,14 +36,14 @@ _TEMPORARY_STATUS = (408, 409, 429, 500, 502, 503, 504)
 
 
 class Upload(NamedTuple):
-    """An upload in parts that was begun and neither finished nor aborted. It costs money and is in no listing."""
+    """A multipart upload that was neither finished nor aborted. It costs money and is in no listing of objects."""
 
     key: str
-    """What it was to become."""
+    """Key of the object that it was to become."""
     id: str
-    """The store's name of it."""
+    """The store's id of it."""
     started: datetime
-    """When it was begun, by the store's clock."""
+    """When it began, by the store's clock."""
 
 
 def put_if_absent(fs: Any, path: str, data: bytes, patience: float) -> bool:
@@ -52,18 +52,18 @@ def put_if_absent(fs: Any, path: str, data: bytes, patience: float) -> bool:
 
 
 def put_file_if_absent(fs: Any, path: str, source: Path, patience: float) -> bool:
-    """Conditional put of a local file, streamed in several parts if it is large; False if the object is there."""
+    """Conditional put of a local file, a multipart upload if it is large; False if the object is there."""
     return _create(lambda: fs.put_file(str(source), path, mode="create"), patience, LARGE_ATTEMPTS)
 
 
 def make_young(fs: Any, path: str) -> None:
-    """Copy an object onto itself within the store. S3 refuses that unless something changes, such as its metadata."""
+    """Copy an object onto itself within the store. S3 refuses that unless something changes, such as metadata."""
     small = fs.info(path)["size"] <= _ONE_COPY
     fs.cp_file(path, path, **({"MetadataDirective": "REPLACE"} if small else {}))
 
 
 def uploads(fs: Any, path: str, patience: float) -> Iterator[Upload]:
-    """Uploads in parts below the folder `path` (bucket/prefix) that were begun; their keys begin with the bucket."""
+    """Unfinished multipart uploads below the folder `path` (bucket/prefix); their keys begin with the bucket."""
     bucket, _, prefix = path.partition("/")
     where: dict[str, str] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
     while True:
@@ -76,7 +76,7 @@ def uploads(fs: Any, path: str, patience: float) -> Iterator[Upload]:
 
 
 def abort_upload(fs: Any, path: str, upload_id: str, patience: float) -> None:
-    """Let the store drop the parts of an upload; FileNotFoundError if there is no such upload."""
+    """Make the store drop what an upload has stored; FileNotFoundError if there is no such upload."""
     bucket, _, key = path.partition("/")
     call = functools.partial(fs.call_s3, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
     retried(call, is_temporary, patience)
@@ -85,11 +85,11 @@ def abort_upload(fs: Any, path: str, upload_id: str, patience: float) -> None:
 def retried[T](
     call: Callable[[], T], temporary: Callable[[BaseException], bool], patience: float, attempts: int = 1
 ) -> T:
-    """The result of `call`, tried again with growing random pauses after each failure that is `temporary`.
+    """The result of `call`, retried with growing random pauses after each failure that is `temporary`.
 
     Args:
-        patience: seconds after which it is tried no more.
-        attempts: how often it is tried at least.
+        patience: seconds after which it is not retried.
+        attempts: least number of attempts.
     """
     for attempt in Retrying(
         retry=retry_if_exception(temporary),
@@ -111,8 +111,8 @@ def is_temporary(error: BaseException) -> bool:
 
 @functools.cache
 def client_errors() -> tuple[type[Exception], ...]:
-    """What the S3 client raises beside OSError: no credentials, no endpoint, a broken connection."""
-    from botocore.exceptions import BotoCoreError, ClientError  # a local run never loads it
+    """What the S3 client raises besides OSError: no credentials, no endpoint, a broken connection."""
+    from botocore.exceptions import BotoCoreError, ClientError  # not needed by a local run
 
     return BotoCoreError, ClientError, *_connection_errors()
 

@@ -1,7 +1,7 @@
-"""One storage root: an fsspec filesystem pinned to a folder, and put-if-absent, the one way to write.
+"""One storage root: an fsspec filesystem pinned to a folder, and put-if-absent, the only way to publish.
 
 Local files: a temporary file, fsync, then a hard link, which fails if the name is taken (a rename would overwrite).
-S3 and compatible: a conditional put (`If-None-Match: *`). Memory: for unit tests of one process only.
+S3 and compatible: a conditional put (`If-None-Match: *`). Memory: only for unit tests in one process.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from storage.meter import measured
 logger = logging.getLogger(__name__)
 
 _CONDITIONAL_PUT = ("s3", "s3a")
-_CHECK_SECONDS = 10.0  # patience of the check at the start: a wrong address should be reported soon
+_CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
 _memory_lock = threading.Lock()
 
 
@@ -51,7 +51,7 @@ class Root:
     path: str
     protocol: str
     patience: float = PATIENCE_SECONDS
-    """Seconds for which an operation is tried again while the store is busy or does not answer."""
+    """Seconds for which an operation is retried while the store is busy or does not answer."""
 
     def patient(self, seconds: float) -> "Root":
         """The same root, with at most that patience."""
@@ -77,7 +77,7 @@ class Root:
         Raises:
             NotCommitted: there is no such key.
         """
-        # a record is small: without this s3fs asks for the size first, to fetch a large object in several requests
+        # otherwise s3fs asks for the size first, to fetch a large object in several requests; a record is small
         options = {"max_concurrency": 1} if self.protocol in _CONDITIONAL_PUT else {}
         with _absence_explained(self, key):
             return self._read(key, lambda: self.fs.cat_file(self.full(key), **options))
@@ -93,11 +93,11 @@ class Root:
         """Write `data` under `key` unless the key is taken; whole or not at all.
 
         Args:
-            durable: on return what is under `key` outlives a power cut too, also what another process has written.
-                Where that costs nothing more it does in any case.
+            durable: on return the object survives a power cut too, even if another process wrote it. False saves a
+                flush where there is one to save.
 
         Returns:
-            True if this call wrote it, False if the key was taken (by whatever content: read it back and compare).
+            True if this call wrote it, False if the key was taken (by any content: read it back and compare).
         """
         if not len(memoryview(data)):
             raise StorageError(f"{key}: refusing to write an empty object; conditional puts of empty bodies overwrite")
@@ -112,13 +112,13 @@ class Root:
     def put_file_if_absent(self, key: str, source: Path) -> bool:
         """Like `put_if_absent`, with the content of a local file; a large one is streamed.
 
-        The file is given away: on local storage it may become the stored one, by a hard link. Never write to it again.
+        The file is handed over: on local storage a hard link may make it the stored one. Never write to it again.
         """
         if not source.stat().st_size:
-            raise StorageError(f"{key}: refusing to write an empty object; {source} holds nothing")
+            raise StorageError(f"{key}: refusing to write an empty object; {source} is empty")
         with _explained(self, key):
             if self.protocol == "file":
-                # not tried again: of a file that is taken as it is, what a flush failed to write is lost silently
+                # no retry: what a failed flush did not write of a linked file would be lost silently
                 return local.put_file_if_absent(Path(self.full(key)), source)
             if self.protocol == "memory":
                 return _store_if_absent(self.fs, self.full(key), source.read_bytes())
@@ -133,14 +133,14 @@ class Root:
                 self._retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
 
     def remove(self, key: str) -> None:
-        """Remove an object that nothing names; one that is gone already is no error."""
+        """Remove an object that nothing names; it may already be gone."""
         with contextlib.suppress(FileNotFoundError):
             self._read(key, lambda: self.fs.rm_file(self.full(key)))
 
     def make_young(self, key: str) -> bool:
-        """Let an object look as if it was written now, so that gc counts it as in use; False if that was not possible.
+        """Give an object the age of a new one, so that gc counts it as in use; False if that was not possible.
 
-        It is not if the object is gone or belongs to another user: then write it again.
+        That is so if the object is gone or belongs to another user: then write it again.
         """
         try:
             self._read(key, lambda: self._make_young(key))
@@ -157,11 +157,11 @@ class Root:
         return Stored(key, found["size"], _modified(found)) if found["type"] == "file" else None
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys below `prefix`, sorted: to show and to clean up, never to decide what is committed."""
+        """Keys below `prefix`, sorted: for display and cleaning, never to decide what is committed."""
         return [stored.key for stored in self.stored(prefix)]
 
     def stored(self, prefix: str) -> list[Stored]:
-        """Objects below `prefix` with size and time, sorted by key; use as `keys`."""
+        """Objects below `prefix` with size and time, sorted by key; for the same uses as `keys`."""
         return sorted(self._read(prefix, lambda: list(self._stored(prefix))), key=lambda one: one.key)
 
     def _stored(self, prefix: str) -> Iterator[Stored]:
@@ -178,12 +178,12 @@ class Root:
 
     def _find(self, prefix: str) -> dict[str, Any]:
         if prefix and self.protocol in _CONDITIONAL_PUT:
-            # apart from the path: of a folder without objects s3fs would ask twice more whether it is an object
+            # as `prefix`: for a path without objects s3fs would ask twice more whether it is an object
             return self.fs.find(self.path, detail=True, prefix=f"{prefix}/")
         return self.fs.find(self.full(prefix), detail=True)
 
     def folders(self) -> list[str]:
-        """Names one level below the root that hold something: to show, never to decide."""
+        """Names of the folders one level below the root that hold something: for display, never to decide."""
         if self.protocol == "file":
             return self._read("", lambda: local.folders(Path(self.path)))
         try:
@@ -193,14 +193,14 @@ class Root:
         return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
 
     def flush_newest(self, prefix: str) -> None:
-        """Flush what was published last below `prefix`: its writer may have been killed before it did that."""
+        """Flush what was published last below `prefix`: its writer may have been killed before it did."""
         if self.protocol == "file":
             self._read(prefix, lambda: local.flush_newest(Path(self.full(prefix))))
 
     def uploads(self, prefix: str) -> list[Upload]:
-        """Uploads in parts below `prefix` that were begun and neither finished nor aborted, sorted by key.
+        """Multipart uploads below `prefix` that were neither finished nor aborted, sorted by key.
 
-        None, with a warning, where the store does not tell: that takes a permission of its own.
+        None, with a warning, if the store does not list them, which takes a permission of its own.
         """
         if self.protocol not in _CONDITIONAL_PUT:
             return []
@@ -210,17 +210,17 @@ class Root:
             except OSError as error:
                 if error.errno != errno.ENOSYS and not isinstance(error, PermissionError):
                     raise
-                logger.warning("%s does not list uploads in parts that were not finished: %s", self.url, error)
+                logger.warning("%s does not list unfinished multipart uploads: %s", self.url, error)
                 return []
         return sorted(one._replace(key=one.key.removeprefix(f"{self.path}/")) for one in found)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
-        """Drop what an upload in parts has stored; one that is finished or gone already is no error."""
+        """Drop what a multipart upload has stored; it may already be finished or gone."""
         with _explained(self, key, reading=True), contextlib.suppress(FileNotFoundError):
             objects.abort_upload(self.fs, self.full(key), upload_id, self.patience)
 
     def download(self, key: str, target: Path) -> None:
-        """Bring `key` to the local file `target`; on local storage it is a hard link (parts are write-once).
+        """Fetch `key` into the local file `target`; on local storage it is a hard link (parts are write-once).
 
         Raises:
             NotCommitted: there is no such key.
@@ -234,10 +234,10 @@ class Root:
             self._retried(lambda: self.fs.get_file(self.full(key), str(target)), objects.LARGE_ATTEMPTS)
 
     def check_writable(self) -> None:
-        """Write and remove a small object, and see that a second write under its name is refused.
+        """Write and remove a small object, and check that a second write under its name is refused.
 
         Raises:
-            StorageUnavailable: that failed.
+            StorageUnavailable: the root cannot be written, or the second write succeeded.
         """
         key, probed = layout.probe_key(uuid.uuid4().hex), self.patient(_CHECK_SECONDS)
         probed.put_if_absent(key, b"ratchet")
@@ -277,7 +277,7 @@ def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] |
         return Root(f"file://{path}", fsspec.filesystem("file"), path, "file")
     if protocol == "memory" and not allow_memory:
         raise InputError(
-            f"storage root {url!r} is memory of one process: the trainer, the engine and the next start would not "
+            f"storage root {url!r} is the memory of one process: the trainer, the engine and the next start cannot "
             "see it. Use file:///some/folder or s3://bucket/prefix"
         )
     if protocol not in (*_CONDITIONAL_PUT, "memory"):
@@ -301,9 +301,9 @@ def _absence_explained(root: Root, key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]:
-    """Turn what the operating system or the object store says into an error with a repair.
+    """Turn an error of the operating system or the object store into one with a repair.
 
-    When reading, FileNotFoundError goes through; when writing it says that the bucket is missing.
+    When reading, FileNotFoundError passes through; when writing, it means that the bucket is missing.
     """
     clients = objects.client_errors() if root.protocol in _CONDITIONAL_PUT else ()
     try:
@@ -319,7 +319,7 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
         if _temporary(root)(error):
             raise StorageInterrupted(
                 f"the store does not answer at {root.url}/{key} ({type(error).__name__}: {error}). Nothing that was "
-                "committed is lost: start the same command again when it does"
+                "committed is lost: start the same command again once it does"
             ) from error
         raise StorageUnavailable(_failure(root, key, error)) from error
 

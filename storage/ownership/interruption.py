@@ -5,17 +5,18 @@ import threading
 from types import FrameType, TracebackType
 from typing import Self
 
-_SIGNAL = signal.SIGURG  # the system ignores it where nothing handles it, so one that comes late does no harm
+_SIGNAL = signal.SIGURG  # ignored by the system where nothing handles it, so a late one does no harm
 
 
 class Interruption(KeyboardInterrupt):
-    """What the block meets: whatever lets Ctrl-C through, and clears up after it, does so with this."""
+    """Raised in the block: code that lets Ctrl-C through and cleans up after it treats this alike."""
 
 
 class Interruptible:
-    """A block that `end_with` ends from another thread, as Ctrl-C would; it then raises the error that was given.
+    """A block that `end_with` ends from another thread, as Ctrl-C would; it then raises the given error.
 
-    That takes the main thread, which alone executes Python's signal handlers. In any other `end_with` has no effect.
+    The block must run in the main thread, which alone executes Python's signal handlers; elsewhere `end_with` has no
+    effect.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Interruptible:
         return self
 
     def end_with(self, error: Exception) -> None:
-        """End the block; called in the main thread, it leaves that to the caller."""
+        """End the block; called in the main thread, it only notes the error."""
         self._error = error
         main = threading.main_thread()
         if self._armed and threading.current_thread() is not main and main.ident is not None:
@@ -42,13 +43,13 @@ class Interruptible:
         if self._armed or self._interrupted:
             self._armed = False
             signal.signal(_SIGNAL, self._before or signal.SIG_DFL)
-        # on its way the interrupt may have become another error, as it does at the start of a Prefect task run
+        # the interrupt may have become another error on the way, as it does at the start of a Prefect task run
         if self._interrupted and error is not None and self._error is not None:
             raise self._error from error
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._error is None and callable(self._before):
-            self._before(number, frame)  # that of a block around this one
+            self._before(number, frame)  # the handler of an enclosing block
         elif self._armed and self._error is not None:
             self._armed, self._interrupted = False, True
             raise Interruption(str(self._error))

@@ -1,4 +1,4 @@
-"""Who drives a run: a lease with fencing tokens, from put-if-absent alone.
+"""Who drives a run: a lease with fencing tokens, built on put-if-absent alone.
 
 The lease of a run is a log of numbered entries: acquired, renewed, released. A renewal and a takeover contend for the
 same number, so exactly one of them happens, and the number of the `acquired` entry is a fencing token that rises with
@@ -7,11 +7,11 @@ every holder. The newest entry says who drives the run.
 A holder whose process is known to be dead is replaced at once. Any other is watched for one period, during which its
 entry must not change. Each side measures the period on its own steady clock, and no wall clocks are compared. The
 holder counts from before it asked for its entry, the other from after it saw it, so their times do not overlap if both
-clocks run at the same speed. A holder that was frozen for longer than the period keeps the run if nobody followed.
+clocks run at the same speed. A holder that was frozen for longer than the period keeps the run if no one took it over.
 
-What does not rest on clocks: whoever was followed commits nothing, because the fence looks into the log before each
-commit. A holder that freezes between that look and the publication may still publish. Then that manifest is the truth,
-which the process that took over meets and uses, because a manifest is published put-if-absent too.
+Independent of clocks: a holder that was replaced commits nothing, because the fence checks the log before each commit.
+A holder that freezes between that check and the publication may still publish. Then that manifest is the truth, and
+the process that took over finds and uses it, because a manifest is published put-if-absent too.
 """
 
 import logging
@@ -34,11 +34,11 @@ from storage.ownership.process import SYSTEM, Clock, Life, Owner, life, this_pro
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""How long a holder of which nothing is heard keeps the run."""
+"""How long a silent holder keeps the run."""
 
-_RENEWALS = 3  # in a period
-_LOOKS = 60  # in a period, of whoever watches
-_RELEASE_SECONDS = 5.0  # patience of the last entry: without it the run is free a period later
+_RENEWALS = 3  # per period
+_LOOKS = 60  # per period, by a process that watches
+_RELEASE_SECONDS = 5.0  # patience of the last entry: without it the run is free one period later
 
 
 class Lease:
@@ -59,11 +59,11 @@ class Lease:
 
     @property
     def lost(self) -> LeaseLost | None:
-        """Why this process holds the lease no longer, as far as it has noticed; None while it does."""
+        """Why this process no longer holds the lease, as far as it has noticed; None while it does."""
         return None if self._lost is None else self._loss()
 
     def on_lost(self, listener: Callable[[LeaseLost], object]) -> None:
-        """Have `listener` called once, by the thread that notices the loss; now if it is lost already."""
+        """Call `listener` once, in the thread that notices the loss; at once if the lease is already lost."""
         with self._lock:
             if self._lost is None:
                 self._listeners.append(listener)
@@ -71,7 +71,7 @@ class Lease:
         listener(self._loss())
 
     def check(self) -> None:
-        """See in the store that the lease is still held. If its period is over that takes a renewal.
+        """Check in the store that the lease is still held; if its period is over, renew it.
 
         Raises:
             LeaseLost: it was taken over or ended.
@@ -85,10 +85,10 @@ class Lease:
                 self._follow(newest(self.root, self.run))
 
     def renew(self, patience: float | None = None) -> None:
-        """Hold it for another whole period from now; also if the last one is over and nobody followed.
+        """Hold it for another whole period from now, even if the last one is over and no one took over.
 
         Args:
-            patience: seconds for which it is tried; those of the root if not given.
+            patience: seconds for which it is retried; by default the root's patience.
 
         Raises:
             LeaseLost, StorageInterrupted: as `check`.
@@ -98,11 +98,11 @@ class Lease:
             self._append("renewed", self.root if patience is None else self.root.patient(patience))
 
     def prune(self) -> None:
-        """Remove entries that were followed long ago."""
+        """Remove entries that others followed long ago."""
         log.prune(self.root, self.run, self._entry.number)
 
     def release(self) -> None:
-        """Let another process have the run at once; a lease that is lost already stays lost."""
+        """Free the run for another process at once; a lease that is already lost stays lost."""
         with self._lock:
             if self._lost is None:
                 self._lost = "it was released"  # before another process can have it
@@ -114,7 +114,7 @@ class Lease:
                     logger.warning("the lease of run %s could not be released: %s", self.run, failure)
 
     def _loss(self) -> LeaseLost:
-        return LeaseLost(f"this process drives run {self.run} no longer: {self._lost}. Start the same command again")
+        return LeaseLost(f"this process no longer drives run {self.run}: {self._lost}. Start the same command again")
 
     def _refuse_if_lost(self) -> None:
         if self._lost is not None:
@@ -133,7 +133,7 @@ class Lease:
             self._follow(last)
 
     def _follow(self, last: Entry | None) -> None:
-        """Take `last` for ours if it is an earlier renewal whose answer never came; it confirms nothing."""
+        """Adopt `last` if it is a renewal of ours whose answer was lost; it confirms nothing."""
         if last == self._entry:
             return
         if last is not None and (last.token, last.kind) == (self._entry.token, "renewed"):
@@ -150,7 +150,7 @@ class Lease:
 
 
 def holder(root: Root, run: str) -> Entry | None:
-    """The newest entry of the process that drives the run, or None if any other may have it at once."""
+    """The newest entry of the process that drives the run, or None if another may take it over at once."""
     entry = newest(root, run)
     return None if _is_free(entry) else entry
 
@@ -159,7 +159,7 @@ def check_free(root: Root, run: str, clock: Clock = SYSTEM) -> None:
     """Refuse early what `acquire` would refuse at once.
 
     Raises:
-        LeaseHeld: a process of this machine that is running drives the run.
+        LeaseHeld: a running process of this machine drives the run.
     """
     entry = newest(root, run)
     if entry is not None and _is_at_work(entry, clock):
@@ -174,10 +174,10 @@ def acquire(
     clock: Clock = SYSTEM,
     pause: Callable[[float], None] = time.sleep,
 ) -> Lease:
-    """Get the lease; from a holder that may be alive, after nothing was heard of it for one of its periods.
+    """Acquire the lease; from a holder that may be alive, only after it was silent for one of its periods.
 
     Raises:
-        LeaseHeld: the holder is a process of this machine at work, or has renewed its lease.
+        LeaseHeld: the holder is a running process of this machine, or has renewed its lease.
     """
     watch: Watch | None = None
     while True:
@@ -198,42 +198,42 @@ def acquire(
 
 
 class Watch:
-    """A look-out for an entry that changes, by somebody who cannot know whether its holder lives."""
+    """Watches an entry for changes, when it is not known whether its holder is alive."""
 
     def __init__(self, entry: Entry, since: float) -> None:
         self.entry, self.since = entry, since
 
     @classmethod
     def going_on(cls, before: "Watch | None", entry: Entry, asked: float, answered: float) -> "Watch":
-        """The same watch, or another one that begins with this look.
+        """The same watch, or a new one that begins with this look.
 
-        A look that took long tells of a store that was away. The holder could not renew either, so it gets a period.
+        A slow look means that the store was away. The holder could not renew either, so it gets another period.
         """
         slow = answered - asked > entry.seconds / _RENEWALS
         return cls(entry, answered) if before is None or slow else before
 
     def is_over(self, entry: Entry | None, asked: float) -> bool:
-        """Whether `entry`, asked for at that time, has stayed the same for one of its holder's periods."""
+        """Whether `entry`, requested at time `asked`, has stayed the same for one of its holder's periods."""
         return entry == self.entry and asked - self.since >= self.entry.seconds
 
 
 @contextmanager
 def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> Iterator[Lease]:
-    """Hold the lease of `run` for a block of code, renewing it from a thread of its own.
+    """Hold the lease of `run` for a block of code, renewing it from its own thread.
 
-    If another process takes it over, the block ends with LeaseLost as soon as that is noticed, if the main thread
-    executes it. In another thread it learns of it by `check()`, by `lost` or by `on_lost`.
+    If another process takes it over, a block in the main thread ends with LeaseLost as soon as that is noticed. In
+    another thread, `check()`, `lost` or `on_lost` report the loss.
 
     Raises:
         LeaseHeld: another process drives the run.
-        LeaseLost: another process has taken it over meanwhile.
+        LeaseLost: another process took the run over during the block.
     """
     lease = acquire(root, run, this_process(owner), seconds)
     stop, every = threading.Event(), seconds / _RENEWALS
     thread = threading.Thread(target=_keep, args=(lease, stop, every), name=f"lease-{run}", daemon=True)
     thread.start()
     try:
-        root.flush_newest(layout.manifest_folder(run))  # what is published from now on rests on these
+        root.flush_newest(layout.manifest_folder(run))  # what is published from now on depends on these
         with Interruptible() as block:
             lease.on_lost(block.end_with)
             yield lease
@@ -251,7 +251,7 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
     """
     last = newest(root, run)
     if last is None or last.kind == "released":
-        return True, f"run {run} is driven by nobody"
+        return True, f"run {run} is not driven by any process"
     explanation = explain(run, last, clock)
     if not force and not _is_free(last):
         return False, explanation
@@ -263,21 +263,21 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
 
 
 def describe(entry: Entry, clock: Clock = SYSTEM) -> str:
-    """The holder in a few words, and since when nothing was heard of it if that is longer than its period."""
+    """The holder in a few words, and since when it has been silent if that is longer than its period."""
     silent = clock.wall() >= entry.expires
     return f"{entry.owner}{f', silent since {entry.written:%Y-%m-%d %H:%M:%S} UTC' if silent else ''}"
 
 
 def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
     """Who drives a run, and what can be done about it."""
-    heard = f"last heard of at {entry.written:%Y-%m-%d %H:%M:%S} UTC"
+    heard = f"last heard from at {entry.written:%Y-%m-%d %H:%M:%S} UTC"
     if life(entry.owner) is Life.DEAD:
         return f"run {run} was driven by {entry.owner}, which is gone: the run can be taken over at once"
     if _is_at_work(entry, clock):
         return f"run {run} is driven by {entry.owner}, which is running. Wait for it or stop it"
     return (
         f"run {run} is driven by {entry.owner}, {heard}. Another process takes the run over after it has waited "
-        f"{entry.seconds:.0f} s without hearing of that one; if you know that it is dead, "
+        f"{entry.seconds:.0f} s without hearing from the holder; if you know that it is dead, "
         f"`ratchet unlock {run} --force` frees the run now"
     )
 
@@ -287,7 +287,7 @@ def _is_free(entry: Entry | None) -> bool:
 
 
 def _is_at_work(entry: Entry, clock: Clock) -> bool:
-    # one machine and one wall clock, and if it jumps only a refusal comes too early or after a watch
+    # one machine has one wall clock; if it jumps, only a refusal is premature or delayed by a watch
     return entry.kind != "released" and life(entry.owner) is Life.ALIVE and clock.wall() < entry.expires
 
 
@@ -307,10 +307,10 @@ def _acquisition(last: Entry | None, owner: Owner, seconds: float, clock: Clock)
 def _keep(lease: Lease, stop: threading.Event, every: float) -> None:
     while not stop.wait(every):
         try:
-            with meter.separate():  # no stage waits for it
+            with meter.separate():  # no stage waits for this
                 lease.renew(patience=every)
                 lease.prune()
         except LeaseLost:
-            return  # its listeners know
+            return  # the listeners were called
         except StorageError as failure:
             logger.warning("the lease of run %s cannot be renewed at the moment: %s", lease.run, failure)

@@ -1,8 +1,8 @@
 """The log of a lease: numbered entries, each published put-if-absent. The newest says who drives the run.
 
-An append contends for the number after the newest, so of two at one moment one happens. The holder removes entries
-that others followed long ago (`prune`), which leaves their numbers free: a process that knows the log as it was then
-can take such a number, and a second look tells it that this is not the newest. So the entries that count are numbered
+An append contends for the number after the newest, so of two simultaneous ones exactly one happens. The holder removes
+entries that others followed long ago (`prune`), which frees their numbers: a process with an outdated view of the log
+can take such a number, but then a second look shows that it is not the newest. So the entries that count are numbered
 without gaps, and no number counts twice.
 """
 
@@ -18,8 +18,8 @@ from storage.ownership.process import Owner
 from storage.parallel import each
 
 KEPT_ENTRIES = 32
-"""How many of the newest entries stay. A listing is not one moment: one that takes as long as so many renewals could
-see neither an entry that is removed meanwhile nor the one that is written."""
+"""How many of the newest entries stay. A listing is not atomic: one that takes as long as this many renewals could
+miss both an entry that is removed meanwhile and the one that is written."""
 
 _PRUNED_AT_ONCE = 1024  # a log of an earlier version may have a hundred thousand entries
 _REMOVERS = 8
@@ -38,14 +38,14 @@ class Entry(BaseModel):
     epoch: int
     """Fencing token: number of the entry by which this holder acquired the lease."""
     token: str
-    """Random: tells this acquisition from all others."""
+    """Random: distinguishes this acquisition from all others."""
     owner: Owner
     """Who holds it; of a `released` entry, who ended it."""
     written: datetime
     """By the holder's clock (UTC)."""
     expires: datetime
-    """`written` and the period for which the holder keeps the run without a further entry. Other hosts watch for that
-    long on a clock of their own; an earlier version compares this time with its clock."""
+    """`written` plus the period for which the holder keeps the run without another entry. Other hosts watch for that
+    long on their own clocks; an earlier version compares this time with its clock."""
 
     @property
     def seconds(self) -> float:
@@ -68,7 +68,7 @@ def newest(root: Root, run: str) -> Entry | None:
 
 
 def newest_number(root: Root, run: str) -> int | None:
-    """The number of the newest entry: all that tells whether it is still one's own."""
+    """The number of the newest entry, which is enough to know whether it is one's own."""
     return max(_numbers(root, run), default=None)
 
 
@@ -78,7 +78,7 @@ def read(root: Root, run: str, number: int) -> Entry:
 
 
 def append(root: Root, run: str, entry: Entry) -> Entry:
-    """Publish `entry` after the one before it; returns the newest entry, which is another one if that failed."""
+    """Publish `entry` under its number; returns the newest entry, which is another one if that failed."""
     published = records.publish(root, layout.lease_key(run, entry.number), entry)
     number = newest_number(root, run)
     if published and number == entry.number:
@@ -89,7 +89,7 @@ def append(root: Root, run: str, entry: Entry) -> Entry:
 
 
 def prune(root: Root, run: str, number: int) -> None:
-    """Remove entries that lie far before `number`, which is or was the newest."""
+    """Remove entries far before `number`, which is or was the newest."""
     old = [one for one in _numbers(root, run) if one <= number - KEPT_ENTRIES]
     each(lambda one: root.remove(layout.lease_key(run, one)), old[:_PRUNED_AT_ONCE], _REMOVERS)
 

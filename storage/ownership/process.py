@@ -1,4 +1,4 @@
-"""The process that drives a run, and whether it still lives as far as this machine can tell."""
+"""The process that drives a run, and whether it is alive as far as this machine can tell."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 _PROC = Path("/proc")
-_START_TIME = 19  # of the fields of /proc/PID/stat behind the name in parentheses; proc(5) calls it the 22nd of all
+_START_TIME = 19  # among the fields of /proc/PID/stat after the name in parentheses; proc(5) counts it as field 22
 
 
 class Owner(BaseModel):
@@ -28,16 +28,16 @@ class Owner(BaseModel):
     process: int
     """Process id there."""
     place: str | None = None
-    """Boot and process namespace in which the process id means something; Linux alone."""
+    """Boot and process namespace in which the process id is valid; only on Linux."""
     birth: str | None = None
-    """Start time of the process, which tells it from a later one with its id; Linux alone."""
+    """Start time of the process, which distinguishes it from a later one with the same id; only on Linux."""
 
     def __str__(self) -> str:
         return f"{self.name} (host {self.host}, process {self.process})"
 
 
 class Life(Enum):
-    """What this machine knows of a process."""
+    """What this machine knows about a process."""
 
     ALIVE = auto()
     DEAD = auto()
@@ -51,7 +51,7 @@ class Clock:
     wall: Callable[[], datetime]
     """For people, and for processes of an earlier version: no process judges another machine's lease by it."""
     steady: Callable[[], float]
-    """Seconds that nobody sets back and that go on while the machine sleeps: measures every period."""
+    """Seconds that are never set back and continue while the machine sleeps; measures every period."""
 
 
 def _steady() -> float:
@@ -64,13 +64,13 @@ SYSTEM = Clock(lambda: datetime.now(UTC), _steady)
 
 
 def this_process(name: str) -> Owner:
-    """This process as the owner of what it does under `name`."""
+    """This process as an owner called `name`."""
     process = os.getpid()
     return Owner(name=name, host=socket.gethostname(), process=process, place=_place(), birth=_birth(process))
 
 
 def life(owner: Owner) -> Life:
-    """Whether the process of `owner` is running. Only its own machine, since its last start, can know."""
+    """Whether the process of `owner` is running. Only its own machine can know, and only since its last boot."""
     if owner.place is None or owner.host != socket.gethostname() or owner.place != _place():
         return Life.UNKNOWN
     try:
@@ -78,7 +78,7 @@ def life(owner: Owner) -> Life:
     except ProcessLookupError:
         return Life.DEAD
     except PermissionError:
-        pass  # it is there, and another user's: /proc may hide it (mount option hidepid)
+        pass  # it exists and is another user's: /proc may hide it (mount option hidepid)
     seen = _birth(owner.process)
     return Life.ALIVE if None in (seen, owner.birth) or seen == owner.birth else Life.DEAD
 
@@ -92,7 +92,7 @@ def _place() -> str | None:
 
 
 def _birth(process: int) -> str | None:
-    """Start time of a process; empty if it has ended and its parent has not asked for that, None if it is not seen."""
+    """Start time of a process; empty for a zombie, None if the process is not visible."""
     try:
         state, *fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
 """The archive of a run: one Parquet file with every scored sample, for people and their tools.
 
-zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLIT, which puts the bytes of equal weight
-of neighbouring floats side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
+zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLIT, which puts bytes of equal
+significance side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ TABLE = "samples"
 _FLOATS = ("logprobs",)
 _SCORES = ("reward", "status", "detail")
 SAMPLES = pa.schema([*ROLLOUT, *(REWARD.field(name).with_nullable(True) for name in _SCORES)])
-"""Columns of the archive: the rollout table and what the reward stage said; null where it was not scored yet."""
+"""Columns of the archive: the rollout table and the scores; null where a sample is not scored yet."""
 
 
 class Archive(BaseModel):
@@ -72,7 +72,7 @@ def compact(root: Root, workflow: Workflow, run: str) -> Archive:
 
 
 def write_archive(path: Path, tables: Iterator[pa.Table]) -> int:
-    """Write tables of the schema SAMPLES to a Parquet file, each as row groups of its own; returns the rows."""
+    """Write tables of the schema SAMPLES to a Parquet file, each in its own row groups; returns the number of rows."""
     rows = 0
     leaves = [_leaf(field) for field in SAMPLES]
     floats = {_leaf(SAMPLES.field(name)): "BYTE_STREAM_SPLIT" for name in _FLOATS}

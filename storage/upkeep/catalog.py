@@ -1,4 +1,4 @@
-"""What is in a root: runs, their manifests, and which parts are named by anything. To show and to clean up."""
+"""What a root holds: runs, their manifests, and which parts anything names. For display and cleaning."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ class Unreadable(BaseModel):
     key: str
     """Key below the storage root."""
     reason: str
-    """Damaged, of a later version, or what the store said."""
+    """Damaged, of a later version, or the store's error."""
 
     @classmethod
     def of(cls, key: str, error: StorageError) -> "Unreadable":
-        """From what reading it has raised."""
+        """From the error that reading it raised."""
         return cls(run=layout.run_of(key), key=key, reason=str(error))
 
 
@@ -55,19 +55,19 @@ class Retired(BaseModel):
 
 @dataclass(frozen=True)
 class Names:
-    """What a run has recorded, from the names of its records alone."""
+    """A run's records, by name alone."""
 
     manifests: tuple[str, ...] = ()
     """Keys of all manifests, sorted."""
     retired: frozenset[str] = frozenset()
-    """Those of them whose parts retention has deleted."""
+    """Those whose parts retention has deleted."""
     pieces: tuple[str, ...] = ()
     """Keys of the records of pieces."""
     attempts: tuple[str, ...] = ()
     """Keys of the records of attempts."""
 
     def only(self, wanted: Callable[[str], bool]) -> "Names":
-        """Those of them that are wanted."""
+        """Only the wanted keys."""
         return Names(
             manifests=tuple(filter(wanted, self.manifests)),
             retired=frozenset(filter(wanted, self.retired)),
@@ -101,7 +101,7 @@ class Contents:
     retired: Mapping[str, Retired] = field(default_factory=dict)
     """By the key of the manifest."""
     pieces: Mapping[str, Part] = field(default_factory=dict)
-    """By key; those of stages that are committed too."""
+    """By key, including those of committed stages."""
 
     @property
     def newest(self) -> list[Manifest]:
@@ -137,13 +137,13 @@ class RunSummary(BaseModel):
     stage: str | None = None
     """Last committed stage of it."""
     finished: datetime | None = None
-    """When that was (UTC)."""
+    """When that was committed (UTC)."""
     driven_by: str | None = None
     """The process that drives the run now."""
     parent: str | None = None
     """The run that this one was forked from."""
     damaged: str | None = None
-    """Why a record that these figures come from cannot be read; None if they all can."""
+    """Why a record behind these figures cannot be read; None if all can."""
 
 
 def runs(root: Root) -> list[str]:
@@ -154,10 +154,10 @@ def runs(root: Root) -> list[str]:
 
 
 def require_run(root: Root, run: str) -> None:
-    """Refuse a run that is not there.
+    """Refuse a run that does not exist.
 
     Raises:
-        InputError: naming the nearest thing that is.
+        InputError: it names the runs that exist.
     """
     if not root.exists(layout.run_config_key(check_run_name(run))):
         there = ", ".join(runs(root)) or "no run at all"
@@ -165,7 +165,7 @@ def require_run(root: Root, run: str) -> None:
 
 
 def names(root: Root, run: str, iteration: int | None = None) -> Names:
-    """What a run has recorded, all of it or of one iteration; one listing."""
+    """The names of a run's records, of all or of one iteration; one listing."""
     folder = layout.manifest_folder(run) if iteration is None else layout.iteration_folder(run, iteration)
     keys = root.keys(folder)
     there, manifests = set(keys), tuple(key for key in keys if layout.is_manifest(key))
@@ -181,7 +181,7 @@ def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
     """Read everything that a run has recorded.
 
     Args:
-        recorded: read these alone.
+        recorded: read only these.
 
     Raises:
         DigestMismatch, SchemaMismatch: a record is damaged or of a later version.
@@ -194,10 +194,10 @@ def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
 
 
 def survey(root: Root, run: str, recorded: Names | None = None) -> tuple[Contents, list[Unreadable]]:
-    """Like `contents`, but what cannot be read is named and left out.
+    """Like `contents`, but unreadable records are named and left out.
 
     Args:
-        recorded: read these alone.
+        recorded: read only these.
     """
     unreadable: list[Unreadable] = []
 
@@ -231,7 +231,7 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
 
 
 def summaries(root: Root) -> list[RunSummary]:
-    """All runs of a root, sorted by name. Reads the manifests of each one's first stage and last iteration."""
+    """All runs of a root, sorted by name. Reads the manifests of the first stage and last iteration of each."""
     return each(lambda run: _summary(root, run), runs(root), _READERS)
 
 
@@ -258,7 +258,7 @@ def _summary(root: Root, run: str) -> RunSummary:
 
 
 def in_order(manifests: Mapping[str, Manifest]) -> dict[str, Manifest]:
-    """The same manifests in the order of work: by iteration, and in it each after those that it was made from."""
+    """The same manifests in the order of work: by iteration, and within one each after those it was made from."""
     digests = {key: manifest.digest for key, manifest in manifests.items()}
     known = {digests[key]: manifest for key, manifest in manifests.items()}
     steps: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A new run that shares the past of another: the same parts, by reference, under manifests of its own."""
+"""A new run that shares the past of another: the same parts, by reference, under its own manifests."""
 
 from collections.abc import Mapping
 
@@ -22,9 +22,9 @@ class Forked(BaseModel):
     parent: str
     """The run it came from."""
     iteration: int
-    """The last iteration they share; the new run goes on with the next."""
+    """The last iteration they share; the new run continues with the next."""
     manifests: int
-    """Manifests taken over."""
+    """Manifests copied."""
     shared_bytes: int
     """Size of the parts that both name."""
 
@@ -32,7 +32,7 @@ class Forked(BaseModel):
 def fork(
     root: Root, workflow: Workflow, parent: str, iteration: int, run: str, config_digest: str, config: BaseModel
 ) -> Forked:
-    """Make run `run` from the iterations 0 to `iteration` of `parent`; done again, it completes what a crash left.
+    """Make run `run` from iterations 0 to `iteration` of `parent`; repeated after a crash, it completes the fork.
 
     Args:
         config_digest: identity of the new run's configuration.
@@ -43,7 +43,7 @@ def fork(
     """
     require_run(root, parent)
     if root.exists(layout.run_config_key(check_run_name(run))):
-        raise InputError(f"run {run!r} is in {root.url} already: give the fork another name with --run")
+        raise InputError(f"run {run!r} already exists in {root.url}: give the fork another name with --run")
     recorded = names(root, parent)
     _check_complete(recorded, workflow, parent, iteration)
     past = contents(root, parent, recorded.only(lambda key: _iteration(key) <= iteration))
@@ -55,13 +55,13 @@ def fork(
     key = layout.run_config_key(run)
     # compared, because the answer to our own write may have been lost
     if not records.publish(root, key, config) and root.read_bytes(key) != records.seal(config):
-        raise InputError(f"run {run!r} was made by another process just now: give the fork another name with --run")
+        raise InputError(f"run {run!r} was just made by another process: give the fork another name with --run")
     parts = {part.key: part.bytes for copy in copies for part in copy.parts}
     return Forked(run=run, parent=parent, iteration=iteration, manifests=len(copies), shared_bytes=sum(parts.values()))
 
 
 def check_unused(root: Root, run: str) -> None:
-    """Refuse a name for a new run that has manifests already: a run of another configuration would continue from them.
+    """Refuse a new run whose name already has manifests: it would continue from those of another configuration.
 
     Raises:
         InputError: a fork under this name was interrupted before it became a run, or its `run.json` was removed.
@@ -78,7 +78,7 @@ def check_unused(root: Root, run: str) -> None:
 def check_past(root: Root, run: str, config_digest: str) -> None:
     """Refuse a run that would continue from manifests of another configuration.
 
-    What is under a run's name by mistake begins with iteration 0, as a fork does, so that is looked at.
+    What is under a run's name by mistake begins with iteration 0, as a fork does, so iteration 0 is checked.
 
     Raises:
         InputError: a manifest was made under another configuration than the run's own.
@@ -90,7 +90,7 @@ def check_past(root: Root, run: str, config_digest: str) -> None:
             raise InputError(
                 f"{manifest.stage} of iteration 0 of run {run!r} ({came}) belongs to configuration "
                 f"{manifest.config_digest}, but the run was started with {config_digest}: its past was left by "
-                f"something else, such as a fork that was interrupted. Start a new run with another --run, or remove "
+                f"something else, such as an interrupted fork. Start a new run with another --run, or remove "
                 f"the folder {run} from {root.url}"
             )
 
@@ -98,17 +98,17 @@ def check_past(root: Root, run: str, config_digest: str) -> None:
 def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration: int) -> None:
     synced = set(recorded.of_stage(workflow.ends_iteration).values())
     if iteration not in synced:
-        there = f"iterations 0 to {max(synced)} are" if synced else "no iteration is"
+        there = f"iterations 0 to {max(synced)} are" if synced else "none is"
         raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}. Choose another with --at")
 
 
 def _check_begun(root: Root, run: str, copies: list[Manifest]) -> None:
-    """Refuse what another fork of the name left beyond our last iteration: the new run would continue from there."""
+    """Refuse manifests that another fork of this name left beyond our iterations: the run would continue from them."""
     ours = {layout.manifest_key(run, copy.iteration, copy.stage, 0) for copy in copies}
     foreign = sorted(set(names(root, run).manifests) - ours)
     if foreign:
         raise InputError(
-            f"run {run!r} was begun as a fork of something else, which has left {foreign[0]}: give this one another "
+            f"run {run!r} was begun as another fork, which left {foreign[0]}: give this one another "
             f"name with --run, or remove the folder {run} from {root.url}"
         )
 
@@ -116,9 +116,9 @@ def _check_begun(root: Root, run: str, copies: list[Manifest]) -> None:
 def _take_over_retirements(
     root: Root, workflow: Workflow, past: Contents, copies: list[Manifest], iteration: int
 ) -> None:
-    """Retire the copies of what the parent has retired; each other state is kept as long as its copy is.
+    """Retire the copies of what the parent has retired; every other state is kept as long as its copy is.
 
-    Looked at after the copies are published: a retention of the parent at this moment sees them, or we see its records.
+    Checked after the copies are published: concurrent retention of the parent sees them, or we see its records.
 
     Raises:
         InputError: the state to continue from is not kept.
@@ -161,7 +161,7 @@ def _copy(manifest: Manifest, run: str, config_digest: str, digests: Mapping[str
     if unknown:
         raise StorageError(
             f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} was made from a {unknown[0]} "
-            "that is not the newest of the run: it cannot be shared. `ratchet verify` tells what is missing"
+            "that is not the newest of the run: it cannot be shared. `ratchet verify` shows what is missing"
         )
     origin = manifest.origin or Origin(run=manifest.run, digest=manifest.digest, config_digest=manifest.config_digest)
     inputs = {role: digests[digest] for role, digest in manifest.inputs.items()}
@@ -174,6 +174,6 @@ def _publish(root: Root, manifest: Manifest, run: str) -> None:
         commit(root, manifest)
     except CommitConflict as error:
         raise InputError(
-            f"run {run!r} was begun as a fork of something else: give this one another name with --run, or remove the "
+            f"run {run!r} was begun as another fork: give this one another name with --run, or remove the "
             f"folder {run} from {root.url} ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""Where weights and samples come from, and what became of them, by following the digests in manifests."""
+"""Where weights and samples come from, and what they were used for, by following the digests in manifests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -35,7 +35,7 @@ class Step(BaseModel):
     bytes: int
     """Size of its parts."""
     code_version: str
-    """Ratchet that did it."""
+    """Version of Ratchet that did it."""
     config_digest: str
     """Configuration it was done under."""
     finished: datetime
@@ -57,15 +57,15 @@ class WeightsLineage(BaseModel):
     steps: tuple[Step, ...]
     """All stages that they come from, oldest first; the last is the training that made them."""
     sampled_by: int | None
-    """Weight version that sampled what the last step learned from; None for the first state."""
+    """Weight version that sampled what the last step was trained on; None for the first state."""
     prompts: tuple[str, ...]
-    """Ids of the prompts the last step learned from."""
+    """Ids of the prompts the last step was trained on."""
     reward_mean: float | None
     """Mean score of those samples."""
 
 
 class SampleLineage(BaseModel):
-    """One stored sample, what made it and what learned from it."""
+    """One stored sample, what made it and what was trained on it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,7 +90,7 @@ class SampleLineage(BaseModel):
     reward_status: str | None
     """ok, error or timeout; None if it was not scored yet."""
     used_by: tuple[Step, ...]
-    """Training steps that learned from it, also those of forks."""
+    """Training steps on it, including those of forks."""
 
 
 def of_weights(root: Root, workflow: Workflow, run: str, version: int) -> WeightsLineage:
@@ -183,7 +183,7 @@ def _ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> Iterator[Ma
 
 
 def _users(root: Root, workflow: Workflow, rollout: Manifest) -> Iterator[Step]:
-    """Training steps on these rollouts, or on a fork's manifest of the same parts, as far as runs can be read."""
+    """Training steps on this rollout, or on a fork's manifest of the same parts, as far as runs can be read."""
     keys = {part.key for part in rollout.parts}
     for run in runs(root):
         newest = survey(root, run)[0].newest

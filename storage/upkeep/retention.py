@@ -1,11 +1,11 @@
 """Garbage: what may be deleted, and deleting it. Nothing that a kept manifest of any run names is ever deleted.
 
-Retention retires train states first, by a record, then looks at what other runs name, and only then deletes. A fork
-does it the other way round: it publishes manifests that name the parts, then looks for such records. So of a fork and a
-retention at the same moment at least one sees the other.
+Retention first retires train states, by a record, then checks what other runs name, and only then deletes. A fork does
+the reverse: it publishes manifests that name the parts, then checks for such records. So of a concurrent fork and
+retention at least one sees the other.
 
-What nothing names is deleted when it is a day old. A stage that finds such a part makes it young again, and each is
-looked at once more just before it is deleted.
+Objects that nothing names are deleted when they are a day old. A stage that finds such a part makes it young again, and
+each is checked once more just before it is deleted.
 """
 
 import logging
@@ -32,18 +32,18 @@ _ORPHAN = "no manifest names it"
 _BATCH = 16  # objects that are deleted between two looks at who drives the run
 
 ORPHAN_AGE = timedelta(days=1)
-"""A younger object that nothing names may belong to a stage in work."""
+"""A younger object that nothing names may belong to a stage in progress."""
 
 
 class Retention(BaseModel):
-    """Which train states are kept. Those of iteration 0, of the newest weights served, and newer ones always are."""
+    """Which train states are kept. Those of iteration 0, of the newest served weights, and newer ones always are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     newest: int | None = None
-    """Keep this many of the newest; all if it is not given."""
+    """Keep this many of the newest; by default all."""
     every: int | None = None
-    """Beyond those, keep the states of iterations that this number divides."""
+    """Also keep the states of iterations that this number divides."""
 
     def keeps(self, iteration: int, newest: int) -> bool:
         """Whether the state of `iteration` stays when `newest` is the newest."""
@@ -67,7 +67,7 @@ class Garbage(BaseModel):
     key: str
     """Key below the storage root."""
     bytes: int
-    """Its size; 0 where the store does not tell."""
+    """Its size; 0 if the store does not report it."""
     reason: str
     """Why nothing needs it."""
     upload: str | None = None
@@ -89,7 +89,7 @@ class Collection(BaseModel):
     @computed_field
     @property
     def bytes(self) -> int:
-        """Size of it all."""
+        """Total size."""
         return sum(one.bytes for one in self.garbage)
 
 
@@ -109,7 +109,7 @@ def collect(
         fence: the lease; it is checked between deletions.
 
     Raises:
-        LeaseLost: by the fence; what is left is left.
+        LeaseLost: from the fence; the rest is not deleted.
     """
     cleaning = _Cleaning(root, run, SharedParts(root, run), now or datetime.now(UTC), apply, fence)
     recorded = names(root, run)
@@ -134,12 +134,12 @@ def catch_up(
 ) -> Collection:
     """Delete the train states that earlier processes left, or that an earlier configuration kept.
 
-    What `collect` does, for the train states of committed stages alone: it reads the manifests of those that have parts
-    and goes by the names of all other records, so a run can wait for it. What an uncommitted stage has left is kept for
-    the next attempt. Raises as `collect`.
+    Like `collect`, but only for the train states of committed stages. It reads the manifests of those that have parts
+    and uses only the names of all other records, so a run can wait for it. What an uncommitted stage has left is kept
+    for the next attempt. Raises as `collect`.
 
     Args:
-        shared: kept from call to call by a process that cleans more than once.
+        shared: reused between calls by a process that cleans more than once.
     """
     cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
     recorded = names(root, run)
@@ -167,13 +167,13 @@ def give_up(
     fence: Fence | None = None,
     shared: SharedParts | None = None,
 ) -> Collection:
-    """Delete the one train state that newly served weights have pushed out of retention, if there is one.
+    """Delete the one train state that newly served weights push out of retention, if there is one.
 
-    What `catch_up` does for all states, with some ten requests and one for each other run. Arguments and what it raises
-    are the same.
+    Does for one state what `catch_up` does for all, with some ten requests and one for each other run. Arguments and
+    errors are the same.
 
     Args:
-        served: iteration of the weights that were served last.
+        served: iteration of the newest served weights.
     """
     iteration, stage = served - (retention.newest or 0), workflow.holds_state
     if iteration <= 0 or retention.keeps(iteration, served):
@@ -186,7 +186,7 @@ def give_up(
 
 @dataclass(frozen=True)
 class _Cleaning:
-    """Finding and deleting what nothing needs of one run."""
+    """Finding and deleting what nothing needs in one run."""
 
     root: Root
     run: str
@@ -196,7 +196,7 @@ class _Cleaning:
     fence: Fence | None = None
 
     def states(self, parts: list[Stored], near: Names, pushed_out: set[str], retention: Retention) -> Collection:
-        """Retire states and delete those of their parts that are not shared; warn if that cannot be told."""
+        """Retire states and delete those of their parts that are not shared; warn if that is not known."""
         stored, unreadable = survey(self.root, self.run, near)
         garbage: list[Garbage] = []
         if not unreadable:
@@ -209,7 +209,7 @@ class _Cleaning:
     def parts(
         self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str], retention: Retention
     ) -> tuple[list[Garbage], list[Unreadable]]:
-        """Retire states, then find which parts nothing needs, and what could not be read to tell that."""
+        """Retire states, then find the parts that nothing needs, and the records that prevent knowing that."""
         if self.apply:
             self._retire(stored, pushed_out, retention)
         found = list(self._unnamed(parts, stored, pushed_out))
@@ -223,7 +223,7 @@ class _Cleaning:
         return [one for one in found if one.key not in needed], []
 
     def deleted(self, garbage: Iterable[Garbage]) -> Iterator[Garbage]:
-        """Delete one after the other, and say which; without `apply`, only say it."""
+        """Delete one after another and yield each; without `apply`, only yield them."""
         for some in batched(garbage, _BATCH):
             if not self.apply:
                 yield from some
@@ -259,7 +259,7 @@ class _Cleaning:
                 yield Garbage(key=one.key, bytes=one.bytes, reason=_ORPHAN)
 
     def _still_orphaned(self, keys: Iterable[str]) -> set[str]:
-        """Those of the keys that no manifest or piece of their own stage names by now, and that no stage made young."""
+        """The keys that no manifest or piece of their stage names by now, and that no stage has made young."""
         orphaned: set[str] = set()
         for place, some in groupby(sorted(keys), layout.place_of):
             at_place = Names()
@@ -288,8 +288,8 @@ class _Cleaning:
 
 
 def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
-    """Manifests of states that are to be retired."""
-    # a state is not the newest before its weights are served: until then the one before may be needed again
+    """Manifests of states to be retired."""
+    # a state counts as the newest once its weights are served: until then the one before may be needed again
     served = max(recorded.of_stage(workflow.ends_iteration).values(), default=0)
     states = recorded.of_stage(workflow.holds_state).items()
     return {key for key, iteration in states if key not in recorded.retired and not retention.keeps(iteration, served)}
@@ -327,6 +327,6 @@ def _leftovers(root: Root, run: str, moment: datetime) -> Iterator[Garbage]:
 def _uploads(root: Root, run: str) -> list[Upload]:
     try:
         return root.uploads(run)
-    except StorageUnavailable as error:  # not every store lists them, and not everybody may
-        logger.warning("uploads that were never finished are not looked for: %s", error)
+    except StorageUnavailable as error:  # not every store lists them, and not every user may
+        logger.warning("unfinished uploads cannot be listed and are not cleaned up: %s", error)
         return []

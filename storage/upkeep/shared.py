@@ -1,10 +1,9 @@
 """Parts of a run that manifests of other runs name, so that its own cleaning leaves them alone.
 
-Two rules make this cheap to know without reading every run of a root, and each has one place that keeps it: `commit`
-refuses a manifest that names parts of another run and has no `origin`; and manifests with an origin fill the first
-iterations of their run without a gap and are there before its `run.json` is, because `fork` publishes them so. A run
-whose iteration 0 has no origin shares nothing, and what a run shares does not change once it has had a `run.json` for
-longer than any fork takes.
+Two rules make this cheap to know without reading every run of a root, each enforced in one place: `commit` refuses a
+manifest that names parts of another run and has no `origin`; and `fork` publishes manifests with an origin so that they
+fill the first iterations of their run without a gap, before its `run.json`. So a run whose iteration 0 has no origin
+shares nothing, and what a run shares does not change once it has had a `run.json` for longer than any fork takes.
 """
 
 import logging
@@ -26,17 +25,17 @@ logger = logging.getLogger(__name__)
 _READERS = 8
 _AT_ONCE = 16  # iterations
 _SETTLES = timedelta(days=1)
-"""A run that is older shares nothing new, even if it was started under a name for which a fork was just being made."""
+"""An older run shares nothing new, even if it was started under a name while a fork of that name was being made."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What one look has found."""
+    """What other runs name."""
 
     manifests: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Keys of this run's parts that each manifest of another run names; those that name none are left out."""
     unreadable: tuple[Unreadable, ...] = ()
-    """What may name more."""
+    """Records that may name more."""
 
     def parts(self, without: Collection[str] = ()) -> set[str]:
         """Keys of all named parts; manifests `without` do not count."""
@@ -45,10 +44,10 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Read:
-    """What matters of one manifest of another run."""
+    """The relevant content of one manifest of another run."""
 
     shares: bool
-    """Whether it shares parts of any run, as far as can be known."""
+    """Whether it shares parts of any run; True if that is not known."""
     parts: frozenset[str] = frozenset()
     """Keys of parts of this run that it names."""
     unreadable: Unreadable | None = None
@@ -59,14 +58,14 @@ class _Past:
     """What another run shares."""
 
     born: Stored | None
-    """Its configuration; None while it is not a run yet."""
+    """Its `run.json`; None while it is not a run yet."""
     shared: Shared
 
 
 class SharedParts:
     """Finds the manifests of other runs that name parts of `run`.
 
-    Kept by a process that looks often, it asks of each other run whether it is still the one it was, and reads what is
+    A process that looks often keeps it: then it only checks whether each other run is still the same, and reads what is
     new.
     """
 
@@ -77,7 +76,7 @@ class SharedParts:
         self._reported: set[str] = set()
 
     def look(self) -> Shared:
-        """What is named now. A fork that publishes a manifest later sees every retirement recorded before this call."""
+        """What is named now. A fork that publishes a manifest later sees all retirements recorded before this call."""
         others = [name for name in self._root.folders() if name != self._run and is_run_name(name)]
         pasts = dict(zip(others, each(self._past, others, _READERS), strict=True))
         before = datetime.now(UTC) - _SETTLES
@@ -89,7 +88,7 @@ class SharedParts:
         return _joined(past.shared for past in pasts.values())
 
     def named(self, candidates: Collection[str]) -> Shared:
-        """Like `look`, without the manifests that name candidates and whose own run has retired them."""
+        """Like `look`, without the manifests that name candidates and that their own run has retired."""
         found = self.look()
         wanted = set(candidates)
         naming = [key for key, parts in found.manifests.items() if parts & wanted]
@@ -97,13 +96,13 @@ class SharedParts:
         released = {key for key, retired in zip(naming, gone, strict=True) if retired}
         if not released:
             return found
-        # looked at again: what shared a part with one of those just before it was retired is there by now
+        # look again: a fork that shared a part of one of those just before it was retired is visible by now
         found = self.look()
         kept = {key: parts for key, parts in found.manifests.items() if key not in released}
         return Shared(kept, found.unreadable)
 
     def report(self, unreadable: Iterable[Unreadable]) -> None:
-        """Warn, once for each record, that nothing is deleted as long as it cannot be read."""
+        """Warn once for each record that no part is deleted as long as it cannot be read."""
         for one in unreadable:
             if one.key not in self._reported:
                 self._reported.add(one.key)
@@ -112,7 +111,7 @@ class SharedParts:
 
     def _past(self, run: str) -> _Past:
         try:
-            born = self._root.info(layout.run_config_key(run))  # before its manifests: what comes later it does itself
+            born = self._root.info(layout.run_config_key(run))  # before its manifests: later ones are its own work
             known = self._pasts.get(run)
             if known is not None and known.born == born:
                 return known
@@ -121,7 +120,7 @@ class SharedParts:
             return _Past(None, Shared(unreadable=(Unreadable.of(layout.manifest_folder(run), error),)))
 
     def _shared(self, run: str) -> Iterator[Shared]:
-        """What a run shares, some iterations at a time; more are read only while they share anything."""
+        """What a run shares, a few iterations at a time; reading ends with the first that shares nothing."""
         read = self._read_all(_manifests(self._root.stored(layout.iteration_folder(run, 0))))
         yield _found(read)
         if not any(one.shares for one in read.values()):

@@ -1,4 +1,4 @@
-"""Reading everything a run has stored again, and naming what is not as it was written."""
+"""Reading everything that a run has stored, and naming what is not as it was written."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class Problem(StrEnum):
     UNKNOWN_INPUT = "unknown-input"
     """It was made from a manifest that the run does not have."""
     ORPHANED = "orphaned"
-    """Nothing names it: left by a crash, or of a stage in work. Harmless; gc removes it after a day."""
+    """Nothing names it: left by a crash, or part of a stage in progress. Harmless; gc deletes it after a day."""
 
 
 class Finding(BaseModel):
@@ -54,7 +54,7 @@ class Verification(BaseModel):
     manifests: int
     """Manifests read."""
     parts: int
-    """Parts read, also those of other runs that this one shares."""
+    """Parts read, including those shared with other runs."""
     bytes: int
     """Their size."""
     retired: int
@@ -64,12 +64,12 @@ class Verification(BaseModel):
     @computed_field
     @property
     def sound(self) -> bool:
-        """Whether everything that is needed is there and right; orphans do no harm."""
+        """Whether everything needed is there and intact; orphans do no harm."""
         return all(finding.fault is Problem.ORPHANED for finding in self.findings)
 
 
 def verify(root: Root, run: str) -> Verification:
-    """Re-hash every object of a run and follow every reference."""
+    """Hash every object of a run again and follow every reference."""
     stored, findings = _readable(root, run)
     parts = {part.key: part for manifest in stored.kept.values() for part in manifest.parts}
     parts |= {part.key: part for part in stored.unfinished.values()}
@@ -86,7 +86,7 @@ def verify(root: Root, run: str) -> Verification:
 
 
 def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
-    """What of a run's records can be read, and findings for the rest."""
+    """The readable records of a run, and findings for the rest."""
     recorded = names(root, run)
     stored, unreadable = survey(root, run, recorded)
     findings = [Finding(fault=Problem.DAMAGED, key=one.key, detail=one.reason) for one in unreadable]
@@ -147,7 +147,7 @@ def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
     unnamed = set(there) - named
     if unnamed:
         elsewhere = SharedParts(root, run).look()
-        # an orphan does no harm, so none is reported as long as it is not known what is named
+        # an orphan does no harm, so none is reported while it is not known what is named
         unnamed = set() if elsewhere.unreadable else unnamed - elsewhere.parts()
     for key in sorted(unnamed):
         detail = f"{there[key].bytes} bytes of {there[key].modified:%Y-%m-%d %H:%M} that no manifest names"

@@ -79,7 +79,7 @@ def test_what_the_former_driver_published_late_counts(root: Root, tmp_path: Path
     late = []
 
     def publish(context: RunContext, point: Point, key: str) -> None:
-        """While this process works, the one that it took the run over from publishes another result."""
+        """While this process works, the previous holder publishes another result."""
         if late or point is not Point.STARTED or not key.endswith("000001/reward.r0.json"):
             return
         context.outbox.settle()  # the rollout is published
@@ -97,7 +97,7 @@ def test_what_the_former_driver_published_late_counts(root: Root, tmp_path: Path
 
 
 def others(root: Root, rollouts: Manifest) -> pa.Table:
-    """Rewards that the run's function does not give."""
+    """Rewards that the run's function never gives."""
     names = read_table(root, rollouts, ROLLOUT, ["prompt_id", "sample_id"])
     rows = names.num_rows
     columns = [names["prompt_id"].combine_chunks(), names["sample_id"].combine_chunks()]

@@ -29,7 +29,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 class Untouched(WorkersHere):
-    """What a context holds is nothing that Prefect may look into."""
+    """Something that Prefect must not inspect, as a context holds it."""
 
     def __hash__(self) -> int:
         raise AssertionError("the context was hashed")

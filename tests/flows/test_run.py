@@ -1,4 +1,4 @@
-"""The flow is whole: whoever starts it, it checks before it works, and records what it is made from."""
+"""The flow is complete in itself: however it is started, it checks first and records its configuration."""
 
 import os
 from pathlib import Path

@@ -78,7 +78,7 @@ def drive(root: Root, scratch: Path, config: RunConfig, **more: Any) -> None:
 
 
 def look(root: Root) -> tuple[pa.Table, pa.Table, object, list[str]]:
-    """Rows and rewards of iteration 1, the weights that came of it, and the digests of iteration 0."""
+    """Rows and rewards of iteration 1, the resulting weights, and the digests of iteration 0."""
     rows = read_table(root, need(root, RUN, 1, Stage.ROLLOUT), ROLLOUT).combine_chunks()
     rewards = read_table(root, need(root, RUN, 1, Stage.REWARD), REWARD).combine_chunks()
     weights = need(root, RUN, 1, Stage.WEIGHT_SYNC).facts["weights_digest"]
@@ -87,7 +87,7 @@ def look(root: Root) -> tuple[pa.Table, pa.Table, object, list[str]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory):
-    """What a run comes to that nothing interrupts."""
+    """The result of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     root = open_root(str(folder / "root"))
     drive(root, folder / "scratch", small_config(["run.iterations=1"]))
@@ -107,7 +107,7 @@ def test_a_setting_that_changes_while_the_run_is_down_changes_no_result(name, wa
     assert rows.equals(whole[0])
     assert rewards.equals(whole[1])
     assert weights == whole[2]
-    if not name.startswith("train.parallel"):  # the layout is written into the state of iteration 0
+    if not name.startswith("train.parallel"):  # the state of iteration 0 holds the layout
         assert begun == whole[3]
 
 
@@ -119,11 +119,11 @@ def test_a_rollout_never_mixes_precisions(before, after, root: Root, tmp_path: P
     pieces = set(root.keys(f"{RUN}/manifests/000001/rollout.r0.pieces"))
     assert pieces
     drive(root, tmp_path / "second", settings("engine.precision", after))
-    assert "sampled_again" not in need(root, RUN, 1, Stage.ROLLOUT).metrics  # nothing was taken over
+    assert "sampled_again" not in need(root, RUN, 1, Stage.ROLLOUT).metrics  # nothing was reused
 
 
 def test_a_piece_of_an_earlier_version_is_sampled_again(whole, root: Root, tmp_path: Path):
-    """Its name was a number alone, which says nothing of the groups that are in it."""
+    """Its name was only a number, which does not say which groups are in it."""
     with pytest.raises(Killed):
         drive(root, tmp_path / "first", settings("run.iterations", 1), at=killing(Stage.ROLLOUT, 1, Point.MID_PART, 1))
     (piece,) = root.keys(f"{RUN}/manifests/000001/rollout.r0.pieces")

@@ -17,7 +17,7 @@ from tasks.stages.names import Stage
 PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"
 DEADLINE_S = 280
-PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that there is a middle to be killed in
+PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that it can be killed in the middle
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Finished:
 
 
 def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
-    """Start `ratchet` with its own Prefect home, so that other people's runs are neither seen nor disturbed."""
+    """Start `ratchet` with its own Prefect home, so that it neither sees nor disturbs other runs."""
     environment = {**os.environ, "PREFECT_HOME": str(home)}
     return subprocess.Popen(
         [sys.executable, "-m", "flows", *arguments],
@@ -64,6 +64,6 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def still_running(processes: list[psutil.Process]) -> list[str]:
-    # the agents of a Ray whose driver was killed notice after a while; the limit only ends a test that hangs
+    # Ray's agents take a while to notice that their driver was killed; the limit only ends a test that hangs
     _, alive = psutil.wait_procs(processes, timeout=120)
     return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]

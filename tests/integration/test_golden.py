@@ -52,10 +52,10 @@ def test_it_is_continued(root: Root, home: Path):
     assert {place: after[place] for place in STORED} == STORED
     rollout = need(root, RUN, 2, "rollout")
     assert rollout.attempt == 1
-    assert "sampled_again" not in rollout.metrics  # pieces named by a number alone are sampled again
+    assert "sampled_again" not in rollout.metrics  # pieces named only by a number are sampled again
     assert sum("/000002/" in key for key in pieces) == 2
     assert need(root, RUN, 2, "train").inputs["state"] == STORED["train@1"]
-    # another kind of processor may round differently; where the samples are the same, so is everything
+    # another processor may round differently; if the samples are the same, so is everything else
     if after["rollout@2"] == WHOLE["rollout@2"]:
         assert after == WHOLE
     assert verify(root, RUN).sound

@@ -26,7 +26,7 @@ STAGES = [(iteration, stage) for iteration in range(3) for stage in Stage]
 
 @pytest.fixture(scope="module")
 def server():
-    """A server that processes started meanwhile find in their environment."""
+    """A server that new processes find in their environment."""
     with s3_server() as server, pytest.MonkeyPatch.context() as environment:
         client = server.options["client_kwargs"]
         environment.setenv("AWS_ENDPOINT_URL", client["endpoint_url"])
@@ -43,7 +43,7 @@ def bucket(server):
 
 @pytest.fixture(scope="module")
 def continued(server, bucket, home):
-    """The same run on S3: killed in the middle of the rollout of iteration 2, and continued; and what it has read."""
+    """The same run on S3, killed in the middle of the rollout of iteration 2 and continued, and what it read."""
     arguments = ["run", str(TINY), "--root", URL, "--run", RUN, "--json", *PIECES]
     process = start(*arguments, home=home)
     wait_for(bucket, layout.manifest_key(RUN, 1, Stage.TRAIN, 0), process)

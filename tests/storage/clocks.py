@@ -1,4 +1,4 @@
-"""Time that tests move by hand, and processes of machines that are not this one."""
+"""Time that tests move by hand, and processes of other machines."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -8,7 +8,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Time:
-    """Seconds since the start, the same for every clock made from it but for the skew of its wall time."""
+    """Seconds since the start, shared by all clocks made from it, whose wall times may be skewed."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,5 +21,5 @@ class Time:
 
 
 def elsewhere(name: str) -> Owner:
-    """A process of which this machine cannot know whether it lives."""
+    """A process that this machine cannot know to be alive or dead."""
     return Owner(name=name, host="elsewhere", process=7, place="another boot", birth="1")

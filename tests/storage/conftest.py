@@ -20,7 +20,7 @@ def s3():
 
 @pytest.fixture
 def s3_root(s3):
-    """S3 semantics over a socket; a prefix of its own for each test."""
+    """S3 semantics over a socket; each test has its own prefix."""
     s3.fail_next([])
     s3.faults.away = s3.faults.ceph = False
     return s3.root(uuid.uuid4().hex)

@@ -1,4 +1,4 @@
-"""A root that counts what is asked of it."""
+"""A root that counts its requests."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from storage.backends.root import Root, Stored
 
 @dataclass(frozen=True)
 class CountingRoot(Root):
-    """Counts what is asked of the store."""
+    """Counts requests to the store."""
 
     asked: Counter[str] = field(default_factory=Counter)
 

@@ -32,7 +32,7 @@ class FlakyFileSystem:
 
     def __init__(self, script: Iterable[str] = (), reading: Iterable[str] = ()) -> None:
         self.inner = MemoryFileSystem(skip_instance_cache=True)
-        self.inner.store, self.inner.pseudo_dirs = {}, [""]  # not the one store that all of them share
+        self.inner.store, self.inner.pseudo_dirs = {}, [""]  # not the store that all instances share
         self.script, self.reading = iter(script), iter(reading)
         self.calls: Counter[str] = Counter()
         self._lock = threading.Lock()

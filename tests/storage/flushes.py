@@ -1,7 +1,7 @@
-"""A process that says which files and folders it flushes and which names it links, and may kill itself after a link.
+"""A process that reports which files and folders it flushes and which names it links, and may kill itself after a link.
 
 flushes.py ROOT KILL STEP...: KILL is the end of the name after whose link it sends itself SIGKILL, or "-". A step is
-"part" (write_bytes), "file" (a file that is given away), "hold" (the lease, until the end) or the number of the
+"part" (write_bytes), "file" (a file that is handed over), "hold" (the lease, until the end) or the number of the
 iteration whose manifest is committed.
 """
 
@@ -21,7 +21,7 @@ from tests.storage.tables import manifest
 
 
 def record(kill: str) -> None:
-    """Let this process say what it flushes and links, each time before anything else can happen."""
+    """Make this process report each flush and link before anything else can happen."""
     fsync, link = os.fsync, os.link
 
     def said_fsync(descriptor):

@@ -1,4 +1,4 @@
-"""Records as no Ratchet writes them, with a seal that is right all the same."""
+"""Records that no Ratchet writes, with a valid seal."""
 
 from pydantic import ConfigDict
 
@@ -14,12 +14,12 @@ class EarlierManifest(Manifest):
 
 
 def forged_part(part: Part, **changes) -> Part:
-    """`part` with changes that are not checked."""
+    """`part` with unchecked changes."""
     return Part.model_construct(**{**part.model_dump(), **changes})
 
 
 def forged(manifest: Manifest, **changes) -> bytes:
-    """The sealed text of a manifest with changes that are not checked."""
+    """The sealed text of a manifest with unchecked changes."""
     return seal(manifest.model_copy(update=changes))
 
 
@@ -29,6 +29,6 @@ def as_earlier(manifest: Manifest) -> bytes:
 
 
 def sealed_again(text: bytes) -> bytes:
-    """A sealed text that was changed, with the checksum that it has now."""
+    """A changed text, sealed again."""
     body, end, tail = text.rpartition(b',\n "checksum": "')
     return body + end + bytes_digest(body).encode() + tail[32:]

@@ -17,7 +17,7 @@ logging.getLogger("werkzeug").setLevel(logging.WARNING)
 
 
 class Faults:
-    """WSGI layer: the next writing requests meet, in turn, a status to answer with before or "lost" after the work."""
+    """WSGI layer: the next writing requests get, in turn, a status instead of the work, or "lost" after it."""
 
     def __init__(self) -> None:
         self.application = DomainDispatcherApplication(create_backend_app)
@@ -28,7 +28,7 @@ class Faults:
         self.away = False
         """Whether every request is refused with 503, as by a load balancer with no server behind it."""
         self.ceph = False
-        """Whether refused conditions are told as Ceph RGW 16.2 tells them: without naming the condition."""
+        """Whether failed conditions are reported as by Ceph RGW 16.2: without naming the condition."""
 
     def __call__(self, environ, start_response):
         writing = environ["REQUEST_METHOD"] in ("PUT", "POST")
@@ -74,7 +74,7 @@ class S3Server:
         }
         location = {"LocationConstraint": "us-east-2"}
         fs = s3fs.S3FileSystem(**self.options)
-        if not fs.exists(BUCKET):  # moto's buckets are those of the process, whichever server made them
+        if not fs.exists(BUCKET):  # moto's buckets belong to the process, whichever server made them
             fs.call_s3("create_bucket", Bucket=BUCKET, CreateBucketConfiguration=location)
 
     def root(self, prefix: str, bucket: str = BUCKET) -> Root:
@@ -98,7 +98,7 @@ class S3Server:
 
     @contextmanager
     def gone_for(self, seconds: float) -> Iterator[None]:
-        """Be stopped for that long, from the beginning of a block."""
+        """Stay stopped for that long from the beginning of a block."""
         self.stop()
         again = threading.Timer(seconds, self.start)
         again.start()

@@ -10,34 +10,34 @@ from storage.backends.root import Root
 
 
 class Killed(BaseException):
-    """What a killed process meets at its next store operation; nothing it does after that reaches the store."""
+    """Raised in a killed process at its next store operation; nothing it does after that reaches the store."""
 
 
 class Stepper:
-    """A function that runs in a thread, but only while `step` is executing, and at most one store operation long."""
+    """A function that runs in a thread, but only during `step`, for at most one store operation."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function, self._turn, self._back = function, threading.Semaphore(0), threading.Semaphore(0)
         self._killed, self.ended, self.error = False, False, None
         self.pausing = False
-        """Whether it stands where it is worth a look: just before a write, or waiting for time to pass."""
+        """Whether it is at a point of interest: just before a write, or waiting for time to pass."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def step(self) -> None:
-        """Let it go on until just before or just after its next store operation, or to its end."""
+        """Let it run until just before or just after its next store operation, or to its end."""
         if not self.ended:
             self._turn.release()
             self._back.acquire()
 
     def step_to_write(self) -> None:
-        """Let it go on until just before its next write, where what it knows may get old, or until it waits."""
+        """Let it run until just before its next write, where its knowledge may become outdated, or until it waits."""
         self.step()
         while not (self.pausing or self.ended):
             self.step()
 
     def kill(self) -> None:
-        """As SIGKILL does: nothing more of it reaches the store."""
+        """Like SIGKILL: nothing more from it reaches the store."""
         self._killed = True
         while not self.ended:
             self.step()
@@ -79,7 +79,7 @@ class SharedStore:
 
 
 class GatedFileSystem:
-    """What a process calls; each call can be the last."""
+    """The store's calls for a process; each can be the last."""
 
     def __init__(self, store: SharedStore, stepper: Callable[[], Stepper] | None) -> None:
         self._store, self._stepper = store, stepper

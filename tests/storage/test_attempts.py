@@ -1,4 +1,4 @@
-"""Attempts are counted by those who begin, whatever becomes of them."""
+"""Attempts are counted when they begin, whatever becomes of them."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ from tests.storage.flaky import flaky_root
 
 
 def flushes(monkeypatch) -> list[str]:
-    """The files and folders that are flushed from now on."""
+    """Files and folders flushed from now on."""
     found: list[str] = []
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: found.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))

@@ -20,7 +20,7 @@ from tests.storage.worker import STAGES
 
 PROJECT = Path(__file__).resolve().parents[2]
 SHARED, FIRST = 2, 3
-"""Iterations that the run shares with its parent, and the one that it does itself."""
+"""Iterations that the run shares with its parent, and its own one."""
 
 TROUBLES = {
     "damaged": lambda root: make_unreadable(root, "other", b"{}"),
@@ -49,7 +49,7 @@ def results(root: Root) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> tuple[list[str], int]:
-    """What the run comes to alone, and how many system calls it takes."""
+    """The result of the run alone, and its number of system calls."""
     root = make_root(tmp_path_factory.mktemp("whole"), "none")
     ended = run_worker(root, -1)
     assert ended.returncode == 0, ended.stderr
@@ -73,5 +73,5 @@ def test_a_run_comes_to_the_same(tmp_path, undisturbed, trouble, share):
     report = verify(root, "run")
     assert report.sound, report.findings
     assert root.exists(need(root, "run", SHARED, Stage.TRAIN).parts[0].key)
-    if trouble == "none":  # then nothing keeps orphans but their age: a part made young again may have another name
+    if trouble == "none":  # then only age protects orphans: a part made young again may have another name
         assert [one.key for one in report.findings if not layout.is_temporary(one.key)] == []

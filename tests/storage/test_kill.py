@@ -30,7 +30,7 @@ def identities(folder: Path) -> list[str]:
 
 
 def rerun_after_kill(folder: Path, point: int) -> None:
-    """One process that is killed, and one that comes after it and does what is missing and no more."""
+    """One process is killed; the next one does what is missing and no more."""
     folder.mkdir()
     killed = run_worker(folder, point)
     assert killed.returncode == -9, killed.stderr
@@ -38,7 +38,7 @@ def rerun_after_kill(folder: Path, point: int) -> None:
     again = run_worker(folder, -1)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("done ") == ITERATIONS * len(STAGES) - committed
-    # of all pieces the one in work alone may be done twice
+    # only the piece in progress may be done twice
     assert (killed.stdout + again.stdout).count("piece ") <= ITERATIONS * PIECES + 1
 
 

@@ -74,10 +74,10 @@ def test_what_a_result_is_and_was_made_from_is_its_identity(change):
 
 
 def test_the_identity_of_stored_runs_is_for_ever():
-    # written down: a change of this value would cut every stored run into a past and a future that do not match
+    # a literal: if it changed, the past and the future of every stored run would not match
     fields = {"inputs": {"weights": "d"}, "facts": {"cursor": 1, "digest": None}, "schema_fingerprint": "f"}
     part = Part.model_construct(name="groups.arrow", key="run/parts/groups-00.arrow", bytes=10, digest="00", rows=3)
-    stored = manifest(**fields).model_copy(update={"parts": (part,)})  # this key is refused by now
+    stored = manifest(**fields).model_copy(update={"parts": (part,)})  # this key is refused now
     assert stored.digest == "9d1ba1c3bac568eb1521b7a87ed2f373"
 
 
@@ -135,7 +135,7 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(script):
 
 
 class Fencing:
-    """A fence that says what it was told to."""
+    """A fence with a scripted answer."""
 
     def __init__(self, epoch, lost=False):
         self.epoch, self.lost = epoch, lost

@@ -1,4 +1,4 @@
-"""The examples of docs/storage.md: pandas, polars and DuckDB read a run, and find in it what our reader finds."""
+"""The examples of docs/storage.md: pandas, polars and DuckDB read a run, and get what our reader gets."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ COLUMNS = ("prompt_tokens", "response_tokens", "logprobs", "prompt_id", "sample_
 
 @pytest.fixture
 def root(tmp_path, monkeypatch) -> Root:
-    """A run of the name and at the place that the examples have."""
+    """A run with the name and place of the examples."""
     monkeypatch.chdir(tmp_path)
     store = open_root("runs")
     make_run(store, "demo", iterations=2)
@@ -31,7 +31,7 @@ def root(tmp_path, monkeypatch) -> Root:
 
 @pytest.fixture
 def rollout(root) -> pa.Table:
-    """What the examples read, by our own reader."""
+    """What the examples read, read by our own reader."""
     manifest = need(root, "demo", 1, Stage.ROLLOUT)
     assert len(manifest.parts) > 1
     return read_stored_table(root, manifest)

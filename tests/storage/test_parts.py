@@ -190,7 +190,7 @@ def test_a_scratch_file_that_is_right_stays_and_one_that_is_not_is_fetched_again
 def test_a_file_that_changes_while_it_is_stored_is_refused(root, tmp_path, how, position):
     source, changes = tmp_path / "state", []
     source.write_bytes(b"x" * 1000)
-    os.utime(source, (0, 0))  # the clock of a filesystem may stand still for some milliseconds
+    os.utime(source, (0, 0))  # a filesystem's clock may not advance for some milliseconds
     if how == "copied":
         os.link(source, tmp_path / "known by another name too")
     with source.open("r+b") as file:

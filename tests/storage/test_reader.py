@@ -73,7 +73,7 @@ def test_views_of_stored_rows_copy_nothing(root):
 
 
 ROWS, LENGTH = 2000, 300
-READERS = {  # and how much memory beside Arrow's each may take, as a share of the table
+READERS = {  # and how much memory besides Arrow's each may take, as a share of the table
     "as a table": (lambda root, stage: read_stored_table(root, stage), 0.02),
     "flat": (lambda root, stage: [flat(read_stored_table(root, stage)[name]) for name in LISTS], 1.02),  # two chunks
     "as views": (lambda root, stage: [row_views(read_stored_table(root, stage)[name]) for name in LISTS], 0.15),
@@ -88,7 +88,7 @@ def test_no_number_that_is_read_becomes_an_object(root, read, share, compression
         column = list_column(np.full(ROWS, LENGTH), table.schema.field(name).type.value_type.to_pandas_dtype(), RANDOM)
         table = table.set_column(ROLLOUT.get_field_index(name), ROLLOUT.field(name), column)
     stage = stored(root, table, compression=compression)
-    read(root, stage)  # what is imported and cached does not count
+    read(root, stage)  # imports and caches do not count
     arrow = pa.total_allocated_bytes()
     tracemalloc.start()
     result = read(root, stage)

@@ -90,7 +90,7 @@ def test_a_new_version_may_add_nullable_columns():
         (ROLLOUT.append(field("more")), "raise the version"),
         (with_version(ROLLOUT.append(field("more", nullable=False)), 2), "must be nullable"),
         (with_version(ROLLOUT.remove(12), 2), "drops"),
-        (with_version(renamed(ROLLOUT), 2), "for ever"),
+        (with_version(renamed(ROLLOUT), 2), "never changes"),
         (with_version(REWARD, 2), "keep the name"),
     ],
     ids=["same version", "not nullable", "dropped", "renamed", "other table"],

@@ -1,4 +1,4 @@
-"""Pieces of a stage in work."""
+"""Pieces of a stage in progress."""
 
 import pytest
 

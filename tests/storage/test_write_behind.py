@@ -34,7 +34,7 @@ def test_nothing_follows_a_failure():
     outbox.add(lambda: (go.wait(), failing()))
     outbox.add(lambda: done.append("manifest"))
     go.set()
-    for _ in range(2):  # as often as anybody waits for what was added
+    for _ in range(2):  # each time something waits for what was added
         with pytest.raises(StorageUnavailable, match="no space left"):
             outbox.settle()
     with pytest.raises(StorageUnavailable):
@@ -100,7 +100,7 @@ def test_an_interrupt_does_not_wait_for_ever(caplog, when):
         if when == "after an error":
             raise StorageError("a rank died")
     assert time.monotonic() - started < 30
-    assert "took longer than 0.1 s; the next start stores it" in caplog.text
+    assert "took longer than 0.1 s; the next start repeats it" in caplog.text
     go.set()
     time.sleep(0.1)
     assert "manifest" not in done, "nothing follows, even when the upload ends after all"

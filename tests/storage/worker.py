@@ -1,4 +1,4 @@
-"""A process that works on a run as a flow does, with small stage bodies, and may be told to kill itself somewhere.
+"""A process that works on a run as a flow does, with small stage bodies, and can kill itself at a given point.
 
 worker.py ROOT POINT [FIRST]: POINT is the number of the system call (fsync, link or unlink, counted together) before
 which it sends itself SIGKILL, or -1. Given FIRST, it begins with that iteration, and cleans up before the first stage

@@ -1,4 +1,4 @@
-"""The command line: what it refuses, with which message and exit code, and what stands on which stream."""
+"""The command line: what it refuses, with which message and exit code, and what it writes to which stream."""
 
 import json
 import re

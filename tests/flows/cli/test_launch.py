@@ -39,7 +39,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_
             stderr=stderr,
             text=True,
             cwd=PROJECT,
-            start_new_session=True,  # a process group of its own, as a terminal gives one to a command
+            start_new_session=True,  # its own process group, as a terminal gives to a command
         )
     wait_for(log, "iteration 0: train", process)
     tree = psutil.Process(process.pid).children(recursive=True)
@@ -64,7 +64,7 @@ def test_an_error_that_an_interrupt_became_is_an_interrupt(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ):
     def flow(_order: launch.Order, _signals: object) -> None:
-        # as Prefect does when the interrupt meets it at the start of a task run
+        # as Prefect does when it is interrupted at the start of a task run
         try:
             if interrupted:
                 os.kill(os.getpid(), signal.SIGINT)

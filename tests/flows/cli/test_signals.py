@@ -1,4 +1,4 @@
-"""The first signal ends a command in an orderly way, a further one at once; the exit code is what a shell expects."""
+"""The first signal ends a command cleanly, another one at once; the exit code is what a shell expects."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def test_the_first_signal_interrupts_and_says_so(number: signal.Signals, code: i
     assert signal.getsignal(number) == before
     said = capfd.readouterr().err
     assert said == (
-        f"ratchet: {number.name}: ending, within 90 s. A further signal ends it at once. Nothing that is committed is "
+        f"ratchet: {number.name}: ending within 90 s. Another signal ends it at once. Nothing that was committed is "
         "lost\n"
     )
 
@@ -84,9 +84,7 @@ def test_a_further_signal_ends_it_at_once(number: signal.Signals, code: int):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, "")
-    assert err.splitlines()[-1].startswith(
-        "ratchet: a further signal: ended at once. Nothing that was committed is lost"
-    )
+    assert err.splitlines()[-1].startswith("ratchet: another signal: ended at once. Nothing that was committed is lost")
 
 
 def test_an_end_that_takes_too_long_is_cut_short():
@@ -94,7 +92,7 @@ def test_an_end_that_takes_too_long_is_cut_short():
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (143, "clearing up\n")
-    assert "the end took longer than 0.5 s: ended at once" in err
+    assert "ending took longer than 0.5 s: ended at once" in err
 
 
 def test_an_end_in_time_is_not_cut_short():

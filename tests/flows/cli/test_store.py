@@ -37,7 +37,7 @@ def root(tmp_path: Path, config: RunConfig) -> Root:
 
 @pytest.fixture
 def call(root: Root, capfd: pytest.CaptureFixture[str]):
-    """Carry out a command; returns its exit code, its JSON and what it prints for people."""
+    """Run a command; returns its exit code, its JSON and what it prints for people."""
     app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
     register(app)
 
@@ -132,7 +132,7 @@ def test_gc_touches_nothing_until_it_is_told(call, root: Root):
     assert all(root.exists(key) for key in states)
     assert "removed" in call("gc", "run", "--keep-newest", "1", "--apply")[2]
     assert [root.exists(key) for key in states] == [True, False, False, True]
-    assert "parts given up" in call("show", "run")[2]
+    assert "parts deleted" in call("show", "run")[2]
 
 
 def test_gc_names_a_record_of_another_run_that_keeps_it_from_telling(call, root: Root):
@@ -142,7 +142,7 @@ def test_gc_names_a_record_of_another_run_that_keeps_it_from_telling(call, root:
     code, document, said = call("gc", "run", "--keep-newest", "1")
     assert (code, document["garbage"]) == (1, [])
     assert [(one["run"], one["key"]) for one in document["unreadable"]] == [("other", key)]
-    assert re.search(rf"^cannot be read, of run other: .*{key} is damaged", said, re.MULTILINE)
+    assert re.search(rf"^unreadable, of run other: .*{key} is damaged", said, re.MULTILINE)
     assert call("gc", "run", "--keep-newest", "1", "--apply")[0] == 1
     assert root.exists(need(root, "run", 1, Stage.TRAIN).parts[0].key)
 
@@ -213,14 +213,14 @@ def test_what_iteration_0_decided_is_not_changed_by_a_fork(call, setting):
 
 
 def test_unlock_tells_who_drives_the_run(call, root: Root):
-    assert call("unlock", "run")[2].startswith("run run is driven by nobody\nrun run is free")
+    assert call("unlock", "run")[2].startswith("run run is not driven by any process\nrun run is free")
     lease = acquire(root, "run", elsewhere("ratchet run"))
     code, _, said = call("unlock", "run")
     assert code == 1
     assert "driven by ratchet run (host elsewhere, process 7)" in said
     lease.check()
     assert call("unlock", "run", "--force")[0] == 0
-    assert "driven by nobody" in call("unlock", "run")[2]
+    assert "not driven by any process" in call("unlock", "run")[2]
 
 
 def test_compact_writes_one_file(call, root: Root):

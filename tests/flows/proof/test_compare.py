@@ -1,4 +1,4 @@
-"""Two runs whose train states are left out: what differs is found, and named in the order of work."""
+"""Comparing two runs without train states: differences are found, and named in the order of work."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a proof refuses, and what it says in the end. The proof itself is in tests/integration/test_faults.py."""
+"""What a proof refuses, and what it reports. The proof itself is in tests/integration/test_faults.py."""
 
 import subprocess
 import sys
@@ -67,4 +67,4 @@ def test_a_root_that_holds_a_proof_is_refused(tmp_path: Path):
     command = [sys.executable, "-m", "flows", "prove-resume", "infra/examples/demo.toml", "--root", str(tmp_path)]
     done = subprocess.run(command, text=True, capture_output=True, env=with_faults(tmp_path / "none"), check=False)
     assert done.returncode == 2
-    assert "holds a proof already: give another --root" in done.stderr
+    assert "already holds a proof: give another --root" in done.stderr

@@ -1,4 +1,4 @@
-"""The temporary Prefect server: where it listens, that it ends, and what is said when it cannot work."""
+"""The temporary Prefect server: where it listens, that it ends, and the message when it cannot work."""
 
 import signal
 import socket
@@ -44,7 +44,7 @@ def test_it_ends_when_its_parent_is_killed(prefect_home: Path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    # it first finishes what it is doing: making the tables of its database
+    # it first finishes making the tables of its database
     assert child.status() != psutil.STATUS_ZOMBIE
     gone, alive = psutil.wait_procs([child], timeout=120)
     assert gone
@@ -55,7 +55,10 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(server_module, "_STARTS", 1)
     database = tmp_path / "missing" / "prefect.db"
     monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{database}")
-    with TemporaryServer() as server, pytest.raises(WorkerLost, match=r"cannot start\. Its last words: .*PREFECT_HOME"):
+    with (
+        TemporaryServer() as server,
+        pytest.raises(WorkerLost, match=r"cannot start\. Its last output: .*PREFECT_HOME"),
+    ):
         server.wait(120)
 
 

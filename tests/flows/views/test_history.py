@@ -1,4 +1,4 @@
-"""Where a run goes on, and what its manifests say about each iteration."""
+"""Where a run continues, and what its manifests say about each iteration."""
 
 from dataclasses import dataclass, field
 

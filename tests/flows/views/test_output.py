@@ -1,4 +1,4 @@
-"""With --json, standard output holds the JSON and nothing else, whoever writes."""
+"""With --json, standard output holds only the JSON, whatever else writes."""
 
 import subprocess
 import sys

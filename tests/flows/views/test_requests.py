@@ -1,4 +1,4 @@
-"""What is shown costs about one request for each manifest, not several."""
+"""Showing a run costs about one request per manifest, not several."""
 
 import uuid
 from collections.abc import Callable, Iterator

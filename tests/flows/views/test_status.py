@@ -1,4 +1,4 @@
-"""`read_status` tells from storage alone where a run stands."""
+"""`read_status` finds from storage alone how far a run is."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is published on local files has reached the disk before, name and all, whichever process wrote it."""
+"""Local files: content and names reach the disk before anything is published, whichever process wrote them."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_content_is_flushed_before_its_name_is_there_and_then_the_name(tmp_path,
     root = open_root(str(tmp_path / "runs"))
     source = tmp_path / "source"
     source.write_bytes(b"content")
-    if way == "copied file":  # it has another name, so it is not taken as it is
+    if way == "copied file":  # it has another name, so it is copied
         os.link(source, tmp_path / "other")
     if way == "bytes":
         assert root.put_if_absent("run/parts/part", b"content")

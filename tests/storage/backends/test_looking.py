@@ -1,4 +1,4 @@
-"""What a root shows of its objects: their age, listings, and uploads that were never finished."""
+"""What a root shows of its objects: their age, listings, and unfinished uploads."""
 
 import time
 from datetime import UTC, datetime, timedelta
@@ -11,7 +11,7 @@ KEY = "run/parts/000001/rollout/groups-0123456789abcdef.arrow"
 
 
 def requests_of(s3, call) -> list[str]:
-    """What the server was asked for by `call`."""
+    """The server's requests during `call`."""
     before = len(s3.faults.requests)
     call()
     return s3.faults.requests[before:]

@@ -31,7 +31,7 @@ def race(url, writer, barrier, wins):
 
 
 def test_one_of_eight_processes_wins_each_of_200_rounds(root):
-    context = get_context("spawn")  # a fork would inherit the threads and exit handlers of whatever was tested before
+    context = get_context("spawn")  # a forked process would inherit the threads and exit handlers of earlier tests
     barrier, wins = context.Barrier(WRITERS), context.Queue()
     processes = [context.Process(target=race, args=(root.url, writer, barrier, wins)) for writer in range(WRITERS)]
     for process in processes:
@@ -170,7 +170,7 @@ def test_threads_of_one_process_race_too(any_root):
             thread.start()
         for thread in threads:
             thread.join()
-        # moto itself sometimes lets two win (no race oracle): there, only that the content is one of them
+        # moto sometimes lets two win (no race oracle): there we only check that the content is one of them
         assert any_root.protocol == "s3" or [any_root.read_bytes(f"round-{number}").decode()] == won
 
 
@@ -213,7 +213,7 @@ def test_s3_whose_answer_is_lost_reports_the_key_as_taken_by_our_own_content(s3,
 
 def test_ceph_refuses_a_taken_key(s3, s3_root, tmp_path):
     s3.faults.ceph = True
-    with pytest.raises(OSError, match="pre-condition") as refusal:  # as s3fs alone makes of it
+    with pytest.raises(OSError, match="pre-condition") as refusal:  # as s3fs maps it
         for _ in range(2):
             s3_root.fs.pipe_file(s3_root.full("probe"), b"content", mode="create")
     assert not isinstance(refusal.value, FileExistsError)
@@ -320,7 +320,7 @@ def test_a_store_that_does_not_tell_of_uploads_stops_nobody(s3, s3_root, caplog,
     s3.faults.no_uploads = answer
     assert s3_root.uploads("run") == []
     s3.faults.no_uploads = None
-    assert "does not list uploads in parts" in caplog.text
+    assert "does not list unfinished multipart uploads" in caplog.text
 
 
 def test_a_root_without_uploads_in_parts_has_none(root):
@@ -401,7 +401,7 @@ def test_a_root_that_is_a_file_is_explained(tmp_path):
 
 
 def test_a_root_that_may_not_be_written_is_explained():
-    # /proc takes no files from anybody, the superuser included
+    # /proc accepts no files, not even from the superuser
     with pytest.raises(StorageUnavailable, match="/proc/ratchet") as failure:
         open_root("/proc/ratchet").check_writable()
     assert failure.value.exit_code == 2

@@ -55,7 +55,7 @@ def take_from_stopped(root):
     while True:
         try:
             return acquire(root, "run", this_process("second"), 3600)
-        except LeaseHeld:  # it has renewed its lease just before it was stopped
+        except LeaseHeld:  # it renewed its lease just before it was stopped
             time.sleep(0.05)
 
 
@@ -72,7 +72,7 @@ def test_a_process_that_was_stopped_finds_its_run_taken(root):
         process.wait()
     assert process.returncode == 1
     said = process.stderr.read()
-    assert "LeaseLost: this process drives run run no longer: it was taken over by second" in said
+    assert "LeaseLost: this process no longer drives run run: it was taken over by second" in said
 
 
 def test_a_process_that_was_stopped_goes_on_if_nobody_followed(root):
@@ -131,7 +131,7 @@ def test_a_block_ends_when_its_lease_is_lost(root):
     with pytest.raises(LeaseLost, match="ended by second") as loss, hold(root, "run", "worker", 0.3):
         end_by_force(root)
         time.sleep(60)
-    assert isinstance(loss.value.__cause__, KeyboardInterrupt), "nobody on the way takes it for a failure of the work"
+    assert isinstance(loss.value.__cause__, KeyboardInterrupt), "nothing on the way treats it as a failure of the work"
     assert signal.getsignal(signal.SIGURG) == before
     assert "lease-run" not in {thread.name for thread in threading.enumerate()}
 
@@ -152,7 +152,7 @@ def test_of_two_blocks_the_right_one_ends(root, lost):
             end_by_force(root, lost)
             time.sleep(60)
 
-    with pytest.raises(LeaseLost, match=f"drives run {lost} no longer"), hold(root, "outer", "worker", 0.3) as lease:
+    with pytest.raises(LeaseLost, match=f"no longer drives run {lost}"), hold(root, "outer", "worker", 0.3) as lease:
         try:
             work()
         finally:

@@ -1,4 +1,4 @@
-"""One process at a time drives a run; who may, loses it, and gets it back."""
+"""One process at a time drives a run: acquiring, losing and regaining the lease."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def test_a_holder_that_renews_is_not_waited_for(any_root, moment, take):
 
 def test_a_holder_of_which_nothing_is_heard_is_replaced_after_a_whole_period(take, moment):
     first = take("one")
-    moment.pass_by(SECONDS - 1)  # nobody watched it then
+    moment.pass_by(SECONDS - 1)  # no process watched it then
     second = take("two")
     assert 2 * SECONDS - 1 <= moment.now < 2 * SECONDS
     second.check()
@@ -168,7 +168,7 @@ def test_a_fence_whose_store_is_away_refuses_and_then_goes_on(s3, s3_root):
 
 
 class Paused:
-    """A lease whose holder falls asleep between the fence's check and the write."""
+    """A lease whose holder freezes between the fence's check and the write."""
 
     def __init__(self, lease, meanwhile):
         self.lease, self.meanwhile, self.epoch = lease, meanwhile, lease.epoch
@@ -253,7 +253,7 @@ def test_a_lease_counts_from_before_it_was_asked_for(moment, renewed):
 
 def test_unlock_explains_and_frees(any_root, moment, take):
     clock = moment.clock()
-    assert unlock(any_root, "run", elsewhere("me"), clock=clock) == (True, "run run is driven by nobody")
+    assert unlock(any_root, "run", elsewhere("me"), clock=clock) == (True, "run run is not driven by any process")
     lease = take("one")
     free, explanation = unlock(any_root, "run", elsewhere("me"), clock=clock)
     assert not free
@@ -275,7 +275,7 @@ def test_unlock_says_what_ends_a_silence(any_root, moment, take):
     assert "process 7), silent since 2026-01-01 00:00:00 UTC" in describe(holder(any_root, "run"), moment.clock())
     free, explanation = unlock(any_root, "run", elsewhere("me"), clock=moment.clock())
     assert not free
-    assert "takes the run over after it has waited 30 s without hearing of that one" in explanation
+    assert "takes the run over after it has waited 30 s without hearing from the holder" in explanation
 
 
 def test_unlock_says_so_if_the_holder_renews_meanwhile(any_root, moment, take):

@@ -1,8 +1,8 @@
 """Any interleaving of several processes that drive one run, with crashes at any step and clocks that disagree.
 
 Hypothesis moves the processes one store operation at a time. Each of them works on a chain of stages as a flow does:
-hold the lease, use what is committed, else do the work (whose result is another each time, the worst case) and commit.
-A log of a lease keeps as few entries as it may, so numbers become free all the time.
+hold the lease, use what is committed, else do the work (with another result each time, the worst case) and commit.
+The lease's log keeps as few entries as possible, so numbers become free all the time.
 """
 
 import json
@@ -40,7 +40,7 @@ class Worker:
     """Before each stage."""
     lease: Lease | None = None
     used: dict[int, str] = field(default_factory=dict)
-    """Digest of the manifest it went on from, by stage."""
+    """Digest of the manifest it continued from, by stage."""
     stepper: Stepper | None = None
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class NeverTwoTruths(RuleBasedStateMachine):
         assert [entry["number"] for entry in counting] == list(range(1, len(counting) + 1))
         epochs = [entry["epoch"] for entry in counting]
         assert epochs == sorted(epochs)
-        # what was written under a number that was free again is taken for the lease by nobody
+        # no process takes an entry under a number that was freed for the lease
         for worker in self.holding():
             ours = worker.lease._entry
             assert counting[ours.number - 1]["token"] == ours.token
@@ -194,7 +194,7 @@ test_never_two_truths = NeverTwoTruths.TestCase
 
 
 def test_a_run_is_finished_by_whoever_is_left():
-    # not only safe: after any crash, one process that goes on alone gets to the end
+    # not only safe: after any crash, one process alone reaches the end
     for killed_after in range(60):
         store, time = SharedStore(), Time()
         first, second = (Worker(store, time, name, 0.0, 1) for name in ("first", "second"))
@@ -216,9 +216,9 @@ def test_a_store_that_was_away_for_everybody_gives_its_holder_time():
     first = acquire(store.root(), "run", elsewhere("first"), SECONDS, time.clock())
     second = Worker(store, time, "second", 0.0, 0)
     second.start()
-    second.stepper.step_to_write()  # it has seen the entry, and waits
+    second.stepper.step_to_write()  # it has seen the entry and waits
     second.stepper.step()
-    time.pass_by(3 * SECONDS)  # its look takes that long
+    time.pass_by(3 * SECONDS)  # its look is that slow
     second.stepper.step_to_write()
     time.pass_by(SECONDS / 2)
     second.stepper.step_to_write()

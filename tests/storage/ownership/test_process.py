@@ -1,4 +1,4 @@
-"""Whether a process lives, as far as its own machine can tell."""
+"""Whether a process is alive, as far as its own machine can tell."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What is in a root: told in a time that grows with it and no faster, whatever single records are like."""
+"""What a root holds, found in linear time, even if single records are damaged."""
 
 import sys
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from tests.storage.tables import manifest
 
 
 class Key(str):
-    """A key whose uses in sets are counted, because hashing it is a function of ours."""
+    """A key whose uses in sets are counted by its own hash function."""
 
     __slots__ = ()
 
@@ -76,7 +76,7 @@ def test_a_run_twice_as_long_takes_twice_as_many_steps(work):
         make_run(root, "run", iterations)
         countable = CountableRoot(root.url, root.fs, root.path, root.protocol)
         steps.append(steps_of(lambda at=countable: work(at)))
-    # what is done once makes it less than 2, what is sorted a little more
+    # fixed costs make it less than 2, sorting a little more
     assert steps[1] < 2.2 * steps[0]
 
 

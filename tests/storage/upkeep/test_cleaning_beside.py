@@ -1,4 +1,4 @@
-"""Cleaning while something else happens: a stage finds old parts, forks are made, other runs are damaged."""
+"""Concurrent cleaning: a stage finds old parts, forks are made, other runs are damaged."""
 
 import logging
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ cleaners = pytest.mark.parametrize("clean", CLEANERS.values(), ids=CLEANERS)
 
 
 def states(root: Root, run: str = "run") -> list[int]:
-    """Iterations whose state is there."""
+    """Iterations whose state is kept."""
     there = (layout.place_of(key) for key in root.keys(layout.part_folder(run)))
     return [place[0] for place in there if place is not None and place[1] == Stage.TRAIN]
 
@@ -80,7 +80,7 @@ def test_a_part_that_is_found_again_while_orphans_are_deleted_stays():
         while not stepper.ended:
             stepper.step()
         assert stepper.error is None
-        # between the last look and the deletion nothing can help but the lease, which lets one process do both
+        # between the last look and the deletion only the lease helps, which lets one process do both
         assert deleting or verify(root, "run").sound
         outcomes.add(root.exists(part.key))
         if finished:
@@ -159,7 +159,7 @@ def test_what_another_run_has_unreadable_stops_deleting_and_nothing_else(root, c
     assert (report.garbage, [one.key for one in report.unreadable]) == ((), [key])
     assert states(root) == [0, 1, 2, 3]
     assert verify(root, "run").sound
-    # once it can be read, everything is caught up on
+    # once it can be read, cleaning catches up
     root.remove(key)
     make_iteration(root, "other", 0)
     clean(root)

@@ -1,4 +1,4 @@
-"""Forks share parts by reference and have a history of their own."""
+"""Forks share parts by reference and have their own history."""
 
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ def _twins(root, one):
     [
         (("nobody", 1, "child"), "no run 'nobody'.* only parent, taken"),
         (("parent", 4, "child"), "iteration 4 of run 'parent' is not complete; iterations 0 to 3 are"),
-        (("parent", 1, "taken"), "'taken' is in .* already"),
+        (("parent", 1, "taken"), "'taken' already exists in"),
         (("parent", 1, "Not a name"), "cannot be used"),
     ],
 )
@@ -95,7 +95,7 @@ def test_an_iteration_whose_state_is_not_kept_is_refused(root):
 def test_a_name_that_was_begun_otherwise_is_refused(root):
     make_run(root, "parent")
     commit(root, manifest(Stage.PREPARE, 0, run="child"))
-    with pytest.raises(InputError, match="begun as a fork of something else"):
+    with pytest.raises(InputError, match="begun as another fork"):
         fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
 
 
@@ -109,8 +109,8 @@ def test_a_broken_chain_is_not_shared(root):
 def test_a_fork_does_not_continue_from_what_a_longer_one_has_left(root):
     make_run(root, "parent")
     fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT)
-    root.remove(layout.run_config_key("child"))  # as if it was killed just before
-    with pytest.raises(InputError, match=r"begun as a fork of something else, which has left child/manifests/000002"):
+    root.remove(layout.run_config_key("child"))  # as if killed just before
+    with pytest.raises(InputError, match=r"begun as another fork, which left child/manifests/000002"):
         fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
     assert "child" not in runs(root)
     assert fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT).iteration == 3
@@ -144,7 +144,7 @@ def test_a_name_that_another_process_takes_meanwhile_is_refused(root):
                 super().put_if_absent(key, b"another configuration")
             return super().put_if_absent(key, data, durable)
 
-    with pytest.raises(InputError, match="made by another process just now"):
+    with pytest.raises(InputError, match="just made by another process"):
         fork(Raced(root.url, root.fs, root.path, root.protocol), WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
 
 

@@ -1,4 +1,4 @@
-"""gc takes away what nobody needs, and nothing else."""
+"""gc deletes what nothing needs, and nothing else."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -143,7 +143,7 @@ def test_what_a_run_goes_on_with_is_kept_wherever_it_stopped(root):
 def test_a_state_that_was_given_up_says_so(root, tmp_path):
     make_run(root)
     collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
-    with pytest.raises(PartMissing, match="retention removed it"):
+    with pytest.raises(PartMissing, match="retention deleted it"):
         materialize(root, need(root, "run", 1, Stage.TRAIN), tmp_path)
     record = records.read(root, layout.retired_key(layout.manifest_key("run", 1, Stage.TRAIN, 0)), Retired)
     assert "newest 1 are kept" in record.rule
@@ -168,7 +168,7 @@ def test_what_another_run_shares_is_never_removed(root):
     assert root.exists(shared)
     assert not root.exists(state_key(root, 3))
     assert verify(root, "run").findings == verify(root, "fork").findings == ()
-    # once the fork gives it up as well, the parent's gc may take it
+    # once the fork has retired it as well, the parent's gc may delete it
     make_iteration(root, "fork", 3)
     assert keys(collect(root, WORKFLOW, "fork", Retention(newest=1), apply=True)) == set()
     assert shared in keys(collect(root, WORKFLOW, "run", Retention(newest=1), apply=True))
@@ -205,7 +205,7 @@ def test_a_state_that_a_fork_shares_is_given_up_and_stays(root):
     assert report.garbage == ()
     assert root.exists(state_key(root, 1))
     assert verify(root, "fork").sound
-    # the other way round: a fork deletes nothing of its parent's
+    # conversely, a fork deletes nothing of its parent's
     make_iteration(root, "fork", 2)
     assert give_up(root, WORKFLOW, "fork", Retention(newest=1), 2).garbage == ()
     assert root.exists(state_key(root, 1))

@@ -1,4 +1,4 @@
-"""What other runs name of a run's parts is found wherever they name it, without reading them over and over."""
+"""Parts that other runs name are found wherever they are named, without reading those runs repeatedly."""
 
 import shutil
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_a_fork_that_was_interrupted_names_what_it_has_published(root):
 
 
 def test_a_state_is_found_at_whichever_iteration_it_is_named(root):
-    # a run that begins with the state of another one: its iteration 0 names state 2
+    # a run that begins with another run's state: its iteration 0 names state 2
     make_run(root, "parent")
     state = need(root, "parent", 2, Stage.TRAIN)
     origin = Origin(run="parent", digest=state.digest, config_digest=state.config_digest)

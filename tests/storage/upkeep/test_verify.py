@@ -98,7 +98,7 @@ def test_pieces_of_a_stage_in_work_are_needed_and_checked(root):
     assert found(root) == {(Problem.DAMAGED, part.key)}
     root.remove(part.key)
     assert found(root) == {(Problem.MISSING, part.key)}
-    # once the stage is committed without it, it is nothing but an orphan
+    # once the stage is committed without it, it is only an orphan
     writer.write_bytes("groups-00000.arrow", b"done")
     put(root, "run", 4, Stage.ROLLOUT, {})
     assert found(root) == {(Problem.ORPHANED, part.key)}
