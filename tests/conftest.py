@@ -40,11 +40,11 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process more than there are cores, because many tests wait; none if a file or a single test is asked for."""
+    """One process per core; none if a file or a single test is asked for."""
     if any(".py" in argument for argument in config.args):
         return 0
     memory = psutil.virtual_memory().total // BYTES_OF_A_WORKER
-    return int(max(1, min(len(os.sched_getaffinity(0)) + 1, memory)))
+    return int(max(1, min(len(os.sched_getaffinity(0)), memory)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,7 +21,7 @@ def run_trainers[T](model_dir: str, config: TrainerConfig, body: Callable[..., T
     return run_ranks(config.parallel.world_size, _with_trainer, model_dir, config, body, args)
 
 
-def run_ranks[T](world_size: int, function: Callable[..., T], *args: object, timeout: float = 120) -> list[T]:
+def run_ranks[T](world_size: int, function: Callable[..., T], *args: object, timeout: float = 600) -> list[T]:
     """`function(rank, world_size, store, *args)` in that many processes; their results in the order of ranks.
 
     A failing rank fails the caller with its traceback, and the others, which wait for it, are ended.
