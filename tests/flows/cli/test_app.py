@@ -197,4 +197,4 @@ def test_the_schema_is_one_line_of_json(capfd: pytest.CaptureFixture[str]):
     assert execute(["config", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["$defs"]["RolloutSection"]["properties"]["samples"]["default"] == 8
     assert execute(["config", "--json", "--example"]) == 2
-    assert "give one of them" in capfd.readouterr().err
+    assert "give only one of them" in capfd.readouterr().err
