@@ -96,12 +96,15 @@ class WorkerGroup:
         return not self._ended
 
     def processes(self) -> list[int]:
-        """Process ids of the members; a busy member answers when its call has ended.
+        """Process ids of the members; a member that is at work answers once it has ended its call.
 
-        Raises:
-            RayError: one of them is dead.
+        A group with a member that is found dead is ended, and has none.
         """
-        return ray.get([actor.pid.remote() for actor in self._actors])
+        try:
+            return ray.get([actor.pid.remote() for actor in self._actors])
+        except ray.exceptions.RayError:
+            self.end()
+            return []
 
     def in_step(self) -> bool:
         """Whether all members are idle and have begun the same number of calls, so that new calls can be made."""
