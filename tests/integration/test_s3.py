@@ -65,7 +65,7 @@ def on_s3(continued):
 def wait_for(root: Root, prefix: str, process: subprocess.Popen[str]) -> None:
     """Wait until something appears. The deadline only ends a test that hangs."""
     deadline = time.monotonic() + 240
-    while not root.keys(prefix):
+    while not (root.exists(prefix) or root.keys(prefix)):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"nothing appeared at {prefix}"
         time.sleep(0.02)
