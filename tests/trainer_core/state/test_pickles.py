@@ -150,7 +150,7 @@ def test_a_comparison_runs_no_planted_command(saved, state, tmp_path, place):
 
 @pytest.mark.parametrize("place", [in_metadata, in_object, in_common])
 @pytest.mark.parametrize(
-    "payload", [Indirect(""), collections.deque([1]), torch.nn.Linear(1, 1), print], ids=lambda one: type(one).__name__
+    "payload", [Indirect(""), collections.deque([1]), torch.nn.Linear(1, 1), len], ids=lambda one: type(one).__name__
 )
 def test_whatever_states_do_not_hold_is_refused(state, place, payload):
     path = place(state, payload)
