@@ -1,41 +1,18 @@
 """An engine as the stages use it: in another process, behind typed calls that wait at most until a deadline."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, cast
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tasks.config.run import WorkersSection
 from tasks.engine.protocol import EngineIdentity, EngineProtocol, Sampling, SyncReceipt, TokenIds
-from tasks.workers.group import Group, Pending
+from tasks.workers.group import GroupHandle, Pending
 from trainer_core.weights.records import TensorRecord
 
 
-class EngineHandle:
+class EngineHandle(GroupHandle):
     """An engine in another process. Every method waits for it and raises what `Engine` raises, or WorkerLost."""
-
-    def __init__(self, group: Group, deadlines: WorkersSection) -> None:
-        self._group, self._deadlines = group, deadlines
-
-    def submit[**P, R](
-        self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs
-    ) -> Pending[list[R]]:
-        """Begin a call of a method of `EngineProtocol`; the resulting list has one entry."""
-        return cast(Pending[list[R]], self._group.submit(method.__name__, *arguments, **options))
-
-    def alive(self) -> bool:
-        """Whether the process is not known to be dead."""
-        return self._group.alive()
-
-    def end(self) -> None:
-        """End the process."""
-        self._group.end()
-
-    def processes(self) -> list[int]:
-        """The process id, as `Group.processes`."""
-        return self._group.processes()
 
     def identity(self) -> EngineIdentity:
         """See `EngineProtocol.identity`."""
@@ -54,5 +31,5 @@ class EngineHandle:
         return self._result(self.submit(EngineProtocol.receive, directory, version, records))
 
     def _result[R](self, pending: Pending[list[R]]) -> R:
-        (result,) = pending.wait(self._deadlines.call_deadline_s)
+        (result,) = self._results(pending)
         return result

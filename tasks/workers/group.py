@@ -1,6 +1,9 @@
 """Processes that work in step, and calls to them with a deadline."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Concatenate, Protocol, cast
+
+from tasks.config.run import WorkersSection
 
 
 class Pending[R](Protocol):
@@ -39,3 +42,31 @@ class Group(Protocol):
     def end(self) -> None:
         """End the members' processes."""
         ...
+
+
+class GroupHandle:
+    """A group behind typed calls. A call raises what the members raise, or WorkerLost."""
+
+    def __init__(self, group: Group, deadlines: WorkersSection) -> None:
+        self._group, self._deadlines = group, deadlines
+
+    def submit[**P, R](
+        self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs
+    ) -> Pending[list[R]]:
+        """Begin a call of a method of the members' protocol, such as one side of a transfer; one result per member."""
+        return cast(Pending[list[R]], self._group.submit(method.__name__, *arguments, **options))
+
+    def alive(self) -> bool:
+        """Whether no member is known to be dead."""
+        return self._group.alive()
+
+    def end(self) -> None:
+        """End the members' processes."""
+        self._group.end()
+
+    def processes(self) -> list[int]:
+        """Process ids of the members, as `Group.processes`."""
+        return self._group.processes()
+
+    def _results[R](self, pending: Pending[list[R]]) -> list[R]:
+        return pending.wait(self._deadlines.call_deadline_s)

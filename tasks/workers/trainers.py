@@ -1,43 +1,20 @@
 """The trainer ranks: one process each, behind typed calls that go to all of them and wait at most until a deadline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Concatenate, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.config.run import WorkersSection
-from tasks.workers.group import Group, Pending
+from tasks.workers.group import GroupHandle, Pending
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig
 from trainer_core.protocol import Generators, LoadedState, TrainerProtocol
 from trainer_core.weights.records import TensorRecord
 
 
-class TrainerGroup:
+class TrainerGroup(GroupHandle):
     """All trainer ranks. Every call goes to every rank and raises what `Trainer` raises, or WorkerLost."""
-
-    def __init__(self, group: Group, deadlines: WorkersSection) -> None:
-        self._group, self._deadlines = group, deadlines
-
-    def submit[**P, R](
-        self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs
-    ) -> Pending[list[R]]:
-        """Begin a call of a method of `TrainerProtocol`, such as one side of a transfer; one result per rank."""
-        return cast(Pending[list[R]], self._group.submit(method.__name__, *arguments, **options))
-
-    def alive(self) -> bool:
-        """Whether no rank is known to be dead."""
-        return self._group.alive()
-
-    def end(self) -> None:
-        """End the ranks' processes."""
-        self._group.end()
-
-    def processes(self) -> list[int]:
-        """Process ids of the ranks, as `Group.processes`."""
-        return self._group.processes()
 
     def identity(self) -> str | None:
         """Identity of the committed state that all ranks hold; None if they hold none, or different ones."""
@@ -89,9 +66,6 @@ class TrainerGroup:
     def export(self, directory: Path) -> list[TensorRecord]:
         """See `TrainerProtocol.export`; what rank 0 wrote."""
         return self._first(self.submit(TrainerProtocol.export, str(directory)))
-
-    def _results[R](self, pending: Pending[list[R]]) -> list[R]:
-        return pending.wait(self._deadlines.call_deadline_s)
 
     def _first[R](self, pending: Pending[list[R]]) -> R:
         return self._results(pending)[0]
