@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from storage.errors import InputError, WorkerLost
+from tasks.config.document import parse_config
 from tasks.config.environment import Settings
-from tasks.config.run import parse_config
 from tasks.engine.protocol import Sampling, weights_digest
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
