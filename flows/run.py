@@ -46,12 +46,17 @@ def run(name: str, root: str, config: RunConfig) -> None:
         root: URL of the storage root.
         config: the resolved configuration; `config.run.iterations` is the last iteration.
     """
-    store, digest = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
-        complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
-        progress.say("drawing the curves")
-        png = store_plot(store, name, read_status(store, name).history)
-        publish(read_status(store, name), png)
+        perform(name, root, config, progress)
+
+
+def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None:
+    """What the flow does, within any flow; arguments as those of `run`."""
+    store, digest = ready(name, root, config)
+    complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
+    progress.say("drawing the curves")
+    png = store_plot(store, name, read_status(store, name).history)
+    publish(read_status(store, name), png)
 
 
 def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:

@@ -54,6 +54,21 @@ _DETERMINISTIC_ON_CUDA = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
 
+HEARTBEAT_S = 30
+"""How often the process of a flow run on a site says that it lives, seconds: the least that Prefect allows."""
+
+_SITE = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+    "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # SQLite has one writer; 10 s are too short on a busy machine
+    "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    "PREFECT_LOGGING_LEVEL": "INFO",  # what a flow run says is shown on its page
+    "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",  # a pickle would let whoever writes results run code
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": f"{HEARTBEAT_S}",
+    "PREFECT__SERVER_FINAL": "1",
+}
+
 _FAULTS = "RATCHET_FAULTS"
 
 _resolved: set[str] = set()
@@ -160,6 +175,31 @@ def trainer_environment(
 def child_python_path() -> dict[str, str]:
     """The whole environment for a plain child process that imports this project."""
     return {**os.environ, "PYTHONPATH": _python_path()}
+
+
+def site_environment(home: Path, api: str, auth: str, database: str | None = None) -> dict[str, str]:
+    """The whole environment for the server and the worker of a site.
+
+    Args:
+        home: Prefect's home folder.
+        api: URL of the server's API.
+        auth: the auth string that the server requires and its clients send.
+        database: URL of the server's database; None is SQLite in `home`.
+    """
+    inherited = {name: value for name, value in child_python_path().items() if not name.startswith("PREFECT_")}
+    own = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_WORKER_")}
+    return {
+        **inherited,
+        **own,
+        **_OFFLINE_AND_SILENT,
+        **_SITE,
+        "PREFECT_HOME": str(home),
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),  # which does not follow the home folder
+        "PREFECT_API_URL": api,
+        "PREFECT_API_AUTH_STRING": auth,
+        "PREFECT_SERVER_API_AUTH_STRING": auth,
+        **({} if database is None else {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database}),
+    }
 
 
 def with_faults(folder: Path) -> dict[str, str]:

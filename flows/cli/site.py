@@ -1,0 +1,65 @@
+"""Commands for a Prefect site on this machine: up, down, doctor."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+from flows.cli.options import Json
+from flows.views.output import Output
+from tasks.config.code_version import PROJECT_ROOT
+
+DEPLOYMENTS = PROJECT_ROOT / "infra" / "prefect.yaml"
+
+Folder = Annotated[Path, Parameter(help="Where the site keeps its secret, logs and database.")]
+DEFAULT_FOLDER = Path("~/.ratchet/site")
+
+
+def register(app: App) -> None:
+    """Add the commands to the command line."""
+    app.command(up_command, name="up")
+    app.command(down_command, name="down")
+
+
+def up_command(
+    *,
+    port: Annotated[
+        int, Parameter(help="Port of the server, on 127.0.0.1.", validator=Number(gte=1, lte=65535))
+    ] = 4200,
+    database: Annotated[
+        str | None,
+        Parameter(help="PostgreSQL for the server, as postgresql://user@host:port/name or env:NAME; else SQLite."),
+    ] = None,
+    at_once: Annotated[int, Parameter(help="Flow runs that are executed at once.", validator=Number(gte=1))] = 1,
+    deployments: Annotated[Path, Parameter(help="Deployments to register.")] = DEPLOYMENTS,
+    folder: Folder = DEFAULT_FOLDER,
+    json: Json = False,
+) -> int:
+    """Start what is missing of a Prefect site on this machine: server, worker, deployments. It may be repeated."""
+    from flows.site.folder import SiteFolder
+    from flows.site.up import Wanted, up  # imports Prefect
+
+    wanted = Wanted(deployments.expanduser().absolute(), port, database, at_once)
+    with Output(json=json) as output:
+        site = up(SiteFolder.at(folder), wanted, output.say)
+        lines = [
+            f"UI          {site.ui}",
+            f"sign in     with the text in {site.secret_file}",
+            f"prefect     in a shell after `. {site.client_file}`",
+            *(f"deployment  {name}" for name in site.deployments),
+            f"started     {', '.join(site.started) or 'nothing: everything was running'}",
+        ]
+        output.result(site, lines)
+    return 0
+
+
+def down_command(*, folder: Folder = DEFAULT_FOLDER, json: Json = False) -> int:
+    """End what `ratchet up` has started: the worker with its flow runs, then the server. The runs can be continued."""
+    from flows.site.folder import SiteFolder
+    from flows.site.up import down
+
+    with Output(json=json) as output:
+        ended = down(SiteFolder.at(folder))
+        output.result(ended, [f"ended {', '.join(ended.ended) or 'nothing: nothing was running'}"])
+    return 0

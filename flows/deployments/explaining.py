@@ -1,0 +1,41 @@
+"""Why a flow run is red, for a person who reads its page and decides whether to press Retry."""
+
+from storage.errors import (
+    DigestMismatch,
+    InputError,
+    NumericsError,
+    PartMissing,
+    RatchetError,
+    StageFailed,
+    StorageInterrupted,
+    StorageUnavailable,
+    SyncMismatch,
+    WorkerLost,
+)
+from tasks.config.credentials import shown_text
+from tasks.config.environment import without_secrets
+
+_NOTES = (
+    (StorageUnavailable, "The store refuses: correct permission, space or address first, then press Retry."),
+    (InputError, "Retry alone cannot help: correct what is named, then start again with it or press Retry."),
+    (StorageInterrupted, "The store did not answer for long: press Retry once it does."),
+    (WorkerLost, "A process was lost more often than it is replaced without a person: press Retry to try again. If it "
+     "is always the same stage, look for its cause first: memory of the card or of the host, the process's own log."),
+    (NumericsError, "The numbers are not finite, and would be so again: change the learning rate, precision or data."),
+    (SyncMismatch, "The engine does not hold what was trained: raise the limits in [sync] only if you know why."),
+    (StageFailed, "Correct what is named, then press Retry."),
+    ((DigestMismatch, PartMissing), "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."),
+)  # fmt: skip
+
+
+def explained(error: RatchetError, run: str, root: str) -> str:
+    """Stage and cause, what is kept, what Retry does, and what to change first."""
+    advice = next((text for kind, text in _NOTES if isinstance(error, kind)), "Press Retry to continue.")
+    return "\n\n".join(
+        [
+            without_secrets(str(error)),
+            f"Everything that was committed is kept in {shown_text(root)}/{run}; Retry repeats only the stage that "
+            "failed, from what it has stored, and goes on.",
+            advice,
+        ]
+    )

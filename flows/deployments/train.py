@@ -1,0 +1,203 @@
+"""Deployment `train`: continue a run to a number of iterations, started by a schedule, a person or a program."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from prefect import flow, get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.runtime import deployment, flow_run
+from prefect.states import Cancelled, Completed, Failed
+from pydantic import Field
+
+from flows.deployments.crashes import LIMIT, too_many_crashes
+from flows.deployments.explaining import explained
+from flows.deployments.lines import log_console
+from flows.run import perform
+from flows.views.history import synced_iterations
+from flows.views.progress import Progress
+from storage.backends.root import open_root
+from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
+from storage.ids import check_run_name
+from tasks.config.code_version import code_version
+from tasks.config.document import apply_override, load_config, parse_config
+from tasks.config.environment import without_secrets
+from tasks.config.run import RunConfig
+from tasks.config.stored import stored_config
+
+_LOOK_S = 5.0
+_LIMIT = 1 << 20  # iterations of a run, for a search that halves
+
+Run = Annotated[str, Field(title="Run", description="Id of the run; a new one is started, an existing one continued.")]
+Storage = Annotated[
+    str, Field(title="Root", description="Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.")
+]
+Iterations = Annotated[
+    int | None,
+    Field(
+        title="Iterations",
+        description="Continue until the run has this many iterations in all. Give either this or More.",
+        ge=0,
+    ),
+]
+More = Annotated[
+    int | None,
+    Field(
+        title="More",
+        description="Continue for this many iterations from where the run is when the flow run begins, which is what "
+        "a schedule wants. A Retry does not add to them.",
+        ge=1,
+    ),
+]
+Configuration = Annotated[
+    str | None,
+    Field(
+        title="Configuration",
+        description="Absolute path or URL of the TOML file that describes the run. Not needed to continue a run, which "
+        "then keeps the configuration that it was recorded with.",
+    ),
+]
+Settings = Annotated[
+    list[str],
+    Field(
+        title="Settings",
+        description="Settings that replace those of the configuration, each as section.key=value.",
+    ),
+]
+Patience = Annotated[
+    float,
+    Field(
+        title="Patience",
+        description="Minutes to wait for another process that drives this run. After that the flow run ends as "
+        "Cancelled and names that process.",
+        ge=0,
+    ),
+]
+
+
+def named() -> str:
+    """Name of a flow run in the UI."""
+    given: dict[str, Any] = flow_run.get_parameters()
+    return f"{given['run']} {'+' if given.get('more') else 'to '}{given.get('more') or given.get('iterations')}"
+
+
+@flow(name="train", flow_run_name=named, persist_result=False, validate_parameters=True)
+def train(
+    run: Run,
+    root: Storage,
+    iterations: Iterations = None,
+    more: More = None,
+    config: Configuration = None,
+    settings: Settings = [],  # noqa: B006 - never changed; Prefect shows a default in its form
+    patience_minutes: Patience = 10.0,
+) -> State[Any]:
+    """Continue a run of Ratchet to a number of iterations, or start it.
+
+    What is committed is never done again, so Retry continues where the run ended. While another process drives the run,
+    this flow run waits, and then ends as Cancelled.
+    """
+    logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
+    try:
+        last = target(run, root, iterations, more)
+        report = functools.partial(begin, run, root, configured(run, root, last, config, settings))
+        return waiting(report, deadline, logger.info)
+    except RatchetError as error:
+        logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
+        return Failed(message=explained(error, run, root))
+
+
+def begin(run: str, root: str, config: RunConfig) -> State[Any]:
+    """Do what the run lacks, and say so.
+
+    Raises:
+        RatchetError: whatever stops the run.
+    """
+    warn_of_versions(get_run_logger())
+    if too_many_crashes():
+        return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
+    with Progress(run, config.run.iterations, log_console()) as progress:
+        perform(run, root, config, progress)
+    return Completed(message=f"run {run} has {config.run.iterations} iterations")
+
+
+def waiting(work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:
+    """Do `work` as soon as no other process drives the run; Cancelled if that takes until `deadline`.
+
+    A run that is taken over during the work is another's: it is not taken back.
+    """
+    told = False
+    while True:
+        try:
+            return work()
+        except LeaseLost as fact:
+            return Cancelled(message=without_secrets(str(fact)))
+        except LeaseHeld as fact:
+            if time.monotonic() >= deadline:
+                return Cancelled(message=without_secrets(str(fact)))
+            if not told:
+                say(f"{without_secrets(str(fact))}. Waiting for it")
+                told = True
+            time.sleep(_LOOK_S)
+
+
+def target(run: str, root: str, iterations: int | None, more: int | None) -> int:
+    """The iteration to continue to. That of `more` is kept with the flow run, so that a Retry has the same.
+
+    Raises:
+        InputError: neither or both are given, or a path is relative.
+    """
+    check_run_name(run)
+    if not is_absolute(root):
+        raise InputError(f"root is {root!r}: give an absolute path or a URL, because a Retry may start elsewhere")
+    if (iterations is None) == (more is None):
+        raise InputError("give either iterations (in all) or more (from here)")
+    if more is None:
+        assert iterations is not None
+        return iterations
+    last = max(synced_iterations(open_root(root), run, _LIMIT) - 1, 0) + more
+    identity = flow_run.get_id()
+    if identity is not None:
+        with get_client(sync_client=True) as client:
+            fixed = {**flow_run.get_parameters(), "iterations": last, "more": None}
+            client.request("PATCH", "/flow_runs/{id}", path_params={"id": identity}, json={"parameters": fixed})
+    return last
+
+
+def configured(run: str, root: str, iterations: int, config: str | None, settings: list[str]) -> RunConfig:
+    """The configuration of a run: that of a file, or the recorded one, with settings replaced.
+
+    Raises:
+        InputError: it cannot be used, or there is none.
+    """
+    replaced = [*settings, f"run.iterations={iterations}"]
+    if config is not None:
+        if not is_absolute(config):
+            raise InputError(
+                f"config is {config!r}: give an absolute path or a URL, because a Retry may start elsewhere"
+            )
+        return load_config(config, replaced)
+    document = stored_config(open_root(root), run).model_dump(mode="json")
+    for setting in replaced:
+        apply_override(document, setting)
+    return parse_config(document, f"of run {run} with the given settings")
+
+
+def is_absolute(place: str) -> bool:
+    """Whether a path or URL means the same from every folder."""
+    local = place.removeprefix("file://")
+    return "://" in local or Path(local).is_absolute()
+
+
+def warn_of_versions(logger: "logging.Logger | logging.LoggerAdapter[Any]") -> None:
+    """Say so if the worker runs another version of Ratchet than the one that registered the deployment."""
+    registered = deployment.version
+    if registered and registered != code_version():
+        logger.warning(
+            "this worker runs Ratchet %s, the deployment was registered by %s: `ratchet up` registers it again",
+            code_version(),
+            registered,
+        )

@@ -1,0 +1,1 @@
+"""A Prefect site on this machine: server, work pool, worker, deployments, automations."""

@@ -1,0 +1,68 @@
+"""Automations: a flow run whose process is gone becomes Crashed, and a crashed one is tried again.
+
+Two processes never drive one run, whatever the server believes: a flow run that is declared dead while it lives still
+holds its run's lease, and the one that is started in its place waits for it.
+"""
+
+from datetime import timedelta
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from flows.deployments.crashes import AGAIN
+from tasks.config.environment import HEARTBEAT_S
+
+SILENCE_S = 3 * HEARTBEAT_S
+"""A flow run is declared dead after this long without a heartbeat."""
+
+_FLOW_RUNS = ResourceSpecification(root={"prefect.resource.id": "prefect.flow-run.*"})
+_BEAT = "prefect.flow-run.heartbeat"
+_ENDS = {f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")}
+
+
+def automations(tag: str) -> tuple[AutomationCore, ...]:
+    """The automations of a site, for flow runs with that tag."""
+    tagged = ResourceSpecification(root={"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{tag}"})
+    gone = EventTrigger(
+        match=_FLOW_RUNS,
+        match_related=tagged,
+        after={_BEAT},
+        expect={_BEAT, *_ENDS},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=SILENCE_S),
+    )
+    crashed = EventTrigger(
+        match=_FLOW_RUNS,
+        match_related=tagged,
+        expect={"prefect.flow-run.Crashed"},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        threshold=1,
+    )
+    silent = f"its process has been silent for {SILENCE_S} s"
+    return (
+        AutomationCore(
+            name="ratchet: a flow run whose process is gone is crashed",
+            description=f"No heartbeat for {SILENCE_S} s; the process sends one every {HEARTBEAT_S} s.",
+            trigger=gone,
+            actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=silent)],
+        ),
+        AutomationCore(
+            name="ratchet: a crashed flow run is tried again",
+            description="It continues from what is committed. The flow itself limits how often.",
+            trigger=crashed,
+            actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name=AGAIN, message="tried again after a crash")],
+        ),
+    )
+
+
+def keep_automations(client: SyncPrefectClient, tag: str) -> None:
+    """Create the automations that are missing; those that exist are left as they are, changed or paused by a person."""
+    for wanted in automations(tag):
+        if not client.read_automations_by_name(wanted.name):
+            client.create_automation(wanted)

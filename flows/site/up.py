@@ -1,0 +1,209 @@
+"""`ratchet up` and `ratchet down`: one command to a working site, which may be repeated, and one that ends it."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
+from pydantic import BaseModel, ConfigDict
+
+from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
+from flows.site.processes import end, find, start
+from flows.site.registration import POOL, register
+from storage.errors import InputError, WorkerLost
+from tasks.config.code_version import code_version
+from tasks.config.credentials import has_credentials
+from tasks.config.environment import resolve, site_environment
+
+HOST = "127.0.0.1"
+
+_SERVER, _WORKER = "server", "worker"
+_ANSWER_DEADLINE_S = 300.0  # the first start makes the tables of the database, on a busy machine
+_ANSWER_S = 2.0
+_PAUSE_S = 0.3
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for."""
+
+    deployments: Path
+    """A file in the format of prefect.yaml."""
+    port: int = 4200
+    database: str | None = None
+    """URL of the server's database; None keeps what the site has."""
+    at_once: int = 1
+    """Flow runs that the worker executes at the same time."""
+
+
+class Site(BaseModel):
+    """A running site."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    api: str
+    ui: str
+    """What to open in a browser."""
+    secret_file: str
+    """Where the text is that the browser asks for."""
+    client_file: str
+    """What a shell sources to use Prefect's own commands."""
+    deployments: tuple[str, ...]
+    """Registered deployments, as flow/deployment."""
+    started: tuple[str, ...]
+    """Processes that this command has started."""
+
+
+class Ended(BaseModel):
+    """What `ratchet down` has ended."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ended: tuple[str, ...]
+    gone: tuple[str, ...]
+    """Processes of the record that had already ended."""
+
+
+def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site:
+    """Start what is missing of a site and register everything; what runs is left alone.
+
+    Raises:
+        InputError: the port is taken, or the site runs on another database; or the deployments cannot be read.
+        WorkerLost: the server does not answer.
+    """
+    with folder.locked():
+        before = folder.record()
+        record = _served(folder, wanted, before, say)
+        with connected(folder, record):
+            registered = register(wanted.deployments, wanted.at_once)
+        record = _worked(folder, record, say)
+        old = {one.process for one in before.processes} if before else set()
+        return Site(
+            api=record.api,
+            ui=record.api.removesuffix("/api"),
+            secret_file=str(folder.secret_file),
+            client_file=str(folder.client_file),
+            deployments=registered,
+            started=tuple(one.role for one in record.processes if one.process not in old),
+        )
+
+
+def down(folder: SiteFolder) -> Ended:
+    """End exactly what `up` has started, the worker and its flow runs first."""
+    with folder.locked():
+        record = folder.record()
+        ended, gone = [], []
+        for one in reversed(record.processes if record else ()):
+            (ended if end(one) else gone).append(one.role)
+        if record is not None:
+            folder.keep(record.model_copy(update={"processes": ()}))
+        return Ended(ended=tuple(ended), gone=tuple(gone))
+
+
+@contextlib.contextmanager
+def connected(folder: SiteFolder, record: SiteRecord) -> Iterator[None]:
+    """Let Prefect in this process use the site's server."""
+    if record.api == get_current_settings().api.url and not record.processes:
+        yield  # a server of the user's, with the credentials of the user's own settings
+        return
+    with temporary_settings({PREFECT_API_URL: record.api, PREFECT_API_AUTH_STRING: folder.secret()}):
+        yield
+
+
+def running(record: SiteRecord, role: str) -> RunningProcess | None:
+    """The process of that role, if it runs."""
+    return next((one for one in record.processes if one.role == role and find(one)), None)
+
+
+def _served(folder: SiteFolder, wanted: Wanted, record: SiteRecord | None, say: Callable[[str], object]) -> SiteRecord:
+    """The record with a server that answers."""
+    if record is not None and (server := running(record, _SERVER)) is not None:
+        if wanted.database not in (None, record.database):
+            raise InputError("the site runs on another database: `ratchet down` first")
+        _wait(record.api, server, folder)
+        return record
+    database = wanted.database or (record.database if record else None)
+    _check_free(wanted.port)
+    api = f"http://{HOST}:{wanted.port}/api"
+    say(f"starting the Prefect server on {HOST}:{wanted.port}")
+    environment = site_environment(folder.prefect_home, api, folder.secret(), _connection(database))
+    server = start(_SERVER, _server_command(wanted.port), environment, folder.log(_SERVER))
+    workers = [] if record is None else [one for one in record.processes if one.role == _WORKER and find(one)]
+    record = SiteRecord(api=api, database=database, processes=(server, *workers))
+    folder.keep(record)
+    _wait(api, server, folder)
+    lines = (f"export PREFECT_API_URL={api}", f"export PREFECT_API_AUTH_STRING={folder.secret()}")
+    folder.write(folder.client_file, "\n".join([*lines, f"export PREFECT_HOME={folder.prefect_home}\n"]))
+    return record
+
+
+def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]) -> SiteRecord:
+    """The record with a worker of this version; an older one that has no flow run is replaced."""
+    worker = running(record, _WORKER)
+    if worker is not None and worker.version != code_version():
+        if (process := find(worker)) is not None and process.children():
+            say("the worker runs an older version of Ratchet, and a flow run: `ratchet up` replaces it once that ended")
+        else:
+            end(worker)
+            worker = None
+    if worker is None:
+        say("starting a worker")
+        environment = site_environment(folder.prefect_home, record.api, folder.secret())
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+        worker = start(_WORKER, command, environment, folder.log(_WORKER))
+    servers = [one for one in record.processes if one.role == _SERVER]
+    record = record.model_copy(update={"processes": (*servers, worker)})
+    folder.keep(record)
+    return record
+
+
+def _server_command(port: int) -> list[str]:
+    # what `prefect server start` runs, without its parent process
+    app = ["--factory", "prefect.server.api.server:create_app"]
+    return [sys.executable, "-m", "uvicorn", *app, "--host", HOST, "--port", f"{port}", "--log-level", "warning"]
+
+
+def _connection(database: str | None) -> str | None:
+    """The URL as SQLAlchemy wants it, with its secret."""
+    if database is None:
+        return None
+    if has_credentials(database):
+        raise InputError("--database has a password in it, which would be stored: give it as env:NAME, and export NAME")
+    url = resolve(database, "--database")
+    if not isinstance(url, str) or not url.startswith(("postgresql://", "postgresql+asyncpg://", "postgres://")):
+        raise InputError("--database is not the URL of a PostgreSQL database: postgresql://user@host:port/name")
+    return f"postgresql+asyncpg://{url.partition('://')[2]}"
+
+
+def _check_free(port: int) -> None:
+    taken = [
+        found.pid
+        for found in psutil.net_connections("tcp")
+        if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port
+    ]
+    if taken:
+        raise InputError(f"port {port} is taken by process {taken[0]}: give another --port")
+
+
+def _wait(api: str, server: RunningProcess, folder: SiteFolder) -> None:
+    deadline = time.monotonic() + _ANSWER_DEADLINE_S
+    while not _answers(api):
+        if find(server) is None or time.monotonic() > deadline:
+            lines = folder.log(_SERVER).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise WorkerLost(
+                f"the Prefect server does not answer at {api}. Its last output: {' | '.join(lines[-3:]) or 'none'}. "
+                f"All of it: {folder.log(_SERVER)}"
+            )
+        time.sleep(_PAUSE_S)
+
+
+def _answers(api: str) -> bool:
+    try:
+        return httpx.get(f"{api}/health", timeout=_ANSWER_S).is_success
+    except httpx.TransportError:
+        return False
