@@ -32,51 +32,8 @@ from tasks.config.stored import stored_config
 _LOOK_S = 5.0
 _LIMIT = 1 << 20  # iterations of a run, for a search that halves
 
-Run = Annotated[str, Field(title="Run", description="Id of the run; a new one is started, an existing one continued.")]
-Storage = Annotated[
-    str, Field(title="Root", description="Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.")
-]
-Iterations = Annotated[
-    int | None,
-    Field(
-        title="Iterations",
-        description="Continue until the run has this many iterations in all. Give either this or More.",
-        ge=0,
-    ),
-]
-More = Annotated[
-    int | None,
-    Field(
-        title="More",
-        description="Continue for this many iterations from where the run is when the flow run begins, which is what "
-        "a schedule wants. A Retry does not add to them.",
-        ge=1,
-    ),
-]
-Configuration = Annotated[
-    str | None,
-    Field(
-        title="Configuration",
-        description="Absolute path or URL of the TOML file that describes the run. Not needed to continue a run, which "
-        "then keeps the configuration that it was recorded with.",
-    ),
-]
-Settings = Annotated[
-    list[str],
-    Field(
-        title="Settings",
-        description="Settings that replace those of the configuration, each as section.key=value.",
-    ),
-]
-Patience = Annotated[
-    float,
-    Field(
-        title="Patience",
-        description="Minutes to wait for another process that drives this run. After that the flow run ends as "
-        "Cancelled and names that process.",
-        ge=0,
-    ),
-]
+Count = Annotated[int, Field(ge=0)]
+Minutes = Annotated[float, Field(ge=0)]
 
 
 def named() -> str:
@@ -87,18 +44,30 @@ def named() -> str:
 
 @flow(name="train", flow_run_name=named, persist_result=False, validate_parameters=True)
 def train(
-    run: Run,
-    root: Storage,
-    iterations: Iterations = None,
-    more: More = None,
-    config: Configuration = None,
-    settings: Settings = [],  # noqa: B006 - never changed; Prefect shows a default in its form
-    patience_minutes: Patience = 10.0,
+    run: str,
+    root: str,
+    iterations: Count | None = None,
+    more: Count | None = None,
+    config: str | None = None,
+    settings: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
+    patience_minutes: Minutes = 10.0,
 ) -> State[Any]:
     """Continue a run of Ratchet to a number of iterations, or start it.
 
     What is committed is never done again, so Retry continues where the run ended. While another process drives the run,
     this flow run waits, and then ends as Cancelled.
+
+    Args:
+        run: Id of the run. A new one is started, an existing one is continued.
+        root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
+        iterations: Continue until the run has this many iterations in all. Give either this or `more`.
+        more: Continue for this many iterations from where the run is when the flow run begins, which is what a schedule
+            wants. A Retry does not add to them.
+        config: Absolute path or URL of the TOML file that describes the run. Not needed to continue a run, which then
+            keeps the configuration that it was recorded with.
+        settings: Settings that replace those of the configuration, each as section.key=value.
+        patience_minutes: How long to wait for another process that drives this run. After that the flow run ends as
+            Cancelled and names that process.
     """
     logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
     try:

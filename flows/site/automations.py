@@ -20,6 +20,14 @@ SILENCE_S = 3 * HEARTBEAT_S
 
 _FLOW_RUNS = ResourceSpecification(root={"prefect.resource.id": "prefect.flow-run.*"})
 _BEAT = "prefect.flow-run.heartbeat"
+_SILENT = f"its process has been silent for {SILENCE_S} s"
+_KILLED = (
+    _SILENT,
+    "Flow run process exited with non-zero status code -*",  # by a signal: -9 is also the kernel, out of memory
+    "Execution was aborted by a termination signal*",  # `ratchet down`, a machine that shuts down
+)
+"""Messages of the crashes that are tried again. A process that ends with an error before its flow begins would do so
+again, for ever, since only the flow can count."""
 _ENDS = {f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")}
 
 
@@ -37,23 +45,22 @@ def automations(tag: str) -> tuple[AutomationCore, ...]:
         within=timedelta(seconds=SILENCE_S),
     )
     crashed = EventTrigger(
-        match=_FLOW_RUNS,
+        match=ResourceSpecification(root={**_FLOW_RUNS.root, "prefect.state-message": list(_KILLED)}),
         match_related=tagged,
         expect={"prefect.flow-run.Crashed"},
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,
     )
-    silent = f"its process has been silent for {SILENCE_S} s"
     return (
         AutomationCore(
             name="ratchet: a flow run whose process is gone is crashed",
             description=f"No heartbeat for {SILENCE_S} s; the process sends one every {HEARTBEAT_S} s.",
             trigger=gone,
-            actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=silent)],
+            actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=_SILENT)],
         ),
         AutomationCore(
-            name="ratchet: a crashed flow run is tried again",
+            name="ratchet: a flow run whose process was killed is tried again",
             description="It continues from what is committed. The flow itself limits how often.",
             trigger=crashed,
             actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name=AGAIN, message="tried again after a crash")],

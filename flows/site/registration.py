@@ -1,6 +1,8 @@
 """What a server is told: the work pool, every deployment of a file, the automations. Repeating it changes nothing."""
 
 import importlib
+import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flows.site.automations import keep_automations
 from storage.errors import InputError
-from tasks.config.code_version import code_version
+from tasks.config.code_version import PROJECT_ROOT, code_version
 
 POOL = "ratchet"
 TAG = "ratchet"
@@ -52,6 +54,9 @@ class DeploymentEntry(BaseModel):
     work_pool: dict[str, Any] = Field(default_factory=dict)
 
 
+Deployments = tuple[tuple[DeploymentEntry, Flow[..., Any]], ...]
+
+
 class DeploymentsFile(BaseModel):
     """A file in the format of prefect.yaml, as far as it is used here."""
 
@@ -60,37 +65,34 @@ class DeploymentsFile(BaseModel):
     deployments: tuple[DeploymentEntry, ...]
 
 
-def register(file: Path, at_once: int) -> tuple[str, ...]:
+def register(deployments: Deployments, at_once: int) -> tuple[str, ...]:
     """Register everything with the server that Prefect is connected to.
 
     Args:
-        file: deployments, in the format of prefect.yaml.
+        deployments: each with its flow.
         at_once: flow runs that may be executed at the same time.
 
     Returns:
         The deployments, as flow/deployment.
-
-    Raises:
-        InputError: the file cannot be used, or names a flow that does not exist.
     """
-    entries = [(entry, _flow(entry)) for entry in read_deployments(file)]
     with get_client(sync_client=True) as client:
         _keep_pool(client, at_once)
-        names = tuple(_keep_deployment(client, entry, flow) for entry, flow in entries)
+        names = tuple(_keep_deployment(client, entry, flow) for entry, flow in deployments)
         keep_automations(client, TAG)
     return names
 
 
-def read_deployments(file: Path) -> tuple[DeploymentEntry, ...]:
-    """The deployments of a file.
+def read_deployments(file: Path) -> Deployments:
+    """The deployments of a file in the format of prefect.yaml, each with its flow.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: it cannot be read, or names a flow that does not exist.
     """
     try:
-        return DeploymentsFile.model_validate(yaml.safe_load(file.read_text(encoding="utf-8"))).deployments
+        document = DeploymentsFile.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError, ValidationError) as error:
         raise InputError(f"the deployments in {file} cannot be used: {error}") from None
+    return tuple((entry, _flow(entry)) for entry in document.deployments)
 
 
 def _flow(entry: DeploymentEntry) -> Flow[..., Any]:
@@ -122,7 +124,11 @@ def _keep_deployment(client: SyncPrefectClient, entry: DeploymentEntry, flow: Fl
         "enforce_parameter_schema": True,
         "entrypoint": entry.entrypoint,
         "work_pool_name": entry.work_pool.get("name", POOL),
-        "job_variables": entry.work_pool.get("job_variables", {}),
+        "job_variables": {
+            "command": f"{shlex.quote(sys.executable)} -m flows.deployments.process",
+            "working_dir": str(PROJECT_ROOT),  # else a temporary folder, gone when two attempts overlap
+            **entry.work_pool.get("job_variables", {}),
+        },
     }
     name = f"{flow.name}/{entry.name}"
     try:

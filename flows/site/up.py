@@ -9,12 +9,14 @@ from pathlib import Path
 
 import httpx
 import psutil
+from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 from pydantic import BaseModel, ConfigDict
 
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
+from flows.site.interrupted import set_right
 from flows.site.processes import end, find, start
-from flows.site.registration import POOL, register
+from flows.site.registration import POOL, read_deployments, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
 from tasks.config.credentials import has_credentials
@@ -76,11 +78,12 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
         InputError: the port is taken, or the site runs on another database; or the deployments cannot be read.
         WorkerLost: the server does not answer.
     """
+    deployments = read_deployments(wanted.deployments)  # before anything starts
     with folder.locked():
         before = folder.record()
         record = _served(folder, wanted, before, say)
         with connected(folder, record):
-            registered = register(wanted.deployments, wanted.at_once)
+            registered = register(deployments, wanted.at_once)
         record = _worked(folder, record, say)
         old = {one.process for one in before.processes} if before else set()
         return Site(
@@ -98,8 +101,10 @@ def down(folder: SiteFolder) -> Ended:
     with folder.locked():
         record = folder.record()
         ended, gone = [], []
-        for one in reversed(record.processes if record else ()):
+        for one in reversed(record.processes if record else ()):  # the server last
             (ended if end(one) else gone).append(one.role)
+            if record is not None and one.role == _WORKER and running(record, _SERVER):
+                _continue(folder, record)
         if record is not None:
             folder.keep(record.model_copy(update={"processes": ()}))
         return Ended(ended=tuple(ended), gone=tuple(gone))
@@ -153,6 +158,7 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
             worker = None
     if worker is None:
         say("starting a worker")
+        _continue(folder, record)
         environment = site_environment(folder.prefect_home, record.api, folder.secret())
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
         worker = start(_WORKER, command, environment, folder.log(_WORKER))
@@ -160,6 +166,12 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
     record = record.model_copy(update={"processes": (*servers, worker)})
     folder.keep(record)
     return record
+
+
+def _continue(folder: SiteFolder, record: SiteRecord) -> None:
+    if _answers(record.api):
+        with connected(folder, record), get_client(sync_client=True) as client:
+            set_right(client, POOL)
 
 
 def _server_command(port: int) -> list[str]:

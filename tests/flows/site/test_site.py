@@ -1,0 +1,179 @@
+"""A site as a person has it: server, worker and deployment are real, what computes is small."""
+
+import json
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import StateType
+from prefect.states import Scheduled
+
+from storage.backends.root import open_root
+from storage.manifest import need
+from storage.ownership.lease import hold
+from tasks.stages.names import Stage
+from tests.flows.site.conftest import SiteHere, command, connected_to, ended, free_port, up, wait_for
+from tests.small.config import _DOCUMENT
+
+pytestmark = pytest.mark.slow
+LOOPBACK = ("127.0.0.1", "::1")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "small.toml"
+    file.write_text(_DOCUMENT)
+    return str(file)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "runs")
+
+
+def test_a_second_up_starts_nothing_and_keeps_what_a_person_changed(site: SiteHere, client: SyncPrefectClient):
+    before = site.record()
+    deployment = client.read_deployment_by_name("train/train")
+    made = client.request("POST", "/deployments/{id}/schedules", path_params={"id": deployment.id},
+                          json=[{"schedule": {"cron": "0 2 * * *"}, "active": False}]).json()  # fmt: skip
+    assert up(site.folder, site.port)["started"] == []
+    assert site.record() == before
+    after = client.read_deployment_by_name("train/train")
+    assert after.id == deployment.id
+    assert [str(one.id) for one in after.schedules] == [one["id"] for one in made]
+
+
+def test_nothing_listens_beyond_the_loopback_interface(site: SiteHere):
+    listening = {}
+    for role in ("server", "worker"):
+        process = psutil.Process(site.process(role))
+        for one in [process, *process.children(recursive=True)]:
+            listening[role] = {
+                found.laddr for found in one.net_connections("inet") if found.status == psutil.CONN_LISTEN
+            } | listening.get(role, set())
+    assert {(place.ip, place.port) for place in listening["server"]} == {("127.0.0.1", site.port)}
+    assert {place.ip for places in listening.values() for place in places} <= set(LOOPBACK)
+
+
+def test_without_the_secret_nothing_is_read_and_a_page_of_another_site_changes_nothing(site: SiteHere):
+    def ask(method: str, path: str, auth: tuple[str, str] | None = None) -> int:
+        return httpx.request(method, f"{site.api}{path}", auth=auth, json={}).status_code
+
+    user, _, password = site.secret.partition(":")
+    assert ask("GET", "/admin/version") == httpx.codes.UNAUTHORIZED
+    assert ask("GET", "/admin/version", (user, "guess")) == httpx.codes.UNAUTHORIZED
+    assert ask("GET", "/admin/version", (user, password)) == httpx.codes.OK
+    assert ask("POST", "/flow_runs/filter", (user, password)) == httpx.codes.FORBIDDEN  # no CSRF token
+    for file in ("secret", "client.env", "site.json", "server.log", "worker.log"):
+        assert (site.folder / file).stat().st_mode & 0o077 == 0, file
+    assert site.folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_failed_stage_is_explained_and_retry_continues_with_it(
+    start, site, client, config: str, root: str, tmp_path: Path
+):
+    (tmp_path / "fail-train").write_text("NumericsError")
+    flow_run = start(run="a", root=root, iterations=1, config=config)
+    failed = ended(site, client, flow_run)
+    assert failed.state is not None
+    assert failed.state.type is StateType.FAILED
+    message = failed.state.message or ""
+    for words in ("train does not work here", f"kept in {root}/a", "Retry repeats only the stage", "learning rate"):
+        assert words in message
+    store = open_root(root)
+    rollout = need(store, "a", 1, Stage.ROLLOUT)
+    (tmp_path / "fail-train").unlink()
+    client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry", message="Retry from the UI"))
+    again = ended(site, client, flow_run, attempt=2)
+    assert again.state is not None
+    assert again.state.type is StateType.COMPLETED, again.state.message
+    assert need(store, "a", 1, Stage.ROLLOUT) == rollout
+    assert need(store, "a", 1, Stage.TRAIN).attempt == 1
+    logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id])))
+    text = "\n".join(line.message for line in logs)
+    assert "iteration 1/1" in text
+    assert "NumericsError" in text
+
+
+def test_more_is_counted_once(start, site, client, config: str, root: str, tmp_path: Path):
+    (tmp_path / "fail-rollout").write_text("StageFailed")
+    flow_run = start(run="b", root=root, more=1, config=config)
+    ended(site, client, flow_run)
+    assert client.read_flow_run(flow_run.id).parameters["iterations"] == 1
+    (tmp_path / "fail-rollout").unlink()
+    client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry"))
+    assert ended(site, client, flow_run, attempt=2).state.is_completed()
+    following = ended(site, client, start(run="b", root=root, more=1))  # as recorded
+    assert following.state.is_completed(), following.state.message
+    assert need(open_root(root), "b", 2, Stage.WEIGHT_SYNC)
+
+
+def test_a_run_that_another_process_drives_is_left_alone(start, site, client, config: str, root: str):
+    with hold(open_root(root), "c", "a person's command"):
+        found = ended(site, client, start(run="c", root=root, iterations=1, config=config))
+    assert found.state.type is StateType.CANCELLED
+    assert "a person's command" in found.state.message
+    assert not [key for key in open_root(root).keys("c") if "manifests" in key]
+
+
+@pytest.mark.parametrize(
+    ("given", "fact"),
+    [
+        ({"root": "runs", "iterations": 1}, "give an absolute path"),
+        ({"root": "/tmp/r"}, "either iterations"),
+    ],
+)
+def test_input_that_cannot_work_is_explained(given, fact, start, site, client, config: str):
+    found = ended(site, client, start(run="d", config=config, **given))
+    assert found.state.type is StateType.FAILED
+    assert fact in found.state.message
+    assert "Retry alone cannot help" in found.state.message
+
+
+def test_the_form_describes_every_field(client: SyncPrefectClient):
+    schema = client.read_deployment_by_name("train/train").parameter_openapi_schema
+    assert schema is not None
+    for name, field in schema["properties"].items():
+        assert field.get("title"), name
+        assert field.get("description"), name
+    assert set(schema["required"]) == {"run", "root"}
+
+
+def test_down_ends_a_flow_run_and_up_continues_it(tmp_path: Path, config: str, root: str):
+    """A site of its own, ended in the middle of a rollout."""
+    folder, port = tmp_path / "site", free_port()
+    (tmp_path / "slow-rollout").write_text("60")
+    here = SiteHere(folder, port, up(folder, port)["api"])
+    try:
+        with connected_to(here) as client:
+            deployment = client.read_deployment_by_name("train/train")
+            parameters = {"run": "a", "root": root, "iterations": 1, "config": config}
+            flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+            wait_for(lambda: open_root(root).keys("a/manifests/000001"))
+            tree = [psutil.Process(here.process(role)) for role in ("server", "worker")]
+            tree += [child for process in tree for child in process.children(recursive=True)]
+            assert len(tree) > 2
+            assert json.loads(command("down", f"--folder={folder}").stdout)["ended"] == ["worker", "server"]
+            assert not [process for process in tree if process.is_running()]
+            (tmp_path / "slow-rollout").unlink()
+            assert up(folder, port)["started"] == ["server", "worker"]
+            done = ended(here, client, flow_run, attempt=2)
+            assert done.state.is_completed(), done.state
+            assert need(open_root(root), "a", 1, Stage.ROLLOUT).attempt == 1
+    finally:
+        command("down", f"--folder={folder}")
+
+
+def test_down_ends_what_was_started_and_nothing_else(tmp_path: Path):
+    (tmp_path / "site").mkdir(mode=0o700)
+    stranger = psutil.Process()
+    earlier = {"role": "server", "process": stranger.pid, "started": stranger.create_time() - 60, "version": "x"}
+    record = {"api": "http://127.0.0.1:1/api", "processes": [earlier]}
+    (tmp_path / "site" / "site.json").write_text(json.dumps(record))
+    done = command("down", f"--folder={tmp_path / 'site'}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"ended": [], "gone": ["server"]}
+    assert stranger.is_running()
