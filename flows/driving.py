@@ -15,6 +15,7 @@ from storage.upkeep.shared import SharedParts
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW
+from tasks.stages.retrying import persistent
 
 Opener = Callable[[Lease], AbstractContextManager[RunContext]]
 """Makes the context that stages work in from the lease; what it starts ends with the block."""
@@ -29,7 +30,7 @@ def complete(name: str, root: Root, config: RunConfig, progress: Progress, opene
     while next_iteration(root, name, config) <= config.run.iterations:
         try:
             with hold(root, name, "ratchet run") as lease, opener(lease) as context:
-                advance(context, progress, next_iteration(root, name, config))
+                advance(persistent(context, progress.say), progress, next_iteration(root, name, config))
         except Overtaken as fact:
             progress.say(f"{fact}")
 

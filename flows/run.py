@@ -74,7 +74,7 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
     check_run_name(name)
     check_scratch()
     check_root_url(root)
-    store = open_root(root)
+    store = open_root(root).waiting(config.run.outage_s)
     check_config(config, store)
     digest = record_config(store, name, config)
     if next_iteration(store, name, config) <= config.run.iterations:

@@ -24,6 +24,7 @@ _UPKEEP = ("tests/storage/upkeep",)
 _LEASE = ("tests/storage/ownership",)
 _ROOT = ("tests/storage/backends",)
 _STAGES = ("tests/tasks/stages", "tests/flows/test_iteration.py", "tests/flows/test_runtime_settings.py")
+_RETRIED = ("tests/tasks/stages/test_retrying.py",)
 
 MUTANTS = (
     Mutant(
@@ -365,5 +366,29 @@ MUTANTS = (
         "            if self._dropped.is_set():\n",
         "            if False:\n",
         ("tests/storage/test_write_behind.py",),
+    ),
+    Mutant(
+        "everything-is-tried-again",
+        "a stage is tried again whatever it raised",
+        "tasks/stages/retrying.py",
+        "            except WorkerLost as lost:\n",
+        "            except Exception as lost:\n",
+        _RETRIED,
+    ),
+    Mutant(
+        "tried-again-before-it-is-stored",
+        "a stage is done twice if a process is lost after its result was handed over",
+        "tasks/stages/retrying.py",
+        "                self.context.outbox.settle()\n",
+        "",
+        _RETRIED,
+    ),
+    Mutant(
+        "one-attempt-too-many",
+        "a stage is tried again without a limit of its own",
+        "tasks/stages/retrying.py",
+        "        for attempt in range(retries):\n",
+        "        for attempt in range(retries + 1):\n",
+        _RETRIED,
     ),
 )

@@ -9,13 +9,16 @@ answer finds its own object, so callers read back and compare whenever the key i
 import errno
 import functools
 import http
+import logging
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_all, stop_before_delay
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_all, stop_before_delay
 from tenacity import wait_random_exponential as wait_random
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 60.0
 """How long an operation is retried while the store is busy or does not answer."""
@@ -27,6 +30,7 @@ CLIENT_CONFIG = {"retries": {"mode": "standard", "total_max_attempts": 2}}
 """botocore's own attempts, which multiply ours: two, so that a long upload survives a lost request."""
 
 _LONGEST_PAUSE = 5.0
+_SILENT_S = 5.0  # shorter outages are nobody's concern
 _ONE_COPY = 5 * 2**30  # bytes: S3 copies larger objects in several requests, which make a new object in any case
 _TEMPORARY = (
     errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE,
@@ -95,11 +99,27 @@ def retried[T](
         retry=retry_if_exception(temporary),
         stop=stop_all(stop_after_attempt(attempts), stop_before_delay(patience)),
         wait=wait_random(multiplier=0.05, max=_LONGEST_PAUSE),
+        before_sleep=_OutageSaid(patience),
         reraise=True,
     ):
         with attempt:
             return call()
     raise AssertionError("tenacity returns or raises")
+
+
+class _OutageSaid:
+    """Says once that an operation waits for the store."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience, self._said = patience, False
+
+    def __call__(self, state: RetryCallState) -> None:
+        """Called before each pause."""
+        if self._said or state.outcome is None or (state.seconds_since_start or 0.0) < _SILENT_S:
+            return
+        self._said = True
+        cause = type(state.outcome.exception()).__name__
+        logger.warning("the store does not answer (%s): waiting for it, up to %g s", cause, self._patience)
 
 
 def is_temporary(error: BaseException) -> bool:

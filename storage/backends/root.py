@@ -57,6 +57,10 @@ class Root:
         """The same root, with at most that patience."""
         return replace(self, patience=min(seconds, self.patience))
 
+    def waiting(self, seconds: float) -> "Root":
+        """The same root, with that patience."""
+        return replace(self, patience=seconds)
+
     def full(self, key: str) -> str:
         """The filesystem's own path of `key`."""
         return f"{self.path}/{key}"

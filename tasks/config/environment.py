@@ -63,6 +63,7 @@ _SITE = {
     "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # SQLite has one writer; 10 s are too short on a busy machine
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     "PREFECT_LOGGING_LEVEL": "INFO",  # what a flow run says is shown on its page
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,storage",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",  # a pickle would let whoever writes results run code
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": f"{HEARTBEAT_S}",

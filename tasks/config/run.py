@@ -23,6 +23,11 @@ class RunSection(Section):
     seed: int = 0
     """Source of every other seed: model, data order, samples, trainer."""
 
+    retries: int = Field(default=2, ge=0)
+    """How often a stage is tried again without a person after a process that computes for it was lost."""
+    outage_s: float = Field(default=900.0, ge=0)
+    """Seconds for which each operation of the store is retried while the store does not answer."""
+
     @field_validator("name")
     @classmethod
     def _usable(cls, name: str | None) -> str | None:

@@ -54,11 +54,13 @@ class Cell:
     fault: Fault
     replaced: bool = False
     """Noticed between two stages by the process that drives the run, which starts a new worker and continues."""
+    retried: bool = False
+    """Noticed in the middle of a stage, which is tried again by the same process."""
 
 
-def cell(victim: str, stage: str, point: Point, *, replaced: bool = False) -> tuple[str, Cell]:
-    name = f"{victim}-{stage}-{point}" + ("-replaced" if replaced else "")
-    return name, Cell(Fault(*STAGES[stage], point, victim), replaced)
+def cell(victim: str, stage: str, point: Point, *, replaced: bool = False, retried: bool = False) -> tuple[str, Cell]:
+    name = f"{victim}-{stage}-{point}" + ("-replaced" if replaced else "") + ("-retried" if retried else "")
+    return name, Cell(Fault(*STAGES[stage], point, victim), replaced, retried)
 
 
 KILLS = dict(
@@ -69,7 +71,15 @@ REPLACED = dict(
     for victim in WORKERS
     for stage in ("rollout", "train", "weight-sync", "evaluate")
 )
-CELLS = KILLS | REPLACED
+RETRIED = dict(
+    [
+        cell("engine-0", "rollout", Point.MID_PART, retried=True),
+        cell("engine-0", "weight-sync", Point.PARTS_DONE, retried=True),
+        cell("trainer-0", "train", Point.UPLOAD, retried=True),
+        cell("trainer-1", "weight-sync", Point.PARTS_DONE, retried=True),
+    ]
+)
+CELLS = KILLS | REPLACED | RETRIED
 QUICK = {
     "flow-warm-up-committed",
     "flow-rollout-mid-part",
@@ -78,6 +88,8 @@ QUICK = {
     "engine-0-weight-sync-committed",
     "node-evaluate-started",
     "engine-0-rollout-started-replaced",
+    "engine-0-rollout-mid-part-retried",
+    "trainer-0-train-upload-retried",
 }
 PARAMETERS = [pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow) for name in CELLS]
 
@@ -107,7 +119,8 @@ def outcomes(request, launcher, tmp_path_factory):
 
 
 def play(run: SmallRun, wanted: Cell) -> Outcome:
-    killed = run.attempt(wanted.fault, replaces=wanted.replaced)
+    settings = ("run.retries=1",) if wanted.retried else ()
+    killed = run.attempt(wanted.fault, replaces=wanted.replaced or wanted.retried, settings=settings)
     between = run.look()
     again = run.attempt()
     return Outcome(killed, between, again, run.look())
@@ -136,7 +149,7 @@ def test_a_run_that_nobody_interrupts_does_everything_once(whole):
 def test_a_kill_changes_nothing_in_the_end(name, outcomes, whole):
     wanted, outcome = CELLS[name], outcomes[name].result()
     check_the_kill(wanted, outcome)
-    check_nothing_is_done_twice(outcome)
+    check_nothing_is_done_twice(wanted, outcome)
     check_rows(outcome.end)
     check_storage(outcome)
     _, expected = whole
@@ -153,15 +166,24 @@ def check_the_kill(wanted: Cell, outcome: Outcome) -> None:
     if wanted.fault.victim == FLOW:
         assert killed.code == -9
         check_what_is_left(wanted.fault, outcome)
-    elif wanted.replaced:
+    elif wanted.replaced or wanted.retried:
         started = Counter(entry.name for entry in killed.journal if entry.what == "process")
         assert killed.code == 0, killed.messages
         assert started[wanted.fault.victim] == 2
         assert outcome.again.bodies == Counter()
+        check_what_lives_is_kept(wanted, started)
     else:
         assert killed.code == 1
         assert "WorkerLost" in killed.messages
     assert (again.code, again.lingering) == (0, []), again.messages
+
+
+def check_what_lives_is_kept(wanted: Cell, started: Counter[str]) -> None:
+    """A dead rank takes the other ranks with it, which work in step, and no engine; a dead engine takes no rank."""
+    ranks = wanted.fault.victim.startswith("trainer")
+    assert {name for name in WORKERS if started[name] == 2} == {
+        name for name in WORKERS if name.startswith("trainer") == ranks
+    }
 
 
 def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
@@ -186,13 +208,14 @@ def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
             assert all(parts)
 
 
-def check_nothing_is_done_twice(outcome: Outcome) -> None:
+def check_nothing_is_done_twice(wanted: Cell, outcome: Outcome) -> None:
     """The second process did what was not committed, once, and generated what was not recorded."""
     missing = outcome.end.digests.keys() - outcome.between.digests.keys()
     assert outcome.again.bodies == Counter(missing)
-    assert set(outcome.killed.bodies.values()) <= {1}
+    assert set(outcome.killed.bodies.values()) <= ({1, 2} if wanted.retried else {1})
     for place, manifest in outcome.end.manifests.items():
-        assert (outcome.killed.bodies[place] if place in missing else 0) <= manifest.attempt <= (place in missing)
+        begun = outcome.killed.bodies[place]
+        assert (begun if place in missing else 0) <= manifest.attempt <= (place in missing or begun > 1)
     assert sorted(outcome.again.pieces) == sorted(outcome.end.pieces - outcome.between.pieces)
 
 

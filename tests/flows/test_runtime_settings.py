@@ -19,6 +19,8 @@ from tests.small.driving import RUN, Killed, driver, killing
 
 SETTINGS: dict[str, tuple[Any, Any]] = {
     "run.iterations": (1, 2),
+    "run.retries": (0, 3),
+    "run.outage_s": (60, 900),
     "rollout.groups_per_part": (1, 4),
     "reward.deadline_s": (5.0, 9.0),
     "reward.processes": (0, 1),

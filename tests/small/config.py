@@ -13,6 +13,7 @@ ITERATIONS = 2
 _DOCUMENT = f"""
 [run]
 iterations = {ITERATIONS}
+retries = 0
 [model.generate]
 layers = 2
 hidden = 32

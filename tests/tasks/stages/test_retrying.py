@@ -1,0 +1,90 @@
+"""A stage is tried again when a process was lost, as often as the run allows, and for no other reason."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from storage import errors
+from storage.backends.root import Root, open_root
+from storage.manifest import find, need
+from tasks.stages import retrying
+from tasks.stages.names import Stage
+from tests.small.config import small_config
+from tests.small.driving import RUN, driver
+from tests.small.here import WorkersHere
+from tests.small.workers import SmallEngine, SmallTrainer
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses before further attempts, none of which is made."""
+    made: list[float] = []
+    monkeypatch.setattr(time, "sleep", made.append)
+    return made
+
+
+def drive(folder: Path, failures: int, error: type[errors.RatchetError], retries: int) -> tuple[Root, WorkersHere]:
+    """A run whose engine fails that often, and how it ends."""
+    left = [failures]
+
+    class Failing(SmallEngine):
+        def generate(self, *given):
+            if left[0]:
+                left[0] -= 1
+                raise error("the engine failed")
+            return super().generate(*given)
+
+    config = small_config(["run.iterations=1", "evaluate.every=0", f"run.retries={retries}"])
+    workers = WorkersHere(config, Failing)
+    root = open_root(str(folder / "root"))
+    driver(root, config, folder / "scratch", workers=workers).drive()
+    return root, workers
+
+
+@pytest.mark.parametrize(("failures", "retries", "waits"), [(1, 1, [1.0]), (2, 2, [1.0, 10.0]), (0, 0, [])])
+def test_a_lost_process_costs_an_attempt(failures, retries, waits, tmp_path: Path, pauses):
+    root, workers = drive(tmp_path, failures, errors.WorkerLost, retries)
+    assert need(root, RUN, 1, Stage.ROLLOUT).attempt == failures
+    assert need(root, RUN, 1, Stage.WEIGHT_SYNC).attempt == 0
+    assert pauses == waits
+    assert workers.calls.count("train_policy") == 1
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_after_the_last_attempt_the_loss_ends_the_run(retries, tmp_path: Path, pauses):
+    with pytest.raises(errors.WorkerLost, match="the engine failed"):
+        drive(tmp_path, retries + 1, errors.WorkerLost, retries)
+    assert len(pauses) == retries
+    assert find(open_root(str(tmp_path / "root")), RUN, 1, Stage.ROLLOUT) is None
+
+
+@pytest.mark.parametrize(
+    "kind", ["InputError", "StageFailed", "NumericsError", "SyncMismatch", "StorageUnavailable", "CommitConflict"]
+)
+def test_what_would_fail_again_is_not_tried_again(kind, tmp_path: Path, pauses):
+    error = vars(errors)[kind]
+    with pytest.raises(error):
+        drive(tmp_path, 1, error, 2)
+    assert pauses == []
+
+
+def test_a_stage_that_had_handed_over_its_result_is_not_done_again(tmp_path: Path):
+    """The rank is lost when it is told which state it holds: the state is on its way to storage by then."""
+    lost = [True]
+
+    class Dying(SmallTrainer):
+        def adopt(self, identity):
+            if self._lessons and lost[0]:
+                lost[0] = False
+                raise errors.WorkerLost("rank 0 died during adopt")
+            super().adopt(identity)
+
+    config = small_config(["run.iterations=1", "run.retries=1", "train.parallel.pipeline=1"])
+    workers = WorkersHere(config, trainer=Dying)
+    root = open_root(str(tmp_path / "root"))
+    driver(root, config, tmp_path / "scratch", workers=workers).drive()
+    assert not lost[0]
+    assert workers.calls.count("train_policy") == 1
+    assert need(root, RUN, 1, Stage.TRAIN).attempt == 0
+    assert retrying.BACK_OFF_S[0] < retrying.BACK_OFF_S[-1]
