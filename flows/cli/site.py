@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from flows.cli.options import Json
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
 from tasks.config.code_version import PROJECT_ROOT
 
@@ -20,6 +20,7 @@ def register(app: App) -> None:
     """Add the commands to the command line."""
     app.command(up_command, name="up")
     app.command(down_command, name="down")
+    app.command(doctor_command, name="doctor")
 
 
 def up_command(
@@ -63,3 +64,14 @@ def down_command(*, folder: Folder = DEFAULT_FOLDER, json: Json = False) -> int:
         ended = down(SiteFolder.at(folder))
         output.result(ended, [f"ended {', '.join(ended.ended) or 'nothing: nothing was running'}"])
     return 0
+
+
+def doctor_command(*, root: RootUrl = DEFAULT_ROOT, folder: Folder = DEFAULT_FOLDER, json: Json = False) -> int:
+    """Check this machine, a storage root and the site, and say how to fix what is wrong; exit code 1 if anything is."""
+    from flows.site.doctor import diagnose
+    from flows.site.folder import SiteFolder
+
+    with Output(json=json) as output:
+        diagnosis = diagnose(SiteFolder.at(folder), root)
+        output.result(diagnosis, [f"{one.level:8}{one.check}: {one.text}" for one in diagnosis.findings])
+    return 0 if diagnosis.healthy else 1

@@ -1,6 +1,7 @@
 """How often a flow run that crashed is tried again without a person."""
 
 from collections.abc import Sequence
+from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
@@ -19,7 +20,7 @@ def too_many_crashes() -> bool:
     if identity is None:
         return False
     with get_client(sync_client=True) as client:
-        return crashes(client.read_flow_run_states(identity)) > LIMIT
+        return crashes(client.read_flow_run_states(UUID(identity))) > LIMIT
 
 
 def crashes(states: Sequence[State]) -> int:

@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from datetime import UTC, datetime
+from uuid import UUID
 
 import httpx
 
@@ -39,7 +40,7 @@ def is_reported(begun: datetime) -> bool:
     identity = flow_run.get_id()
     try:
         with get_client(sync_client=True) as client:
-            states = [] if identity is None else client.read_flow_run_states(identity)
+            states = [] if identity is None else client.read_flow_run_states(UUID(identity))
     except (httpx.TransportError, PrefectHTTPStatusError):
         return False
     return any(state.is_final() and state.timestamp >= begun for state in states)

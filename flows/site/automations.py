@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
-from prefect.events.actions import ChangeFlowRunState
+from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
@@ -57,15 +57,19 @@ def automations(tag: str) -> tuple[AutomationCore, ...]:
             name="ratchet: a flow run whose process is gone is crashed",
             description=f"No heartbeat for {SILENCE_S} s; the process sends one every {HEARTBEAT_S} s.",
             trigger=gone,
-            actions=[ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=_SILENT)],
+            actions=[_becomes(StateType.CRASHED, "Crashed", _SILENT)],
         ),
         AutomationCore(
             name="ratchet: a flow run whose process was killed is tried again",
             description="It continues from what is committed. The flow itself limits how often.",
             trigger=crashed,
-            actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name=AGAIN, message="tried again after a crash")],
+            actions=[_becomes(StateType.SCHEDULED, AGAIN, "tried again after a crash")],
         ),
     )
+
+
+def _becomes(state: StateType, name: str, message: str) -> ActionTypes:
+    return ChangeFlowRunState(state=state, name=name, message=message, force=False)
 
 
 def keep_automations(client: SyncPrefectClient, tag: str) -> None:

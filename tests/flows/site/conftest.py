@@ -9,13 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -116,3 +120,18 @@ def ended(site: SiteHere, client: SyncPrefectClient, flow_run: FlowRun, attempt:
             return found
         assert time.monotonic() < deadline, found.state
         time.sleep(0.2)
+
+
+def fired(client: SyncPrefectClient, parameters: dict[str, Any]) -> FlowRun:
+    """The first flow run that a schedule has started; the schedule ends with it."""
+    deployment = client.read_deployment_by_name("train/train")
+    schedule = IntervalSchedule(interval=timedelta(seconds=20), anchor_date=datetime.now(UTC))
+    made = DeploymentScheduleCreate(schedule=schedule, active=True, parameters=parameters)
+    (created,) = client.create_deployment_schedules(deployment.id, [made])
+    while True:
+        found = client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id])))
+        begun = [run for run in found if run.auto_scheduled and run.start_time is not None]
+        if begun:
+            client.delete_deployment_schedule(deployment.id, created.id)
+            return begun[0]
+        time.sleep(0.5)

@@ -1,0 +1,82 @@
+"""A site on PostgreSQL, the database for more than trying things."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.states import Scheduled
+
+from storage.backends.root import open_root
+from storage.manifest import need
+from tasks.stages.names import Stage
+from tests.flows.site.conftest import SiteHere, command, connected_to, ended, fired, free_port, up
+from tests.small.config import _DOCUMENT
+
+_INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not _INSTALLED, reason="PostgreSQL is not installed: apt-get install postgresql"),
+]
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of its own; PostgreSQL refuses to run as root."""
+    folder, port = tmp_path_factory.mktemp("postgres"), free_port()
+    user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
+    if user:
+        for above in (folder, *folder.parents):
+            if above.owner() == "root" and above.stat().st_mode & 0o001 == 0:
+                above.chmod(above.stat().st_mode | 0o011)
+        shutil.chown(folder, "postgres")
+
+    def tool(name: str, *words: str) -> None:
+        command = [*user, str(_INSTALLED[-1] / name), "-D", str(folder / "data"), *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/")
+
+    tool("initdb", "-A", "trust", "-U", "postgres", "--no-sync")
+    tool("pg_ctl", "start", "-w", "-l", str(folder / "log"), "-o", f"-p {port} -h 127.0.0.1 -k {folder}")
+    yield f"postgresql://postgres@127.0.0.1:{port}/postgres"
+    tool("pg_ctl", "stop", "-m", "immediate")
+
+
+@pytest.fixture(scope="module")
+def site(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
+    folder, port = tmp_path_factory.mktemp("site") / "site", free_port()
+    try:
+        yield SiteHere(folder, port, up(folder, port, f"--database={database}")["api"])
+    finally:
+        command("down", f"--folder={folder}")
+
+
+def test_a_schedule_fires_and_a_failed_flow_run_is_retried(site: SiteHere, tmp_path: Path):
+    root, config = str(tmp_path / "runs"), tmp_path / "small.toml"
+    config.write_text(_DOCUMENT)
+    (tmp_path / "fail-train").write_text("NumericsError")
+    with connected_to(site) as client:
+        flow_run = fired(client, {"run": "a", "root": root, "iterations": 1, "config": str(config)})
+        assert ended(site, client, flow_run).state.is_failed()
+        (tmp_path / "fail-train").unlink()
+        client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry"))
+        done = ended(site, client, flow_run, attempt=2)
+    assert done.state.is_completed(), done.state
+    assert need(open_root(root), "a", 1, Stage.TRAIN).attempt == 1
+    assert "SQLite" not in (site.folder / "server.log").read_text()
+    assert not list((site.folder / "prefect").glob("*.db"))
+
+
+def test_another_database_is_refused_while_the_site_runs(site: SiteHere):
+    done = command("up", f"--folder={site.folder}", "--database=postgresql://elsewhere/name")
+    assert done.returncode == 2
+    assert "`ratchet down` first" in done.stderr
+
+
+def test_a_database_with_a_password_is_refused(tmp_path: Path):
+    done = command("up", f"--folder={tmp_path / 'site'}", "--database=postgresql://a:geheim@host/name")
+    assert done.returncode == 2
+    assert "give it as env:NAME" in done.stderr
+    assert "geheim" not in done.stderr
