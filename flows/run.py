@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 from prefect import flow
 
 from flows.driving import complete, next_iteration
@@ -56,7 +57,10 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None
     complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
     progress.say("drawing the curves")
     png = store_plot(store, name, read_status(store, name).history)
-    publish(read_status(store, name), png)
+    try:
+        publish(read_status(store, name), png)
+    except httpx.TransportError as error:
+        progress.say(f"the Prefect server does not answer ({error}): the page of this flow run lacks its artifacts")
 
 
 def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:

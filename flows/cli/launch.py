@@ -17,7 +17,8 @@ from flows.views.history import read_history
 from flows.views.output import Output
 from flows.views.progress import closing_lines
 from flows.views.status import RunStatus, read_status
-from storage.errors import InputError, RatchetError
+from storage.backends.root import Root
+from storage.errors import InputError, RatchetError, WorkerLost
 from tasks.config.run import RunConfig
 
 
@@ -78,7 +79,7 @@ def launch(order: Order, output: Output) -> int:
                 store_plot(root, order.run, read_history(root, order.run))
             else:
                 output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
-                _run_flow(order, signals)
+                _run_flow_to_its_end(order, signals, root, output)
     except (KeyboardInterrupt, ValueError) as end:
         # Prefect turns an interrupt at the very start of a task run into a ValueError
         if not (signals.received or isinstance(end, KeyboardInterrupt)):
@@ -110,6 +111,16 @@ def _run_flow(order: Order, signals: Signals) -> None:
         signals.take()  # Ray installs its own handler for SIGTERM
         with connected(server):
             run(order.run, order.root, order.config)
+
+
+def _run_flow_to_its_end(order: Order, signals: Signals, root: Root, output: Output) -> None:
+    """Run the flow. A Prefect server that is gone before it has the last state costs its page, not the run."""
+    try:
+        _run_flow(order, signals)
+    except WorkerLost as lost:
+        if next_iteration(root, order.run, order.config) <= order.config.run.iterations:
+            raise
+        output.say(f"{lost}. The run is complete; the page of its flow run is not")
 
 
 def _quieten_prefect() -> None:

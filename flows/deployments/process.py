@@ -2,17 +2,23 @@
 
 Prefect's own ends with code 1 when its flow has failed, and the worker reports that as a crash a few seconds later,
 even of a Retry that has begun meanwhile. This one ends with code 0 once the server has the flow run's final state.
+If the server was away when the flow ended, this process waits until it is back and lets the flow run be tried again,
+which only finds what is committed.
 """
 
 import os
 import runpy
 import sys
+import time
 from datetime import UTC, datetime
 from uuid import UUID
 
 import httpx
 
 from tasks.config.environment import prepare_process
+
+_AWAY_S = 3600.0
+_LOOK_S = 5.0
 
 
 def main() -> None:
@@ -33,17 +39,29 @@ def main() -> None:
 
 def is_reported(begun: datetime) -> bool:
     """Whether the server knows how the attempt ended that this process began; another may be under way by now."""
-    from prefect.client.orchestration import get_client
-    from prefect.exceptions import PrefectHTTPStatusError
     from prefect.runtime import flow_run
 
-    identity = flow_run.get_id()
-    try:
-        with get_client(sync_client=True) as client:
-            states = [] if identity is None else client.read_flow_run_states(UUID(identity))
-    except (httpx.TransportError, PrefectHTTPStatusError):
-        return False
-    return any(state.is_final() and state.timestamp >= begun for state in states)
+    identity, deadline, away = flow_run.get_id(), time.monotonic() + _AWAY_S, False
+    while identity is not None and time.monotonic() < deadline:
+        try:
+            return _settle(UUID(identity), begun, away)
+        except httpx.TransportError:
+            away = True
+            time.sleep(_LOOK_S)
+    return False
+
+
+def _settle(identity: UUID, begun: datetime, away: bool) -> bool:
+    from prefect.client.orchestration import get_client
+    from prefect.states import AwaitingRetry
+
+    with get_client(sync_client=True) as client:
+        if any(state.is_final() and state.timestamp >= begun for state in client.read_flow_run_states(identity)):
+            return True
+        if away:
+            message = "the server was away when the flow ended; what is committed counts"
+            client.set_flow_run_state(identity, AwaitingRetry(message=message), force=True)
+    return away
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -9,8 +10,9 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
-from prefect.states import Scheduled
+from prefect.states import Cancelling, Scheduled
 
+from flows.deployments.crashes import AGAIN
 from storage.backends.root import open_root
 from storage.manifest import need
 from storage.ownership.lease import hold
@@ -117,6 +119,39 @@ def test_a_run_that_another_process_drives_is_left_alone(start, site, client, co
     assert found.state.type is StateType.CANCELLED
     assert "a person's command" in found.state.message
     assert not [key for key in open_root(root).keys("c") if "manifests" in key]
+
+
+def begun_rollout(start, config: str, root: str, run: str, tmp_path: Path) -> Any:
+    """A flow run that is in the middle of its first rollout for a minute."""
+    (tmp_path / "slow-rollout").write_text("60")
+    flow_run = start(run=run, root=root, iterations=1, config=config, settings=["evaluate.every=0"])
+    wait_for(lambda: open_root(root).keys(f"{run}/manifests/000001"))
+    return flow_run
+
+
+def test_a_flow_run_whose_process_is_killed_goes_on_by_itself(start, site, client, config, root, tmp_path: Path):
+    flow_run = begun_rollout(start, config, root, "e", tmp_path)
+    (tmp_path / "slow-rollout").unlink()
+    (process,) = psutil.Process(site.process("worker")).children()
+    process.kill()
+    done = ended(site, client, flow_run, attempt=2)
+    assert done.state.is_completed(), done.state
+    assert [state.name for state in client.read_flow_run_states(flow_run.id)].count(AGAIN) == 1
+    assert need(open_root(root), "e", 1, Stage.ROLLOUT).attempt == 1
+
+
+def test_a_cancelled_flow_run_ends_with_its_processes_and_its_run_can_be_continued(
+    start, site, client, config, root, tmp_path: Path
+):
+    flow_run = begun_rollout(start, config, root, "f", tmp_path)
+    (process,) = psutil.Process(site.process("worker")).children()
+    tree = [process, *process.children(recursive=True)]
+    client.set_flow_run_state(flow_run.id, Cancelling())
+    assert ended(site, client, flow_run).state.type is StateType.CANCELLED
+    assert not [one for one in tree if one.is_running()]
+    (tmp_path / "slow-rollout").unlink()
+    again = ended(site, client, start(run="f", root=root, iterations=1))
+    assert again.state.is_completed(), again.state
 
 
 @pytest.mark.parametrize(

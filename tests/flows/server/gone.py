@@ -1,0 +1,61 @@
+"""`ratchet run` over small workers, whose temporary Prefect server is killed in the middle: `... gone FOLDER`."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flows import run
+from flows.cli import launch
+from flows.views.output import Output
+from storage.write_behind import Outbox
+from tasks.stages.context import RunContext
+from tasks.workers.scratch import scratch
+from tests.small.config import small_config
+from tests.small.here import WorkersHere
+from tests.small.workers import SmallTrainer
+
+
+class Killing(SmallTrainer):
+    """Kills the server before the first policy training."""
+
+    def train_policy(self, *given: Any) -> Any:
+        for child in psutil.Process().children():
+            if "flows.server.process" in child.cmdline():
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+                os.write(1, b"killed\n")
+        return super().train_policy(*given)
+
+
+@contextmanager
+def small_context(name: str, root: Any, config: Any, digest: str, progress: Any, lease: Any) -> Iterator[RunContext]:
+    workers = WorkersHere(config, trainer=Killing)
+    with scratch() as folder, Outbox() as outbox:
+        yield RunContext(
+            name, root, config, digest, workers, folder, lease, outbox, run.as_task, announce=progress.begins
+        )
+
+
+class NoCluster(contextlib.nullcontext[Any]):
+    """In place of Ray, which these workers do not need."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def start(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    run.open_context, launch.process_cluster = small_context, NoCluster
+    order = launch.Order(small_config(), "a", str(Path(sys.argv[1], "runs")), "again")
+    code = launch.launch(order, Output())
+    sys.stdout.flush()
+    os._exit(code)
