@@ -24,11 +24,13 @@ def too_many_crashes() -> bool:
 
 
 def crashes(states: Sequence[State]) -> int:
-    """Attempts that the automation began since the last one that it did not begin."""
+    """Crashes since a person or a schedule asked for the flow run.
+
+    The states of the automation do not count: a server under load may act several times on one crash.
+    """
     count = 0
     for state in sorted(states, key=lambda state: state.timestamp, reverse=True):
-        if state.is_scheduled():
-            if state.name != AGAIN:
-                return count
-            count += 1
+        if state.is_scheduled() and state.name != AGAIN:
+            return count
+        count += state.is_crashed()
     return count
