@@ -47,7 +47,7 @@ def test_a_person_signs_in_reads_and_presses_retry(
     assert ended(site, client, flow_run).state.is_failed()
 
     ui = site.api.removesuffix("/api")
-    page.goto(f"{ui}/runs/flow-run/{flow_run.id}")
+    page.goto(f"{ui}/login?redirect=/runs/flow-run/{flow_run.id}")
     page.locator("input[type=password]").fill(site.secret)
     page.screenshot(path=pictures / "1-sign-in.png")
     page.keyboard.press("Enter")
