@@ -64,15 +64,20 @@ class LocalSelfAttention(SelfAttention):
         attention_mask: torch.Tensor,
         *args: Any,
         rotary_pos_emb: torch.Tensor,
-        packed_seq_params: LocalSegments,
+        packed_seq_params: LocalSegments | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(T, 1, H) -> (T, 1, H); `rotary_pos_emb` (L, 1, 1, D) holds the angles of the first L places of a segment."""
+        """(T, 1, H) -> (T, 1, H); `rotary_pos_emb` (L, 1, 1, D) holds the angles of the first L places of a segment.
+
+        Without segments each row of (S, B, H) is one.
+        """
+        if packed_seq_params is not None:
+            rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]  # (T, 1, 1, D)
         return super().forward(
             hidden_states,
             attention_mask,
             *args,
-            rotary_pos_emb=rotary_pos_emb[packed_seq_params.positions],  # (T, 1, 1, D)
+            rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
             **kwargs,
         )
@@ -98,21 +103,25 @@ class LocalDotProductAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         **_: Any,
     ) -> torch.Tensor:
-        """Query (T, 1, heads / tp, D), key and value with the key-value heads -> (T, 1, heads / tp * D)."""
+        """Query (T, 1, heads / tp, D), key and value with the key-value heads -> (T, 1, heads / tp * D).
+
+        Without segments each row of (S, B, heads / tp, D) is one.
+        """
+        if packed_seq_params is None:
+            return self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
         segments = cast(LocalSegments, packed_seq_params)
         sizes = [count * length for count, length in segments.blocks]
         ordered = (tensor.squeeze(1)[segments.order].split(sizes) for tensor in (query, key, value))  # (T, heads, D)
         mixed = [
-            self._attend(query, key, value, count)
-            for (count, _), query, key, value in zip(segments.blocks, *ordered, strict=True)
+            self._attend(*(part.unflatten(0, (count, length)) for part in parts)).flatten(0, 1)
+            for (count, length), *parts in zip(segments.blocks, *ordered, strict=True)
         ]
         return torch.cat(mixed)[segments.inverse].unsqueeze(1)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int) -> torch.Tensor:
-        """`count` segments of length L, (count * L, heads, D) -> (count * L, heads * D)."""
-        is_grouped = query.shape[1] != key.shape[1]
-        query, key, value = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query, key, value))
-        mixed = torch.nn.functional.scaled_dot_product_attention(  # (count, heads, L, D)
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=is_grouped
+    def _attend(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Query, key and value of n sequences of equal length, (n, L, heads, D) -> (n, L, heads * D)."""
+        query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, D)
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+        return mixed.transpose(1, 2).flatten(2)
