@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from storage.errors import InputError
 
 KlEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token", "sequence", "group"]
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
 
@@ -89,8 +90,10 @@ class PolicyConfig(Frozen):
     """Optimizer updates per pass over the samples of an iteration."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the samples of an iteration."""
-    loss_aggregation: Literal["token", "sequence"] = "token"
-    """Mean over all response tokens of the mini-batch, or over sequences of each one's mean."""
+    loss_aggregation: Aggregation = "token"
+    """Mean over all response tokens of the mini-batch, or over sequences or prompt groups of the mean of each."""
+    kl_sample: int = Field(default=0, ge=0)
+    """Samples of an iteration on which KL(before || after its updates) is measured, by a forward pass of their own."""
 
 
 class TrainerConfig(Frozen):
@@ -102,8 +105,10 @@ class TrainerConfig(Frozen):
     """Optimizer of the policy phase."""
     policy: PolicyConfig = PolicyConfig()
     """Objective of the policy phase."""
-    micro_batch_size: int = Field(default=8, ge=1)
-    """Sequences per DP rank in one micro-batch."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens per DP rank in one micro-batch; a sequence that is longer goes alone."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Most sequences per DP rank in one micro-batch; if not given, as many as fit."""
     precision: Precision = "fp32"
     """Type of weights and activations; bf16 keeps fp32 main weights, moments and gradients."""
     max_length: int = Field(ge=2)

@@ -83,7 +83,8 @@ class TrainerProtocol(Protocol):
         """Train on one iteration's samples with the objective of `TrainerConfig.policy` (GRPO).
 
         Advantages are taken within prompt groups; old log-probabilities are this trainer's own. Samples that are not
-        usable are ignored.
+        usable are ignored. A single update is a single pass; several have one scoring pass before them, a reference has
+        one more, and measuring the KL another over `TrainerConfig.policy.kl_sample` samples.
 
         Args:
             samples: all samples of the iteration, on every rank.
@@ -93,7 +94,8 @@ class TrainerProtocol(Protocol):
         Returns:
             The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
             learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
-            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if requested;
+            KL(before || after) on `kl_sample` samples, in nats, if that is not 0; kl_reference: the same of
+            KL(before || reference) on all, if requested;
             engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; tokens: response
             tokens; steps: updates.
 

@@ -9,7 +9,8 @@ from storage.errors import InputError, RatchetError
 from trainer_core.algorithms.grpo import PolicyPhase
 from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
-from trainer_core.batches.sequences import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
+from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
+from trainer_core.batches.sharing import Limits
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
@@ -37,7 +38,7 @@ class Trainer(TrainerProtocol):
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
-        self._passes = Passes(self._model, self._mesh, config.micro_batch_size)
+        self._passes = Passes(self._model, self._mesh, Limits(config.micro_batch_tokens, config.micro_batch_size))
         self._saver = Saver()
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
@@ -150,10 +151,9 @@ class Trainer(TrainerProtocol):
         """See `TrainerProtocol.logprobs`."""
         whole = as_sequences(sequences)
         self._check_length(whole)
-        padded = whole.padded()
         with rng.undisturbed():
-            scores = self._passes.score(padded, np.arange(len(sequences)), temperature)
-        return [row[:width] for row, width in zip(scores.logprobs, padded.widths, strict=True)]
+            scores = self._passes.score(whole, np.arange(len(sequences)), temperature)
+        return np.split(scores.logprobs, np.cumsum(whole.response_lengths)[:-1])
 
     def reference(self) -> str | None:
         """See `TrainerProtocol.reference`."""
@@ -174,11 +174,11 @@ class Trainer(TrainerProtocol):
         """See `TrainerProtocol.close`."""
         leave()
 
-    def _reference_logprobs(self, samples: Samples, temperature: float) -> Matrix:
+    def _reference_logprobs(self, samples: Samples, temperature: float) -> Vector:
         if self._reference is None:
             raise InputError("a reference is required, but none is loaded; call load_reference first")
         with self._reference.in_place():
-            return self._passes.score(samples.padded(), np.flatnonzero(samples.usable), temperature).logprobs
+            return self._passes.score(samples, np.flatnonzero(samples.usable), temperature).logprobs
 
     def _check_length(self, sequences: Sequences) -> None:
         longest = int(sequences.lengths.max(initial=0))

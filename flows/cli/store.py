@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from flows.cli import printing as lines
+from flows.cli.bench import bench_train_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
@@ -45,6 +46,7 @@ def register(app: App) -> None:
     app.command(compact_command, name="compact")
     bench = App(name="bench", help="Measure parts of Ratchet on this machine.")
     bench.command(bench_storage_command, name="storage")
+    bench.command(bench_train_command, name="train")
     app.command(bench)
 
 

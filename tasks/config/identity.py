@@ -27,8 +27,13 @@ _RUNTIME_1: dict[str, Any] = {
     "reward": {"deadline_s": True, "processes": True},
     "rollout": {"groups_per_part": True},
 }
-# the probe and its limits decide whether a sync is accepted, not what it delivers
-_RUNTIME_2 = {**_RUNTIME_1, "sync": True, "workers": True}
+_RUNTIME_2 = {
+    **_RUNTIME_1,
+    # the probe and its limits decide whether a sync is accepted, not what it delivers
+    "sync": True,
+    "workers": True,
+    "train": {"parallel": True, "micro_batch_size": True, "micro_batch_tokens": True, "policy": {"kl_sample": True}},
+}
 
 _RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
 """The runtime settings, which decide no result, by version of the rules. An entry only ever gains keys."""

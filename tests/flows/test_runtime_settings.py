@@ -26,6 +26,8 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "train.parallel.pipeline": (1, 2),
     "train.parallel.data": (1, 2),
     "train.micro_batch_size": (8, 2),
+    "train.micro_batch_tokens": (64, 16),
+    "train.policy.kl_sample": (0, 4),
     "evaluate.every": (1, 0),
     "evaluate.prompts": (2, 1),
     "engine.count": (1, 2),

@@ -18,6 +18,10 @@ GOLDEN = Path(__file__).parent / "golden"
 CONFIG = GOLDEN / "golden.toml"
 RUN = "golden"
 WHOLE: dict[str, str] = json.loads((GOLDEN / "digests.json").read_text())
+ROUNDED_DIFFERENTLY = ("train@2", "weight-sync@2", "evaluate@2")
+"""The digests were made when the trainer padded its batches; flat ones round the last bits of an update differently."""
+TRAINED_FLAT = "86f07ebe5e928f702a2e3c94b173148a"
+"""Digest of the weights of iteration 2 since then."""
 STORED = {place: digest for place, digest in WHOLE.items() if not place.endswith("@2")}
 
 
@@ -55,7 +59,9 @@ def test_it_is_continued(root: Root, home: Path):
     assert "sampled_again" not in rollout.metrics  # pieces named only by a number are sampled again
     assert sum("/000002/" in key for key in pieces) == 2
     assert need(root, RUN, 2, "train").inputs["state"] == STORED["train@1"]
-    # another processor may round differently; if the samples are the same, so is everything else
+    # another processor may round differently; if the samples are the same, so is everything that no update has touched
     if after["rollout@2"] == WHOLE["rollout@2"]:
-        assert after == WHOLE
+        same = WHOLE.keys() - set(ROUNDED_DIFFERENTLY)
+        assert {place: after[place] for place in same} == {place: WHOLE[place] for place in same}
+        assert need(root, RUN, 2, "weight-sync").facts["weights_digest"] == TRAINED_FLAT
     assert verify(root, RUN).sound

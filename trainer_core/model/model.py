@@ -1,6 +1,7 @@
 """A Megatron model built from a Hugging Face directory, distributed over the ranks."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from storage.errors import InputError
 from trainer_core.config import TrainerConfig, check_layout
@@ -43,11 +45,59 @@ class Model:
     """Rows of the vocabulary without padding."""
     dtype: torch.dtype
     """Type of the weights and of what pipeline stages exchange."""
+    transformer_engine: bool
+    """Whether layers are built from Transformer Engine's modules."""
+
+    def forward(
+        self,
+        module: torch.nn.Module,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        packing: PackedSeqParams,
+        predicting: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run this rank's part of the model over one flat batch.
+
+        Args:
+            module: the model, as a schedule gives it.
+            tokens: (1, T) int64.
+            positions: (1, T) int64, place of each token in its segment.
+            packing: where segments begin and end.
+            predicting: (R,) int64, the positions whose logits are needed.
+
+        Returns:
+            On the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1, H).
+        """
+        # the wrapper of a model in low precision would copy all logits to float32
+        own_precision = {} if self.dtype == torch.float32 else {"fp32_output": False}
+        return module(
+            tokens,
+            positions,
+            None,  # the attention masks by segments
+            packed_seq_params=packing,
+            output_processor=_predicted_logits,
+            output_processor_context=predicting,
+            **own_precision,
+        )
 
     @property
     def module(self) -> torch.nn.Module:
         """The module below the gradient wrapper."""
         return self.ddp.module
+
+
+def _predicted_logits(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    scale_logits: Callable[[torch.Tensor], torch.Tensor],
+    context: torch.Tensor,
+    **_: object,
+) -> torch.Tensor:
+    """What megatron-core calls instead of its own output step: (T, 1, H) -> (R, V/tp), without the other positions."""
+    logits, _ = output_layer(hidden_states.index_select(0, context), weight=output_weight)  # (R, 1, V/tp)
+    return scale_logits(logits).squeeze(1)
 
 
 def read_model_config(model_dir: str) -> dict[str, Any]:
@@ -83,7 +133,8 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
         )
     ddp = _wrap(provider, chunks[0])
-    return Model(bridge, ddp, provider, int(hf_config["vocab_size"]), _dtype(config))
+    vocab_size = int(hf_config["vocab_size"])
+    return Model(bridge, ddp, provider, vocab_size, _dtype(config), platform.transformer_engine)
 
 
 def _bridge(model_dir: str) -> AutoBridge:
@@ -110,7 +161,9 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
         "bf16": dtype == torch.bfloat16,
         "fp16": False,
         "seq_length": config.max_length,
+        "variable_seq_lengths": config.parallel.pipeline > 1,  # flat batches differ in length
         "make_vocab_size_divisible_by": max(1, _VOCABULARY_MULTIPLE // config.parallel.tensor),
+        "moe_token_dispatcher_type": "alltoall",  # with experts; no other takes batches that differ in length
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         # even with Transformer Engine the output layer is Megatron's own, and its fusion needs Apex
