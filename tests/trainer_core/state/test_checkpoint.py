@@ -54,10 +54,10 @@ def train_save_train(trainer, folder):
     for seed in (1, 2):
         trainer.train_policy(random_samples(seed), 1.0)
     draws()
-    names = trainer.save(f"{folder}/saved")
+    saved = trainer.save(f"{folder}/saved")
     children = [process.name() for process in psutil.Process().children()]
     trainer.export(f"{folder}/at-save")
-    return {"names": names, "children": children, **third_iteration(trainer, f"{folder}/uninterrupted")}
+    return {"names": saved.names, "identity": saved.identity, "children": children, **third_iteration(trainer, f"{folder}/uninterrupted")}
 
 
 def load_train(trainer, folder, target):
