@@ -85,7 +85,7 @@ class TrainerProtocol(Protocol):
         ...
 
     def save(self, directory: str) -> SavedFiles:
-        """Write weights, optimizer, step counter and RNG into a local folder, over what this trainer wrote there before.
+        """Write weights, optimizer, step counter and RNG into a local folder, over what was written there before.
 
         On return the files hold the state, and the trainer may change its own. The next save into the same folder
         changes the files.

@@ -84,10 +84,16 @@ class _Comparison:
                 self._compare_values(name, self.left.read_object(name), self.right.read_object(name))
             else:
                 self._one_sided(name)
-        for rank in range(self.left.facts.parallel.world_size):
-            drawn = [read_generators(str(state.folder), rank) for state in (self.left, self.right)]
-            self._compare_values(f"{_RNG}{rank}", *drawn)
+        for rank in range(max(state.facts.parallel.world_size for state in (self.left, self.right))):
+            self._compare_generators(f"{_RNG}{rank}", rank)
         self._compare_values(FACTS_FILE, *(state.facts.model_dump(mode="json") for state in (self.left, self.right)))
+
+    def _compare_generators(self, name: str, rank: int) -> None:
+        left, right = (read_generators(str(state.folder), rank) for state in (self.left, self.right))
+        if left is not None and right is not None:
+            self._compare_values(name, left, right)
+        elif left is not right:
+            self.differences.append(f"{name}: only in {(self.right if left is None else self.left).folder}")
 
     def _one_sided(self, name: str) -> None:
         state = self.left if name in self.left.names else self.right

@@ -1,11 +1,12 @@
 """Train state on disk: weights, optimizer and random generators, loadable under another layout.
 
-torch's distributed checkpoint holds the tensors, those of the optimizer in separate files; `trainer.json` beside it says
-in plain words what the state is, and `generators-<rank>.json` holds the random generators of a rank.
+torch's distributed checkpoint holds the tensors, those of the optimizer in separate files; `trainer.json` beside it
+says in plain words what the state is, and `generators-<rank>.json` holds the random generators of a rank.
 
 megatron-core reads such files, but its own writer is not used: its `dp_reshardable` can change the data-parallel size
 alone, because it stores the buffers of the optimizer as they lie in memory, and its `fully_reshardable` gathers the
-whole optimizer on each data-parallel rank first. Here each rank writes the elements that it owns as boxes of whole tensors.
+whole optimizer on each data-parallel rank first. Here each rank writes the elements that it owns, as boxes of whole
+tensors, whatever number of optimizers they are chained in.
 """
 
 import json
@@ -23,12 +24,13 @@ from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.platform.platform import quietly
 from trainer_core.state import generators
+from trainer_core.state.boxes import Shard
 from trainer_core.state.content import Identifier
 from trainer_core.state.facts import FACTS_FILE, StateFacts, StateIdentity, facts_text, generators_file, read_generators
 from trainer_core.state.files import Entry, MappedFiles, describe, replace_file
 from trainer_core.state.pickles import check_pickles
 from trainer_core.state.saved import SavedState
-from trainer_core.state.shards import LocalTensor, Shard, local_tensors, optimizer_shards, owned
+from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shards, owned
 
 
 class Saver:

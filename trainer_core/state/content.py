@@ -1,7 +1,7 @@
 """The identity of a live train state: a digest of what it holds, equal under every layout and in every file format.
 
-Each element is one 64-bit word: its bits, as a signed whole number. Words are mixed with their row-major positions in the
-whole tensor and added modulo 2**64, so the sums of shards add up, wherever they are cut.
+Each element is one 64-bit word: its bits, as a signed whole number. Words are mixed with their row-major positions in
+the whole tensor and added modulo 2**64, so the sums of shards add up, wherever they are cut.
 """
 
 import torch
@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from storage.digest import value_digest
 from storage.errors import RatchetError
+from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import STATE_SCHEME, StateFacts, StateIdentity
-from trainer_core.state.shards import Box, Shard
 from trainer_core.weights.digest import dtype_name, mix
 
 _CHUNK = 1 << 22  # elements; bounds the temporary memory to a few times 32 MiB

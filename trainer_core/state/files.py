@@ -1,7 +1,7 @@
-"""The tensors of a state in torch's distributed-checkpoint format, in files that are laid out once and filled in place.
+"""The tensors of a state in torch's distributed-checkpoint format: files that are laid out once and filled in place.
 
-Each rank writes what it owns into two files, that of the optimizer apart. Both are mapped into memory, so that saving is
-one copy of each element, from the device straight to its place in the file. On a GPU the memory is pinned.
+Each rank writes what it owns into two files, that of the optimizer apart. Both are mapped into memory, so that saving
+is one copy of each element, from the device straight to its place in the file. On a GPU the memory is pinned.
 """
 
 import io
@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from storage.errors import RatchetError, StorageUnavailable
+from trainer_core.state.boxes import Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.pickles import COMMON_FILE, METADATA_FILE
 from trainer_core.state.recording import frame
 from trainer_core.state.saved import Region
-from trainer_core.state.shards import Shard
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _ALIGNED = 64  # bytes: every element type can be viewed there

@@ -5,10 +5,9 @@ fused matrix is one tensor, whichever halves of it a rank holds. The distributed
 a range of each parameter's elements, which is cut into boxes here.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -18,62 +17,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from storage.errors import RatchetError
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
+from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.saved import Region
 
 _STATE = f"{OPTIMIZER_PREFIX}state"
 _MAIN = "param"  # the optimizer's name of the main weights
-
-
-@dataclass(frozen=True)
-class Box:
-    """A box in a whole tensor."""
-
-    name: str
-    """Name of the whole tensor."""
-    size: tuple[int, ...]
-    """Shape of the whole tensor, padding of the vocabulary included."""
-    content: tuple[int, ...]
-    """Its shape without that padding."""
-    region: Region
-    """Where the box is."""
-
-    @property
-    def elements(self) -> int:
-        """How many elements are in the box."""
-        return math.prod(self.region.shape)
-
-    def positions(self, first: int, count: int, device: torch.device) -> torch.Tensor:
-        """Row-major positions in the whole tensor of the elements first, ... of the box, (count,) int64."""
-        strides = _strides(self.size)
-        axes = _merged(self.region.shape, strides)
-        rest = torch.arange(first, first + count, dtype=torch.int64, device=device)
-        found = torch.full_like(rest, sum(map(math.prod, zip(self.region.start, strides, strict=True))))
-        for length, stride in reversed(axes[1:]):
-            found += (rest % length) * stride
-            rest = rest // length
-        return found + rest * (axes[0][1] if axes else 1)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Elements of a whole tensor that this rank owns: no other rank has a shard with any of them."""
-
-    box: Box
-    """The box that they are in."""
-    first: int
-    """The first of them, counted through the box in row-major order; the others follow it."""
-    values: torch.Tensor
-    """The live elements, one-dimensional."""
-
-    def regions(self) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The boxes of the whole tensor that the elements make up, with their values in the shape of each."""
-        taken = 0
-        for start, shape in _cut(self.box.region.shape, self.first, self.first + self.values.numel()):
-            begin = tuple(map(sum, zip(self.box.region.start, start, strict=True)))
-            count = math.prod(shape)
-            yield Region(begin, shape), self.values[taken : taken + count].view(shape)
-            taken += count
 
 
 @dataclass(frozen=True)
@@ -190,43 +139,3 @@ def _box(part: ShardedTensor, vocab_size: int) -> Box:
     content = (*size[:ahead], vocab_size, *size[ahead + 1 :]) if part.allow_shape_mismatch else size
     region = Region(tuple(part.global_offset), (*(1,) * ahead, *part.local_shape))
     return Box(part.key, size, content, region)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Length and stride of as few axes as describe the same elements in the same order."""
-    axes: list[tuple[int, int]] = []
-    for length, stride in zip(shape, strides, strict=True):
-        if length == 1:
-            continue
-        if axes and axes[-1][1] == length * stride:
-            axes[-1] = axes[-1][0] * length, stride
-        else:
-            axes.append((length, stride))
-    return axes
-
-
-def _cut(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Start and shape of boxes that make up the elements from `begin` to `end` of a box, in row-major order."""
-    if begin >= end:
-        return
-    if len(shape) <= 1:
-        yield (begin,) * len(shape), (end - begin,) * len(shape)
-        return
-    row, inner = math.prod(shape[1:]), shape[1:]
-    first, last = -(-begin // row), end // row
-    if first > last:  # within one row
-        yield from _within(last, _cut(inner, begin - last * row, end - last * row))
-        return
-    yield from _within(first - 1, _cut(inner, begin - (first - 1) * row, row) if begin < first * row else ())
-    if first < last:
-        yield (first, *(0,) * len(inner)), (last - first, *inner)
-    yield from _within(last, _cut(inner, 0, end - last * row))
-
-
-def _within(row: int, boxes: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for start, shape in boxes:
-        yield (row, *start), (1, *shape)
