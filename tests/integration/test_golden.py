@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from storage.backends.root import Root, open_root
-from storage.manifest import need
+from storage.manifest import Manifest, need
 from storage.upkeep.catalog import contents
 from storage.upkeep.verify import verify
 from tasks.config.run import load_config
@@ -55,7 +55,18 @@ def test_it_is_continued(root: Root, home: Path):
     assert "sampled_again" not in rollout.metrics  # pieces named only by a number are sampled again
     assert sum("/000002/" in key for key in pieces) == 2
     assert need(root, RUN, 2, "train").inputs["state"] == STORED["train@1"]
-    # another processor may round differently; if the samples are the same, so is everything else
+    # a state is identified by its content now, and what is made from it by that state
+    train, served, evaluated = (need(root, RUN, 2, stage) for stage in ("train", "weight-sync", "evaluate"))
+    assert train.content == "state"
+    assert (served.inputs["train"], evaluated.inputs["weights"]) == (train.digest, served.digest)
+    # another processor may round differently; what is made from the same is the same
     if after["rollout@2"] == WHOLE["rollout@2"]:
-        assert after == WHOLE
+        assert after["reward@2"] == WHOLE["reward@2"]
+    if made_from(served, train=WHOLE["train@2"]) == WHOLE["weight-sync@2"]:
+        assert made_from(evaluated, weights=WHOLE["weight-sync@2"]) == WHOLE["evaluate@2"]
     assert verify(root, RUN).sound
+
+
+def made_from(manifest: Manifest, **inputs: str) -> str:
+    """The identity that a result has if it is made from other inputs."""
+    return manifest.model_copy(update={"inputs": {**manifest.inputs, **inputs}}).digest

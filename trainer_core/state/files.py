@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
@@ -90,7 +91,7 @@ class MappedFiles:
         """Release pinned memory; the files remain."""
         if self._pins:
             for mapped in self._maps.values():
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(mapped.data_ptr()))
+                torch.cuda.check_error(_runtime().cudaHostUnregister(mapped.data_ptr()))
 
     def _mapped(self, name: str, entries: list[Entry]) -> torch.Tensor:
         path = self.directory / name
@@ -105,7 +106,7 @@ class MappedFiles:
             _put(mapped, entry.offset, around.head)
             _put(mapped, entry.offset + entry.length - len(around.tail), around.tail)
         if self._pins:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(mapped.data_ptr(), size, 0))
+            torch.cuda.check_error(_runtime().cudaHostRegister(mapped.data_ptr(), size, 0))
         return mapped
 
 
@@ -117,7 +118,7 @@ def describe(directory: Path, entries: Iterable[Entry]) -> list[str]:
         MetadataIndex(entry.name, entry.region.start): _StorageInfo(entry.file, entry.offset, entry.length)
         for entry in ordered
     }
-    metadata = Metadata(tensors, storage_data=places, version=CURRENT_DCP_VERSION)
+    metadata = Metadata({**tensors}, storage_data=places, version=CURRENT_DCP_VERSION)
     replace_file(directory / METADATA_FILE, pickle.dumps(metadata, protocol=4))
     # what megatron-core needs beside it to recognise the format, and for what is not a tensor: nothing
     others = {"metadata.json": json.dumps(_FORMAT).encode(), COMMON_FILE: _saved({})}
@@ -166,6 +167,10 @@ def _reserve(path: Path, size: int) -> None:
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     os.link(path, second)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
 
 
 def _put(mapped: torch.Tensor, offset: int, content: bytes) -> None:

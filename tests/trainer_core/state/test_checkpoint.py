@@ -361,6 +361,8 @@ def save_and_store(trainer, folder):
     files = trainer.save(f"{folder}/state")
     parts = writer.write_files(Path(folder, "state"), files.names)
     trainer.train_policy(random_samples(1), 1.0)
+    assert trainer.load(f"{folder}/state").identity == files.identity  # training has not changed the files
+    trainer.train_policy(random_samples(1), 1.0)
     again = trainer.save(f"{folder}/state")
     changed = [name for part, name in zip(parts, files.names, strict=True) if not is_intact(root, part)]
     inodes = {name: Path(folder, "state", name).stat().st_ino for name in files.names if name.endswith(".distcp")}
