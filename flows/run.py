@@ -85,11 +85,22 @@ def open_context(
     sweep()
     with (
         scratch() as folder,
+        scratch(memory=True) as memory,
         process_cluster() as cluster,
         Fleet(name, config, cluster) as fleet,
         injected(cluster.settings.faults, fleet.processes),
         Outbox() as outbox,
     ):
         yield RunContext(
-            name, root, config, config_digest, fleet, folder, lease, outbox, performer=as_task, announce=progress.begins
+            name,
+            root,
+            config,
+            config_digest,
+            fleet,
+            folder,
+            lease,
+            outbox,
+            performer=as_task,
+            announce=progress.begins,
+            memory=memory,
         )

@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     JsonValue,
     NonNegativeInt,
     ValidationInfo,
@@ -23,12 +24,14 @@ from storage.digest import value_digest
 from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StageFailed, StorageError
 from storage.ids import RunName, StageName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest format of a manifest: 2 if a fact identifies its content, 1 if its parts do."""
 
 _IDENTITY = {
     "format_version", "run", "iteration", "stage", "schema_fingerprint", "parts", "inputs", "config_digest", "facts",
 }  # fmt: skip
 # named one by one: a field that a later version adds does not change the identity of stored manifests
+_IDENTITY_OF_CONTENT = _IDENTITY - {"parts"} | {"content"}
 
 
 class Fence(Protocol):
@@ -113,7 +116,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     """Version of this record's own format."""
     run: RunName
     """Id of the run."""
@@ -138,6 +141,9 @@ class Manifest(BaseModel):
     metrics: dict[str, Annotated[float, BeforeValidator(_as_number)]] = {}
     """Numbers for people: rewards, losses, seconds. Not part of the identity. One that is not finite is written as
     "NaN", "Infinity" or "-Infinity"."""
+    content: Annotated[str | None, Field(exclude_if=lambda name: name is None)] = None
+    """Name of the fact that identifies what the parts hold, if they can be written in several ways. It is known before
+    they are written, and takes their place in the identity."""
     origin: Origin | None = None
     """Set on what a fork shares with its parent."""
     epoch: int | None = None
@@ -151,6 +157,15 @@ class Manifest(BaseModel):
     finished: datetime
     """When the manifest was made (UTC)."""
 
+    @model_validator(mode="after")
+    def _content_is_a_fact(self) -> Self:
+        if self.content is not None and (self.content not in self.facts or self.format_version == 1):
+            raise ValueError(
+                f"format {self.format_version} with the content in the fact {self.content!r} of {sorted(self.facts)}: "
+                "a manifest that a fact identifies holds that fact, and has format 2 or newer"
+            )
+        return self
+
     @property
     def digest(self) -> str:
         """Identity of the content: equal for two attempts or revisions that produced the same result.
@@ -162,7 +177,8 @@ class Manifest(BaseModel):
             raise StageFailed(
                 f"{self.stage} of iteration {self.iteration} of run {self.run} is not committed: {unusable}"
             )
-        return value_digest(self.model_dump(mode="json", include=_IDENTITY))
+        named = _IDENTITY if self.content is None else _IDENTITY_OF_CONTENT
+        return value_digest(self.model_dump(mode="json", include=named))
 
     @property
     def key(self) -> str:
@@ -289,4 +305,4 @@ def load(root: Root, key: str) -> Manifest:
 class _AnyVersion(BaseModel):
     """What manifests of every version have in common."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig, ParallelConfig
+from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.records import TensorRecord
 
 Generators = Literal["continued", "restored", "reseeded"]
@@ -29,6 +30,18 @@ class LoadedState:
     """Configuration of the optimizer that the state holds."""
     optimizer_updates: int
     """Updates of that optimizer."""
+    identity: StateIdentity
+    """Of what the ranks hold now, computed from their memory."""
+
+
+@dataclass(frozen=True)
+class SavedFiles:
+    """What one rank has saved."""
+
+    names: tuple[str, ...]
+    """Names of the files that this rank has written and that must be stored."""
+    identity: StateIdentity
+    """Of the state, the same on every rank."""
 
 
 class TrainerProtocol(Protocol):
@@ -54,28 +67,31 @@ class TrainerProtocol(Protocol):
         """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start fresh."""
         ...
 
-    def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
+    def load(self, directory: str) -> LoadedState:
         """Continue from a state that `save` wrote, under the same or another layout.
 
         Under the same layout training continues bit for bit as if it had not been interrupted. Under another one the
-        random generators are reseeded.
+        random generators are reseeded. Under other settings of the optimizer, as in a fork, its moments and the place
+        in its schedule are kept, and the settings are those of this trainer.
 
         Args:
-            directory: local folder with all files of the state; with a fresh optimizer those that
-                `facts.needed_for_weights` names suffice.
-            fresh_optimizer: load only the weights and start this trainer's optimizer from zero.
+            directory: local folder with all files of the state.
 
         Raises:
             StorageError: if there is no state.
-            InputError: if the state's optimizer is configured differently from this trainer's, or Transformer Engine
-                saved it and is not installed here, or vice versa.
+            InputError: if the state has another precision than this trainer, or Transformer Engine saved it and is not
+                installed here, or vice versa.
         """
         ...
 
-    def save(self, directory: str) -> list[str]:
-        """Write weights, optimizer, schedule, step counter and RNG into an empty local folder.
+    def save(self, directory: str) -> SavedFiles:
+        """Write weights, optimizer, step counter and RNG into a local folder, over what was written there before.
 
-        Returns the names of the files that this rank has written and must store.
+        On return the files hold the state, and the trainer may change its own. The next save into the same folder
+        changes the files.
+
+        Raises:
+            StorageUnavailable: there is no room for the files.
         """
         ...
 

@@ -18,8 +18,8 @@ from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.platform.platform import Platform, quietly
-from trainer_core.protocol import Generators, LoadedState, TrainerProtocol
-from trainer_core.state.checkpoint import Saver, load_state, load_weights
+from trainer_core.protocol import Generators, LoadedState, SavedFiles, TrainerProtocol
+from trainer_core.state.checkpoint import Saver, load_state
 from trainer_core.state.facts import StateFacts, check_modules, read_facts
 from trainer_core.weights.export import export_weights
 from trainer_core.weights.records import TensorRecord
@@ -39,7 +39,7 @@ class Trainer(TrainerProtocol):
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
         self._passes = Passes(self._model, self._mesh, Limits(config.micro_batch_tokens, config.micro_batch_size))
-        self._saver = Saver()
+        self._saver = Saver(self._model, self._mesh)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
         self._reference_identity: str | None = None
@@ -69,39 +69,28 @@ class Trainer(TrainerProtocol):
         self._generators = "continued"
         self._step = 0
 
-    def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
+    def load(self, directory: str) -> LoadedState:
         """See `TrainerProtocol.load`."""
         self._identity = None
         facts = read_facts(directory)
         check_modules(directory, facts, self._transformer_engine)
-        restore_rng = facts.parallel == self._config.parallel and not fresh_optimizer
-        rng.seed_rank(self._config.seed + facts.step)
-        if fresh_optimizer:
-            load_weights(directory, self._model, self._mesh)
-            self._optimizer = Optimizer(self._model, self._config.optimizer)
-        else:
-            self._optimizer = self._continued(facts)
-            load_state(directory, self._model, self._optimizer, self._mesh, restore_rng)
-        self._step = facts.step
-        self._generators = "restored" if restore_rng else "reseeded"
-        return LoadedState(
-            facts.step, self._generators, facts.parallel, facts.optimizer, optimizer_updates=facts.optimizer_updates
-        )
-
-    def _continued(self, facts: StateFacts) -> Optimizer:
         if facts.precision != self._config.precision:
             raise InputError(
                 f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
-                "use the state's precision, or load it with a fresh optimizer"
+                "use the state's precision"
             )
-        if facts.optimizer != self._config.optimizer:
-            raise InputError(
-                f"the state holds the optimizer {facts.optimizer}, but the trainer is to use "
-                f"{self._config.optimizer}; use the state's settings, or load it with a fresh optimizer"
-            )
-        return Optimizer(self._model, self._config.optimizer)
+        restore_rng = facts.parallel == self._config.parallel
+        rng.seed_rank(self._config.seed + facts.step)
+        self._optimizer = Optimizer(self._model, self._config.optimizer)
+        load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
+        self._step = facts.step
+        self._generators = "restored" if restore_rng else "reseeded"
+        identity = self._saver.identity(self._optimizer, facts)
+        return LoadedState(
+            facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, identity
+        )
 
-    def save(self, directory: str) -> list[str]:
+    def save(self, directory: str) -> SavedFiles:
         """See `TrainerProtocol.save`."""
         optimizer = self._live_optimizer()
         facts = StateFacts(
@@ -112,7 +101,8 @@ class Trainer(TrainerProtocol):
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )
-        return self._saver.save(directory, self._model, optimizer, self._mesh, facts)
+        names, identity = self._saver.save(directory, optimizer, facts)
+        return SavedFiles(tuple(names), identity)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         """See `TrainerProtocol.train_policy`."""
@@ -163,7 +153,7 @@ class Trainer(TrainerProtocol):
         """See `TrainerProtocol.load_reference`."""
         self._reference_identity = None
         check_modules(directory, read_facts(directory), self._transformer_engine)
-        self._reference = Reference(directory, self._model, self._mesh)
+        self._reference = Reference(directory, self._model)
         self._reference_identity = identity
 
     def export(self, directory: str) -> list[TensorRecord]:

@@ -55,3 +55,6 @@ class RunContext:
     """How a stage runs: as a Prefect task in a flow, else directly."""
     announce: Callable[[int, Stage], None] = unannounced
     """Called before each stage."""
+    memory: Path | None = None
+    """Folder in shared memory for the state that is on its way to storage; without one, or where it has no room, it is
+    in `scratch`."""

@@ -58,8 +58,10 @@ class StageOutput:
     schema_fingerprint: str | None = None
     facts: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    store: Callable[[], None] | None = None
-    """Stores the parts, if they are not stored yet; called once, by the outbox."""
+    content: str | None = None
+    """Name of the fact that identifies what the parts hold, if that is known before they are."""
+    store: Callable[[], tuple[Part, ...]] | None = None
+    """Stores the parts and returns them, if a fact identifies them; called once, by the outbox."""
     identified: Callable[[str], None] | None = None
     """Called with the digest of the manifest once it is known and being published."""
 
@@ -146,6 +148,8 @@ class _Attempt:
 
     def manifest(self, output: StageOutput, inputs: dict[str, str], config_digest: str) -> Manifest:
         return Manifest(
+            format_version=1 if output.content is None else 2,
+            content=output.content,
             run=self.writer.run,
             iteration=self.writer.iteration,
             stage=self.writer.stage,
@@ -167,12 +171,14 @@ class _Attempt:
         )
 
 
-def _publish(writer: PartWriter, manifest: Manifest, store: Callable[[], None] | None, fence: Fence | None) -> Manifest:
+def _publish(
+    writer: PartWriter, manifest: Manifest, store: Callable[[], tuple[Part, ...]] | None, fence: Fence | None
+) -> Manifest:
     if store is not None:
         clock = time.perf_counter()
-        store()
+        parts = store()
         metrics = {**manifest.metrics, "upload_seconds": time.perf_counter() - clock}
-        manifest = manifest.model_copy(update={"metrics": metrics})
+        manifest = manifest.model_copy(update={"parts": parts, "metrics": metrics})
     kill_points.reached(Point.PARTS_DONE, _key(writer))
     published = commit(writer.root, manifest, fence)
     kill_points.reached(Point.COMMITTED, _key(writer))

@@ -4,6 +4,10 @@ from dataclasses import dataclass
 
 from storage.errors import StorageError
 from storage.manifest import Manifest
+from trainer_core.state.facts import StateIdentity
+
+IDENTITY = "state"
+"""Name of the fact that identifies a train state by what it holds."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,12 @@ class Rewards(View):
 @dataclass(frozen=True)
 class Trained(View):
     """A train state."""
+
+    @property
+    def identity(self) -> StateIdentity | None:
+        """What it holds; None if an earlier version made it, which identified a state by its files."""
+        recorded = self.manifest.facts.get(IDENTITY)
+        return None if recorded is None else StateIdentity.model_validate(recorded)
 
     @property
     def cursor(self) -> int:

@@ -173,9 +173,10 @@ def drive(plan: Plan) -> None:
         with (
             kill_points.observed(observer),
             tempfile.TemporaryDirectory(dir=plan.folder) as scratch,
+            tempfile.TemporaryDirectory(dir=plan.folder) as memory,
             NotedOutbox(journal) as outbox,
         ):
-            yield RunContext(RUN, root, config, digest, fleet, Path(scratch), lease, outbox)
+            yield RunContext(RUN, root, config, digest, fleet, Path(scratch), lease, outbox, memory=Path(memory))
 
     complete(RUN, root, config, NotedProgress(journal, config.run.iterations), opener)
 

@@ -81,6 +81,34 @@ def test_the_identity_of_stored_runs_is_for_ever():
     assert stored.digest == "9d1ba1c3bac568eb1521b7a87ed2f373"
 
 
+OF_CONTENT = {"format_version": 2, "content": "state", "facts": {"state": {"scheme": 1, "tensors": "t"}, "cursor": 3}}
+
+
+def test_where_a_fact_identifies_the_content_the_parts_do_not_count():
+    one = manifest(**OF_CONTENT)
+    assert one.digest == manifest(parts=(PART,), **OF_CONTENT).digest
+    other = {**OF_CONTENT, "facts": {"state": {"scheme": 1, "tensors": "u"}, "cursor": 3}}
+    assert len({one.digest, manifest(**other).digest, manifest(facts=OF_CONTENT["facts"]).digest}) == 3
+    assert one.digest == "ee28d4c0b3108a775a36169dc6a6af84"  # for ever
+
+
+@pytest.mark.parametrize("flaw", [{"facts": {"cursor": 3}}, {"format_version": 1}])
+def test_a_content_that_no_fact_identifies_is_refused(flaw):
+    with pytest.raises(ValueError, match="holds that fact, and has format 2"):
+        manifest(**{**OF_CONTENT, **flaw})
+
+
+def test_other_files_with_the_same_content_are_adopted(any_root):
+    winner = commit(any_root, manifest(parts=(PART,), **OF_CONTENT))
+    assert commit(any_root, manifest(**OF_CONTENT)) == winner
+    assert load(any_root, KEY).parts == (PART,)
+
+
+def test_an_earlier_version_reads_what_its_format_can_say():
+    assert "content" not in json.loads(manifest().model_dump_json())
+    assert manifest().format_version == 1
+
+
 def test_a_committed_manifest_is_found_as_it_was(any_root):
     published = commit(any_root, manifest(parts=(PART,), facts={"cursor": 3}, metrics={"seconds": 0.1}))
     assert find(any_root, "run", 1, Stage.ROLLOUT) == published

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 
-from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.state.checkpoint import load_weights
 
@@ -16,11 +15,11 @@ class Reference:
     They are kept in host memory, so that no second model occupies the device.
     """
 
-    def __init__(self, directory: str, model: Model, mesh: Mesh) -> None:
-        """Read the weights of a saved state, leaving the model's own as they are. Collective."""
+    def __init__(self, directory: str, model: Model) -> None:
+        """Read the weights of a saved state, leaving the model's own as they are."""
         self._model = model
         live = _copies(model)
-        load_weights(directory, model, mesh)
+        load_weights(directory, model)
         self._weights = _copies(model)
         _put(model, live)
 

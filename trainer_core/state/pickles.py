@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from storage import layout
 from storage.errors import ForeignCode, StorageError
-from trainer_core.state.repeatable import METADATA_FILE
 
-_COMMON_FILE = "common.pt"
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
 _MODULE_STATE = "_extra_state"  # Transformer Engine unpickles what such an entry holds, if it holds anything
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -76,8 +76,8 @@ def check_pickles(folder: Path) -> None:
         is_tensor = isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata)
         if not is_tensor and (folder / place.relative_path).exists():  # torch itself reads tensors restricted
             read_entry(folder, index, place)
-    if (folder / _COMMON_FILE).exists():
-        _load(folder / _COMMON_FILE, "it")
+    if (folder / COMMON_FILE).exists():
+        _load(folder / COMMON_FILE, "it")
 
 
 def read_metadata(folder: Path) -> Metadata:
