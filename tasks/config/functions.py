@@ -33,6 +33,8 @@ def located_function(name: str, folder: Path | None, key: str) -> str:
     file, function = Path(parts[0]).expanduser(), parts[1]
     if "://" in parts[0]:
         raise InputError(f"{key} {name!r} is at a URL: copy the file and give its local path")
+    if file.is_absolute():
+        return f"{file}:{function}"
     places = list(dict.fromkeys(place.absolute() for place in ([] if folder is None else [folder]) + [Path()]))
     found = list(dict.fromkeys(place / file for place in places if (place / file).is_file()))
     if not found:
