@@ -12,6 +12,11 @@ from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score, failed
 from tasks.rewards.value import NotFinite, weighted
 
+EXAMPLES = 3
+"""Failures that a message shows; so many are collected before scoring ends early."""
+
+_ROUNDING = 1e-6  # 0.29 * 100 is below 29
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -33,13 +38,18 @@ def score_responses(section: RewardSection, responses: Sequence[Response], patie
         InputError: a function cannot be found, or a secret is not set.
         StageFailed: a function cannot be imported.
     """
-    allowed = None if patient else math.floor(section.max_failures * len(responses))
+    allowed = None if patient else max(failures_allowed(section.max_failures, len(responses)), EXAMPLES - 1)
     found = {part.name: _scored(section, part, responses, allowed) for part in section.parts}
     sources = {find_reward(part.function).name: found[part.name].source for part in section.parts}
     if not section.functions:
         return Scores(found[""].scores, sources)
     together = zip(*(found[part.name].scores for part in section.parts), strict=True)
     return Scores([_summed(section.parts, scores) for scores in together], sources)
+
+
+def failures_allowed(share: float, responses: int) -> int:
+    """How many responses may remain without a score."""
+    return math.floor(share * responses + _ROUNDING)
 
 
 def order_of(section: RewardSection, part: RewardFunction) -> ScoringOrder:

@@ -10,13 +10,13 @@ from storage.errors import StageFailed
 from storage.reader import row_views
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
+from tasks.rewards.scoring import EXAMPLES, failures_allowed
 
 COLUMNS = ("reward", "status", "detail", "reason", "components")
 """Of a table of scores, in this order in `columns`."""
 SOURCE, REPLACED = "reward_source", "reward_source_replaced"
 """Keys of facts: what the functions were made of, and what those were before that have changed."""
 
-_EXAMPLES = 3
 _EXCERPT = 80
 
 
@@ -55,19 +55,20 @@ def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limi
     if len(tried) == len(scores) and not too_many(tried, limit):
         return tried
     examples = "\n".join(f"  {_example(responses[place], scores[place])}" for place in _chosen(bad, scores))
-    counts = metrics([score for score in tried if score.reward is None])
+    counts = metrics(tried)
+    asked = f"{len(scores)}" if len(tried) == len(scores) else f"the first {len(tried)} of {len(scores)}"
+    kinds = f"{counts['errors']:.0f} errors, of which {counts['non_finite']:.0f} not finite; {counts['timeouts']:.0f}"
     raise StageFailed(
-        f"{what}: {len(bad)} of {len(tried)} responses have no score ({counts['errors']:.0f} errors, of which "
-        f"{counts['non_finite']:.0f} not finite; {counts['timeouts']:.0f} time-outs). reward.max_failures = {limit:g} "
-        f"allows {int(limit * len(scores))} of {len(scores)}. For example:\n{examples}\nNothing was trained on them. "
-        "Fix the function, or change reward.max_failures: neither begins another run"
+        f"{what}: {len(bad)} of {asked} responses have no score ({kinds} time-outs), but reward.max_failures = "
+        f"{limit:g} allows {failures_allowed(limit, len(scores))} of {len(scores)}. For example:\n{examples}\n"
+        "Nothing was trained on them. Fix the function, or change reward.max_failures: neither begins another run"
     )
 
 
 def too_many(scores: Sequence[Score], limit: float) -> bool:
     """Whether none has a score, or a larger share than `limit` has none."""
     unscored = sum(score.reward is None for score in scores)
-    return unscored == len(scores) or unscored > limit * len(scores)
+    return unscored == len(scores) or unscored > failures_allowed(limit, len(scores))
 
 
 def columns(scores: Sequence[Score]) -> list[pa.Array]:
@@ -110,7 +111,7 @@ def _chosen(places: Sequence[int], scores: Sequence[Score | None]) -> list[int]:
         reason = score.reason if score is not None else None
         order.append((reason in seen, place))
         seen.add(reason)
-    return [place for _, place in sorted(order)[:_EXAMPLES]]
+    return [place for _, place in sorted(order)[:EXAMPLES]]
 
 
 def _example(response: Response, score: Score | None) -> str:
