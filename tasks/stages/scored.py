@@ -1,5 +1,6 @@
 """What the stages that score responses have in common: the responses, the limit on failures, columns and metrics."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limi
     examples = "\n".join(f"  {_example(responses[place], scores[place])}" for place in _chosen(bad, scores))
     counts = metrics(tried)
     asked = f"{len(scores)}" if len(tried) == len(scores) else f"the first {len(tried)} of {len(scores)}"
-    kinds = f"{counts['errors']:.0f} errors, of which {counts['non_finite']:.0f} not finite; {counts['timeouts']:.0f}"
+    kinds = f"{counts['errors']:.0f} errors, {counts['non_finite']:.0f} not finite, {counts['timeouts']:.0f}"
     raise StageFailed(
         f"{what}: {len(bad)} of {asked} responses have no score ({kinds} time-outs), but reward.max_failures = "
         f"{limit:g} allows {failures_allowed(limit, len(scores))} of {len(scores)}. For example:\n{examples}\n"
@@ -86,18 +87,18 @@ def columns(scores: Sequence[Score]) -> list[pa.Array]:
 def metrics(scores: Sequence[Score]) -> dict[str, float]:
     """Counts of what has no score, and the mean of each component over the scores that have it.
 
-    `errors` are all that failed but for time-outs, `non_finite` those of them whose number was not finite.
+    `unscored` is the sum of `errors`, `non_finite` (the function returned such a number) and `timeouts`.
     """
-    status, reason = [score.status for score in scores], [score.reason for score in scores]
+    reasons = Counter(score.reason for score in scores if score.reward is None)
     parts: dict[str, list[float]] = {}
     for score in scores:
         for name, value in (score.components or {}).items():
             parts.setdefault(name, []).append(value)
     return {
-        "errors": float(status.count("error")),
-        "timeouts": float(status.count("timeout")),
-        "non_finite": float(reason.count("non_finite")),
-        "unscored": float(len(status) - status.count("ok")),
+        "errors": float(reasons.total() - reasons["timeout"] - reasons["non_finite"]),
+        "timeouts": float(reasons["timeout"]),
+        "non_finite": float(reasons["non_finite"]),
+        "unscored": float(reasons.total()),
         **{f"reward/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
     }
 
