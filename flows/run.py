@@ -25,6 +25,7 @@ from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
+from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
@@ -48,6 +49,8 @@ def run(name: str, root: str, config: RunConfig) -> None:
     """
     store, digest = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
+        for notice in notices(config.reward):
+            progress.note(notice)
         complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
         progress.say("drawing the curves")
         png = store_plot(store, name, read_status(store, name).history)
@@ -103,4 +106,5 @@ def open_context(
             performer=as_task,
             announce=progress.begins,
             memory=memory,
+            say=progress.note,
         )

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Annotated, Protocol, Self
 
@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    FiniteFloat,
     JsonValue,
     NonNegativeInt,
     ValidationInfo,
@@ -47,9 +48,19 @@ class Fence(Protocol):
         ...
 
 
-def _as_number(value: object, info: ValidationInfo) -> object:
-    """NaN for the null that earlier versions wrote for a metric that is not finite."""
-    return math.nan if value is None and info.mode == "json" else value
+_NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
+
+
+def _without_older_texts(metrics: object, info: ValidationInfo) -> object:
+    """Null for the texts, and for the bare NaN, that earlier versions wrote for a metric that is not finite."""
+    if info.mode != "json" or not isinstance(metrics, dict):
+        return metrics
+    return {name: None if value in _NO_NUMBERS or not _is_finite(value) else value for name, value in metrics.items()}
+
+
+def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as a manifest holds them: null for a number that is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _readable_facts(facts: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
@@ -60,8 +71,12 @@ def _readable_facts(facts: dict[str, JsonValue], info: ValidationInfo) -> dict[s
 
 def _unusable_fact(facts: dict[str, JsonValue]) -> str | None:
     """The first fact that is not finite, in words; None if all are."""
-    found = next((name for name, value in facts.items() if not _is_finite(value)), None)
+    found = _not_finite(facts)
     return f"fact {found!r} is {facts[found]}, and only finite numbers are facts" if found is not None else None
+
+
+def _not_finite(values: Mapping[str, JsonValue]) -> str | None:
+    return next((name for name, value in values.items() if not _is_finite(value)), None)
 
 
 def _is_finite(value: JsonValue) -> bool:
@@ -114,7 +129,7 @@ class Part(BaseModel):
 class Manifest(BaseModel):
     """The result of one stage. Published once; without it the stage did not happen."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: int = 1
     """Version of this record's own format."""
@@ -138,12 +153,11 @@ class Manifest(BaseModel):
     """Version of Ratchet that did the work."""
     facts: Annotated[dict[str, JsonValue], AfterValidator(_readable_facts)] = {}
     """Small values that later stages need: weight version, data cursor, weights digest. All numbers are finite."""
-    metrics: dict[str, Annotated[float, BeforeValidator(_as_number)]] = {}
-    """Numbers for people: rewards, losses, seconds. Not part of the identity. One that is not finite is written as
-    "NaN", "Infinity" or "-Infinity"."""
     content: Annotated[str | None, Field(exclude_if=lambda name: name is None)] = None
     """Name of the fact that identifies what the parts hold, if they can be written in several ways. It is known before
     they are written, and takes their place in the identity."""
+    metrics: Annotated[dict[str, FiniteFloat | None], BeforeValidator(_without_older_texts)] = {}
+    """Numbers for people: rewards, losses, seconds. Not part of the identity. Null is one that was not finite."""
     origin: Origin | None = None
     """Set on what a fork shares with its parent."""
     epoch: int | None = None
@@ -212,10 +226,12 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         Overtaken: the stage was committed with other content by the process that drove the run before.
         CommitConflict: it was committed with other content by any other process.
         LeaseLost: from the fence; nothing was written.
-        StageFailed: a fact is not finite; nothing was written.
+        StageFailed: a fact or a metric is not finite; nothing was written.
         StorageError: it names parts of another stage or run and no origin; nothing was written.
     """
     digest = manifest.digest
+    if (name := _not_finite(manifest.metrics)) is not None:  # a copy with changed fields is not validated
+        raise StageFailed(f"{manifest.key} is not committed: metric {name!r} is {manifest.metrics[name]}")
     _check_parts(manifest)
     if fence is not None:
         fence.check()

@@ -16,7 +16,7 @@ from tasks.config.environment import Settings, resolve, without_secrets
 from tasks.config.model import GeneratedModel
 from tasks.config.run import RunConfig
 from tasks.data.sources import prompt_tables, text_codec
-from tasks.rewards.resolve import resolve_reward
+from tasks.rewards.check import check_reward
 from trainer_core.config import check_layout
 
 
@@ -38,7 +38,7 @@ def check_config(config: RunConfig, root: Root) -> None:
 def _check_content(document: str) -> None:
     config = RunConfig.model_validate_json(document)
     check_layout(config.train.parallel, model_facts(config))
-    resolve_reward(config.reward.function, config.reward.arguments)
+    check_reward(config.reward)
     _check_sizes(config)
     tables = prompt_tables(config, text_codec(config.model))
     if config.warmup.steps and (

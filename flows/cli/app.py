@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
+from flows.cli.reward import register as register_reward
 from flows.cli.store import register
 from flows.views.output import Output
 from flows.views.progress import status_lines
@@ -42,6 +43,7 @@ app = App(
 )
 
 register(app)
+register_reward(app)
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
@@ -221,7 +223,10 @@ def _carry_out(
     if name is None:
         raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
     check_run_name(name)
-    from flows.cli.launch import Order, launch  # imports Prefect and Ray
+    from tasks.rewards.check import check_reward
+
+    check_reward(config.reward)  # before Prefect and Ray are imported
+    from flows.cli.launch import Order, launch
 
     again = continuing_command(words, name, settings, replaced, root, json)
     with Output(json=json) as output:

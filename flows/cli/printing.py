@@ -88,7 +88,7 @@ def of_shown(shown: Shown, in_detail: bool) -> list[str]:
                 stage.digest[:12],
                 str(len(one.parts)),
                 size(sum(part.bytes for part in one.parts)),
-                f"{one.metrics.get('seconds', 0):.2f}",
+                f"{one.metrics.get('seconds') or 0:.2f}",
                 f"{one.finished:%Y-%m-%d %H:%M:%S}",
                 _remarks(stage),
             )

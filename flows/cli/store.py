@@ -24,7 +24,7 @@ from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.document import apply_override, parse_config
+from tasks.config.document import apply_override, parse_config, with_functions
 from tasks.config.identity import changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
@@ -259,7 +259,7 @@ def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -
     for setting in settings:
         apply_override(document, setting)
     document["run"]["name"] = run
-    config = parse_config(document, f"of run {parent} with the given settings")
+    config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
     changed = changed_meaning(before.meaning(), config.meaning())
     decided = [line for line in changed if line.startswith(_DECIDED)]
     if decided:

@@ -218,7 +218,7 @@ def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparis
 def _sampled_again(root: Root, iterations: int) -> tuple[int, int]:
     rollouts = [find(root, RUN, iteration, Stage.ROLLOUT) for iteration in range(1, iterations + 1)]
     metrics = [manifest.metrics for manifest in rollouts if manifest is not None]
-    again, equal = (sum(one.get(name, 0) for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
+    again, equal = (sum(one.get(name) or 0 for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
     return int(again), int(equal)
 
 

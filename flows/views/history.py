@@ -139,7 +139,9 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
     return IterationRecord(
         iteration=manifests[0].iteration,
         done=tuple(Stage(manifest.stage) for manifest in manifests),
-        stage_seconds={Stage(stage): values["seconds"] for stage, values in metrics.items() if "seconds" in values},
+        stage_seconds={
+            Stage(stage): seconds for stage, values in metrics.items() if (seconds := values.get("seconds")) is not None
+        },
         seconds=_seconds(manifests, before),
         reward=rewards.get("reward_mean"),
         accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),

@@ -54,6 +54,10 @@ class Progress:
         self._begin(text)
         self._print(text)
 
+    def note(self, text: str) -> None:
+        """Print a line beside what is being done."""
+        self._print(text)
+
     def begins(self, iteration: int, stage: Stage) -> None:
         """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from storage.errors import InputError
 from tasks.config.credentials import shown, shown_setting, shown_text
+from tasks.config.functions import located_function
 from tasks.config.located import folder_of, located
 from tasks.config.run import RunConfig
 
@@ -83,7 +84,31 @@ def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
         if isinstance(table, dict):
             given = {key: table[key] for key in keys if isinstance(table.get(key), str)}
             document[section] = {**table, **{key: located(name, folder) for key, name in given.items()}}
-    return document
+    return with_functions(document, folder)
+
+
+def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """A parsed document in which the files of reward functions have absolute paths.
+
+    Args:
+        folder: of the configuration; None if that is no local file.
+
+    Raises:
+        InputError: there is no such file, or beside the configuration is another one than in the working directory.
+    """
+    reward = document.get("reward")
+    return document if reward is None else {**document, "reward": _located_reward(reward, folder)}
+
+
+def _located_reward(reward: Any, folder: Path | None) -> Any:
+    if not isinstance(reward, dict):
+        return reward
+    found = dict(reward)
+    if isinstance(reward.get("function"), str):
+        found["function"] = located_function(reward["function"], folder, "reward.function")
+    if isinstance(reward.get("functions"), list):
+        found["functions"] = [_located_reward(one, folder) for one in reward["functions"]]
+    return found
 
 
 def _explain(item: dict[str, Any]) -> str:
@@ -102,6 +127,8 @@ def _explain(item: dict[str, Any]) -> str:
 def _names_at(location: Sequence[str | int]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for step in location:
+        if isinstance(step, int):  # of a list of tables
+            continue
         annotation = model.model_fields[str(step)].annotation
         candidates = [annotation, *get_args(annotation)]
         model = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))

@@ -11,6 +11,7 @@ from pydantic import JsonValue
 
 from storage.digest import value_digest
 from tasks.config.credentials import MASK, is_secret, referenced, shown
+from tasks.config.functions import without_folder
 
 Document = Mapping[str, JsonValue]
 """A configuration, or a section of one, as plain JSON types."""
@@ -33,6 +34,7 @@ _RUNTIME_2 = {
     "sync": True,
     "workers": True,
     "train": {"parallel": True, "micro_batch_size": True, "micro_batch_tokens": True, "policy": {"kl_sample": True}},
+    "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True},
 }
 
 _RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
@@ -45,8 +47,10 @@ FIRST_RULES = min(_RUNTIME)
 
 
 def meaning(document: Document, rules: int = RULES) -> dict[str, JsonValue]:
-    """The keys in `document` that decide the result: all but the runtime settings."""
-    return _without(document, _RUNTIME[rules])
+    """The keys in `document` that decide the result: all but the runtime settings, and without the folders of files."""
+    reward = document.get("reward")
+    placeless = {**document, "reward": _placeless(reward)} if isinstance(reward, dict) else document
+    return _without(placeless, _RUNTIME[rules])
 
 
 def meaning_digest(document: Document, rules: int = RULES) -> str:
@@ -78,7 +82,20 @@ def is_runtime(path: Sequence[str]) -> bool:
     return False
 
 
+def _placeless(reward: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """`[reward]`, or one of its functions, without the folders of functions."""
+    named, several = reward.get("function"), reward.get("functions")
+    found = dict(reward)
+    if isinstance(named, str):
+        found["function"] = without_folder(named)
+    if isinstance(several, list):
+        found["functions"] = [_placeless(one) if isinstance(one, dict) else one for one in several]
+    return found
+
+
 def _same(old: JsonValue, new: JsonValue) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return not changed_meaning(old, new)
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(_same, old, new))
     # a URL whose credentials an earlier version recorded is given by reference now

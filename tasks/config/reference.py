@@ -16,7 +16,14 @@ from tasks.config.run import RunConfig
 
 MEANING, RUNTIME = "meaning", "runtime"
 
-_KINDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
+_KINDS: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    dict: "table",
+    tuple: "list of tables",
+}
 _EXAMPLES = {"train.max_length": "128", "train.optimizer.learning_rate": "1e-5"}
 _FORMS = {"text": '"..."', "whole number": "1", "number": "1.0"}
 _WIDTH = 118

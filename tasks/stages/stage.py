@@ -21,7 +21,7 @@ from storage.attempts import begin
 from storage.backends.root import Root
 from storage.errors import CommitConflict
 from storage.kill_points import Point
-from storage.manifest import Fence, Manifest, Part, commit, find
+from storage.manifest import Fence, Manifest, Part, commit, find, finite_or_null
 from storage.parts import PartWriter
 from tasks.config.code_version import code_version
 from tasks.config.run import RunConfig
@@ -160,7 +160,7 @@ class _Attempt:
             code_version=code_version(),
             facts=dict(output.facts),
             metrics={
-                **output.metrics,
+                **finite_or_null(output.metrics),
                 "seconds": time.perf_counter() - self.clock,
                 "storage_seconds": meter.seconds() - self.waited,
             },

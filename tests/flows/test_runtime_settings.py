@@ -22,6 +22,8 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "rollout.groups_per_part": (1, 4),
     "reward.deadline_s": (5.0, 9.0),
     "reward.processes": (0, 1),
+    "reward.max_failures": (0.1, 0.0),
+    "reward.start_deadline_s": (60.0, 90.0),
     "train.parallel.tensor": (1, 2),
     "train.parallel.pipeline": (1, 2),
     "train.parallel.data": (1, 2),

@@ -18,7 +18,7 @@ from storage.errors import (
     StageFailed,
     StorageError,
 )
-from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
+from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, finite_or_null, load, need
 from storage.parts import PartWriter
 from storage.records import seal, unseal
 from tasks.stages.names import Stage
@@ -232,25 +232,28 @@ def test_a_manifest_survives_its_json():
 NOT_FINITE = {"reward_mean": math.nan, "high": math.inf, "low": -math.inf, "loss": 0.1}
 
 
-def same_numbers(one, other):
-    return {name: repr(value) for name, value in one.items()} == {name: repr(value) for name, value in other.items()}
-
-
-def test_a_metric_that_is_not_finite_is_read_as_it_was(any_root):
-    published = commit(any_root, manifest(metrics=NOT_FINITE))
+@pytest.mark.parametrize("form", ["null", "strings", "constants"])
+def test_a_metric_that_is_not_finite_in_an_earlier_record_is_null(any_root, form):
+    any_root.put_if_absent(KEY, as_earlier(manifest(), form, **NOT_FINITE))
     found = find(any_root, "run", 1, Stage.ROLLOUT)
-    assert same_numbers(found.metrics, NOT_FINITE)
-    assert found.digest == published.digest == manifest().digest
-    # and by any tool that reads JSON, which knows no NaN
-    assert json.loads(any_root.read_bytes(KEY), parse_constant=pytest.fail)["metrics"]["reward_mean"] == "NaN"
-
-
-def test_the_null_that_earlier_versions_wrote_for_such_a_metric_is_nan(root):
-    root.put_if_absent(KEY, as_earlier(manifest(metrics=NOT_FINITE)))
-    assert b'"reward_mean": null' in root.read_bytes(KEY)
-    found = find(root, "run", 1, Stage.ROLLOUT)
-    assert same_numbers(found.metrics, {**dict.fromkeys(NOT_FINITE, math.nan), "loss": 0.1})
+    assert found.metrics == {**dict.fromkeys(NOT_FINITE), "loss": 0.1}
     assert found.digest == manifest().digest
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_never_written(any_root, value):
+    with pytest.raises(ValueError, match="finite number"):
+        manifest(metrics={"loss": value})
+    unchecked = manifest().model_copy(update={"metrics": {"loss": value}})
+    with pytest.raises(StageFailed, match=rf"{KEY} is not committed: metric 'loss' is {value}"):
+        commit(any_root, unchecked)
+    assert any_root.keys("") == []
+
+
+def test_a_missing_number_is_null_for_any_tool_that_reads_json(any_root):
+    commit(any_root, manifest(metrics=finite_or_null(NOT_FINITE)))
+    stored = json.loads(any_root.read_bytes(KEY), parse_constant=pytest.fail)["metrics"]
+    assert stored == find(any_root, "run", 1, Stage.ROLLOUT).metrics == {**dict.fromkeys(NOT_FINITE), "loss": 0.1}
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, [1.0, {"deep": math.inf}]])
