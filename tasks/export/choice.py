@@ -78,8 +78,8 @@ def _kept(recorded: Contents) -> list[int]:
 
 def _best(recorded: Contents, run: str, kept: list[int]) -> int:
     evaluated = _by_iteration(recorded, Stage.EVALUATE)
-    scores = {at: evaluated[at].metrics.get("accuracy", math.nan) for at in kept if at in evaluated}
-    usable = {at: score for at, score in scores.items() if math.isfinite(score)}
+    scores = {at: evaluated[at].metrics.get("accuracy") for at in kept if at in evaluated}
+    usable = {at: score for at, score in scores.items() if score is not None and math.isfinite(score)}
     if not usable:
         raise InputError(
             f"run {run!r} has no evaluation of an iteration whose state is kept ({kept}): choose one as {run}@ITERATION"

@@ -19,7 +19,7 @@ _MARK = ".unfinished-export"
 """Is there from the first write to the last."""
 
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
-_BLOCK = 8 << 20
+_BLOCK = 1 << 20
 _FAILURES = (OSError, ImportError, ValueError)
 
 

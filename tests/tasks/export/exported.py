@@ -124,3 +124,25 @@ def logits_of(rank, world_size, store, directory, weights=None):
         [{"role": "user", "content": "w5"}], tokenize=False
     )
     return logits, str(model.dtype), chat, model.generation_config.eos_token_id
+
+
+def export_watched(rank, world_size, store, url, to):
+    """Size of the exported weights, and by how much the memory of this process grew meanwhile, bytes."""
+    from tasks.export import export as module
+
+    plan, before = module._weights, []
+
+    def planned(*arguments):
+        found = plan(*arguments)  # its imports are no part of the measurement
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before.append(_status("VmRSS"))
+        return found
+
+    module._weights = planned
+    made = export_run(rank, world_size, store, url, "run", to, limit=1 << 30)
+    return made.bytes, _status("VmHWM") - before[0]
+
+
+def _status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))

@@ -1,5 +1,6 @@
 """An exported folder is the model that was served, as transformers reads it."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,8 +10,18 @@ import pytest
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
-from tests.tasks.export.exported import KINDS, export_run, logits_of, make_model, save_state, settings, store_run
+from tests.tasks.export.exported import (
+    KINDS,
+    export_run,
+    export_watched,
+    logits_of,
+    make_model,
+    save_state,
+    settings,
+    store_run,
+)
 from tests.trainer_core.ranks import run_ranks, run_trainers
+from trainer_core.config import ParallelConfig
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -61,3 +72,13 @@ def test_the_card_names_run_and_digests(stored, tmp_path):
         assert part.digest in card
     assert str(folder) not in card
     assert not Path(tmp_path / "out" / ".unfinished-export").exists()
+
+
+def test_memory_grows_by_a_few_layers_of_many(tmp_path):
+    shape = {"num_hidden_layers": 24, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    run_ranks(1, functools.partial(make_model, **shape), str(tmp_path / "model"), "Llama", False)
+    layout = settings("fp32", ParallelConfig())
+    records = run_trainers(str(tmp_path / "model"), layout, save_state, str(tmp_path))[0]
+    store_run(f"file://{tmp_path}/runs", tmp_path, records)
+    ((size, growth),) = run_ranks(1, export_watched, f"file://{tmp_path}/runs", str(tmp_path / "out"))
+    assert growth < size / 2
