@@ -94,7 +94,9 @@ class StoredWeights:
     def _entry(self, stored: str, name: str, region: Region) -> Entry:
         mapping = self._registry.megatron_to_hf_lookup(name)
         if mapping is None:
-            raise StorageError(f"the state has a tensor {stored}, which megatron-bridge cannot convert: {name}")
+            raise StorageError(
+                f"megatron-bridge does not know {name}, which is {stored} in the state: use the pinned versions"
+            )
         split = self._split(mapping, name)
         dtype = cast(Any, self._state.tensor(stored)).properties.dtype
         shape = region.shape if stored == name else region.shape[1:]

@@ -26,7 +26,7 @@ from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config
-from tasks.config.environment import without_secrets
+from tasks.config.environment import prepare_process, without_secrets
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -223,6 +223,11 @@ def _carry_out(
     if name is None:
         raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
     check_run_name(name)
+    from tasks.checks import check_config, prepared_stage
+
+    prepare_process()
+    store = open_root(root)
+    check_config(config, store, prepared_stage(store, name))  # `launch` checks again; it needs seconds for its imports
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = continuing_command(words, name, settings, replaced, root, json)

@@ -163,13 +163,13 @@ def copy_model(section: ModelSection, directory: Path) -> None:
         folder.fetch(name, directory / name)
 
 
-def copy_files(section: ModelSection, directory: Path, wanted: Callable[[str], bool]) -> list[str]:
-    """Copy the files with wanted names from the model's folder to `directory`; returns their names.
+def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> list[str]:
+    """Copy the files with wanted names from a model's folder to `directory`; returns their names. Fetches nothing.
 
     Raises:
         InputError: there is no such folder.
     """
-    folder = open_model(section)
+    folder = find_model(ModelSection(source=source))
     chosen = [name for name in folder.files() if wanted(name)]
     for name in chosen:
         folder.fetch(name, directory / name)
@@ -182,7 +182,7 @@ def wanted_texts(there: dict[str, int]) -> list[str]:
 
 
 def _names_a_hub_model(source: str) -> bool:
-    return is_hub_id(source) and not Path(source).exists()
+    return source.startswith("hf://") or (is_hub_id(source) and not Path(source).exists())
 
 
 def _local(section: ModelSection, folder: Path) -> ModelFolder:

@@ -26,7 +26,7 @@ def text_codec(section: ModelSection) -> TextCodec:
         if section.generate is not None:
             generate_tokenizer(directory, section.generate)
         else:
-            copy_files(section, directory, lambda name: name in MODEL_FILES)
+            copy_files(str(section.source), directory, lambda name: name in MODEL_FILES)
         return TextCodec.from_directory(directory)
 
 

@@ -66,5 +66,5 @@ def test_a_folder_is_a_model_only_when_it_is_whole(tmp_path):
     assert not (tmp_path / "out" / "config.json").exists()
     again.finish(b"{}")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
-    with pytest.raises(InputError, match="is not empty: it holds config.json"):
+    with pytest.raises(InputError, match=r"is not empty: it holds config\.json"):
         Target.new(str(tmp_path / "out"))
