@@ -31,10 +31,12 @@ def check_numbers(facts: Mapping[str, Any], where: str) -> None:
             f"{where}: num_attention_heads = {heads} in config.json is no multiple of num_key_value_heads = {groups}: "
             "correct it"
         )
-    if facts.get("head_dim") is None and facts["hidden_size"] % heads:
+    # transformers refuses such a Llama even with a head_dim
+    needed = facts.get("head_dim") is None or "LlamaForCausalLM" in facts.get("architectures", ())
+    if needed and facts["hidden_size"] % heads:
         raise InputError(
             f"{where}: hidden_size = {facts['hidden_size']} in config.json is no multiple of num_attention_heads = "
-            f"{heads}: correct it, or give head_dim"
+            f"{heads}: correct it"
         )
 
 
