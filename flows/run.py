@@ -20,7 +20,7 @@ from storage.backends.root import Root, open_root
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
-from tasks.checks import check_config, check_scratch
+from tasks.checks import advice, check_config, check_scratch, prepared_stage
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
@@ -49,6 +49,8 @@ def run(name: str, root: str, config: RunConfig) -> None:
     """
     store, digest = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
+        for sentence in advice(config):
+            progress.say(sentence)
         for notice in notices(config.reward):
             progress.note(notice)
         complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
@@ -73,7 +75,7 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
     check_scratch()
     check_root_url(root)
     store = open_root(root)
-    check_config(config, store)
+    check_config(config, store, prepared_stage(store, name))
     digest = record_config(store, name, config)
     if next_iteration(store, name, config) <= config.run.iterations:
         check_free(store, name)

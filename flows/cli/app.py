@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
+from flows.cli.export import export_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
 from flows.cli.reward import register as register_reward
@@ -26,7 +27,7 @@ from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config
-from tasks.config.environment import without_secrets
+from tasks.config.environment import prepare_process, without_secrets
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -44,6 +45,7 @@ app = App(
 
 register(app)
 register_reward(app)
+app.command(export_command, name="export")
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
@@ -223,10 +225,12 @@ def _carry_out(
     if name is None:
         raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
     check_run_name(name)
-    from tasks.rewards.check import check_reward
+    from tasks.checks import check_config, prepared_stage
 
-    check_reward(config.reward)  # before Prefect and Ray are imported
-    from flows.cli.launch import Order, launch
+    prepare_process()
+    store = open_root(root)
+    check_config(config, store, prepared_stage(store, name))  # `launch` checks again; it needs seconds for its imports
+    from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = continuing_command(words, name, settings, replaced, root, json)
     with Output(json=json) as output:

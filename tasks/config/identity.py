@@ -33,11 +33,19 @@ _RUNTIME_2 = {
     # the probe and its limits decide whether a sync is accepted, not what it delivers
     "sync": True,
     "workers": True,
+    "model": {"source": True, "download": True, "token": True},
     "train": {"parallel": True, "micro_batch_size": True, "micro_batch_tokens": True, "policy": {"kl_sample": True}},
     "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True},
 }
+# the engine's precision decides what is sampled
+_RUNTIME_3 = {
+    **_RUNTIME_2,
+    "engine": dict.fromkeys(
+        ("count", "max_model_len", "max_num_seqs", "kv_cache_mib", "gpu_memory_utilization", "cuda_graphs"), True
+    ),
+}
 
-_RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
+_RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2, 3: _RUNTIME_3}
 """The runtime settings, which decide no result, by version of the rules. An entry only ever gains keys."""
 
 RULES = max(_RUNTIME)

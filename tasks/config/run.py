@@ -89,7 +89,7 @@ class EngineSection(Section):
     kv_cache_mib: int = Field(default=128, ge=1)
     """Key-value cache, MiB."""
     precision: Precision = "fp32"
-    """Type of the engine's weights and activations. It decides what is sampled: no rollout mixes two of them."""
+    """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engine may use; the trainer needs the rest. No effect on CPU."""
     cuda_graphs: bool = False

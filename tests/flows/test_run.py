@@ -16,7 +16,7 @@ from tests.small.config import small_config
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        (["train.parallel.pipeline=3"], "cannot be divided by parallel.pipeline = 3"),
+        (["train.parallel.pipeline=3"], "cannot be divided by train.parallel.pipeline = 3"),
         (["reward.function=no_such_reward"], "'no_such_reward' is unknown"),
         (["device.kind=cuda"], "no GPU is visible"),
     ],

@@ -192,7 +192,10 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
         if name not in type(provider).__dataclass_fields__:
             raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
         setattr(provider, name, value)
-    provider.finalize()
+    try:
+        provider.finalize()
+    except (ValueError, AssertionError) as error:  # what the checks before the start did not foresee
+        raise InputError(f"Megatron refuses the model or its layout: {error}. Change [train.parallel]") from error
     for name, value in wanted.items():
         if (held := vars(provider)[name]) != value:
             raise InputError(f"Megatron set {name} to {held!r} instead of {value!r}")
