@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from storage.schema import PROMPTS, fingerprint
-from tasks.data.sources import fill_model_directory, prompt_tables
+from tasks.data.models import fill_model_directory
+from tasks.data.sources import prompt_tables
 from tasks.data.tokenizer import TextCodec
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
