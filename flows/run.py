@@ -18,6 +18,7 @@ from flows.views.progress import Progress
 from flows.views.status import read_status
 from storage.backends.root import Root, open_root
 from storage.ids import check_run_name
+from storage.manifest import find
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
 from tasks.checks import check_config, check_scratch
@@ -26,6 +27,7 @@ from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.scratch import scratch, sweep
@@ -70,7 +72,7 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
     check_scratch()
     check_root_url(root)
     store = open_root(root)
-    check_config(config, store)
+    check_config(config, store, find(store, name, 0, Stage.PREPARE))
     digest = record_config(store, name, config)
     if next_iteration(store, name, config) <= config.run.iterations:
         check_free(store, name)

@@ -11,17 +11,21 @@ import fsspec
 
 from storage.backends.root import Root
 from storage.errors import InputError
+from storage.manifest import Manifest
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, resolve, without_secrets
 from tasks.config.model import GeneratedModel
 from tasks.config.run import RunConfig
-from tasks.data.sources import prompt_tables, text_codec
+from tasks.data.checking import check_continued, check_prompts
 from tasks.rewards.resolve import resolve_reward
 from trainer_core.config import check_layout
 
 
-def check_config(config: RunConfig, root: Root) -> None:
+def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
     """Refuse a run that cannot work. A second call in the same process reads and tokenizes nothing again.
+
+    Args:
+        prepared: the run's stage `prepare`, if it is committed: its prompts count, and the sources must be the same.
 
     Raises:
         InputError: the layout does not fit the model, a data set or the reward cannot be used, sizes contradict
@@ -31,26 +35,19 @@ def check_config(config: RunConfig, root: Root) -> None:
     check_root_url(root.url)
     root.check_writable()
     Settings.from_environment().device(config.device.kind)
-    _check_content(config.model_dump_json())
+    _check_content(config.model_dump_json(), prepared is None)
+    if prepared is not None:
+        check_continued(config, root, prepared)
 
 
 @functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached
-def _check_content(document: str) -> None:
+def _check_content(document: str, new: bool) -> None:
     config = RunConfig.model_validate_json(document)
     check_layout(config.train.parallel, model_facts(config))
     resolve_reward(config.reward.function, config.reward.arguments)
     _check_sizes(config)
-    tables = prompt_tables(config, text_codec(config.model))
-    if config.warmup.steps and (
-        "warmup" not in tables or tables["warmup"]["answer"].null_count == len(tables["warmup"])
-    ):
-        raise InputError(
-            "warmup.steps is above 0, but there are no solved examples: set data.warmup, or warmup.steps = 0"
-        )
-    if config.evaluate.every and "held_out" not in tables:
-        raise InputError(
-            "evaluate.every is above 0, but there are no held-out prompts: set data.held_out, or evaluate.every = 0"
-        )
+    if new:
+        check_prompts(config)
 
 
 def model_facts(config: RunConfig) -> Mapping[str, Any]:

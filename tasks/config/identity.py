@@ -15,6 +15,9 @@ from tasks.config.credentials import MASK, is_secret, referenced, shown
 Document = Mapping[str, JsonValue]
 """A configuration, or a section of one, as plain JSON types."""
 
+_SOURCES: dict[str, Any] = {"source": True, "subset": True, "split": True, "format": True}
+"""Of the tables of a list of sources: where the content is and in which form; what it is, `prepare` records."""
+
 _RUNTIME_1: dict[str, Any] = {
     "run": {"name": True, "iterations": True},
     "engine": True,
@@ -22,13 +25,13 @@ _RUNTIME_1: dict[str, Any] = {
     "storage": True,
     "evaluate": True,
     "model": {"source": True},
-    "data": {"train": True, "held_out": True, "warmup": True},
+    "data": {"train": _SOURCES, "held_out": _SOURCES, "warmup": _SOURCES},
     "train": {"parallel": True, "micro_batch_size": True},
     "reward": {"deadline_s": True, "processes": True},
     "rollout": {"groups_per_part": True},
 }
 # the probe and its limits decide whether a sync is accepted, not what it delivers
-_RUNTIME_2 = {**_RUNTIME_1, "sync": True, "workers": True}
+_RUNTIME_2 = {**_RUNTIME_1, "sync": True, "workers": True, "data": {**_RUNTIME_1["data"], "download": True}}
 
 _RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
 """The runtime settings, which decide no result, by version of the rules. An entry only ever gains keys."""
@@ -70,7 +73,7 @@ def is_runtime(path: Sequence[str]) -> bool:
         rules = rules.get(name, {})
         if rules is True:
             return True
-    return False
+    return rules is _SOURCES
 
 
 def _same(old: JsonValue, new: JsonValue) -> bool:
@@ -84,6 +87,9 @@ def _without(document: Document, runtime: Mapping[str, Any]) -> dict[str, JsonVa
     kept: dict[str, JsonValue] = {}
     for key, value in document.items():
         rule = runtime.get(key)
-        if rule is not True:
+        if rule is _SOURCES:
+            if isinstance(value, list):
+                kept[key] = [_without(one, _SOURCES) if isinstance(one, dict) else one for one in value]
+        elif rule is not True:
             kept[key] = _without(value, rule) if rule and isinstance(value, dict) else value
     return kept

@@ -17,9 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from storage.errors import InputError
 from tasks.config.data import GeneratedAddition
 from tasks.config.model import GeneratedModel
-from tasks.data.prompts import Record
+from tasks.data.backends import GENERATED, PAD, STOP, UNKNOWN
+from tasks.data.files import Record
 
-PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-= "
 _ROPE_THETA = 10000.0
 
@@ -43,7 +43,7 @@ def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
             f"{tokenizer.get_vocab_size()}: raise it"
         )
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(), indent=1))
+    (directory / "tokenizer_config.json").write_text(json.dumps(GENERATED, indent=1))
     (directory / "config.json").write_text(json.dumps(model_config(spec), indent=1))
 
 
@@ -178,13 +178,3 @@ def _weights(spec: GeneratedModel, seed: int) -> Iterator[tuple[str, NDArray[np.
     yield "model.norm.weight", norm(hidden)
     if not spec.tied_embeddings:
         yield "lm_head.weight", matrix(spec.vocabulary, hidden)
-
-
-def _tokenizer_config() -> dict[str, object]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": STOP,
-        "unk_token": UNKNOWN,
-        "clean_up_tokenization_spaces": False,
-    }
