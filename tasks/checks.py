@@ -16,7 +16,7 @@ from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, resolve, without_secrets
 from tasks.config.model import GeneratedModel
 from tasks.config.run import RunConfig
-from tasks.data.checking import check_continued, check_prompts
+from tasks.data.checking import check_prompts, check_sources, check_stored_lengths
 from tasks.rewards.resolve import resolve_reward
 from trainer_core.config import check_layout
 
@@ -37,7 +37,8 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     Settings.from_environment().device(config.device.kind)
     _check_content(config.model_dump_json(), prepared is None)
     if prepared is not None:
-        check_continued(config, root, prepared)
+        check_sources(config, prepared)
+        check_stored_lengths(config, root, prepared)
 
 
 @functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached

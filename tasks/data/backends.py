@@ -31,6 +31,9 @@ GENERATED: Mapping[str, Any] = {
 """The tokenizer_config.json of generated models."""
 
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
 class Backend(Protocol):
     """A tokenizer."""
 
@@ -72,7 +75,7 @@ def read_backend(directory: Path) -> Backend:
     Raises:
         InputError: there is none, or it cannot be read.
     """
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((directory / name).is_file() for name in _TOKENIZERS):
         raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")
     return Plain(_plain_tokenizer(directory)) if _is_generated(directory) else Makers(_of_transformers(directory))
 

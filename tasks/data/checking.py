@@ -12,7 +12,7 @@ from storage.schema import PROMPTS
 from tasks.config.data import DataSource
 from tasks.config.run import RunConfig
 from tasks.data.files import opened, state
-from tasks.data.prompts import Room, check_lengths
+from tasks.data.prompts import check_lengths
 from tasks.data.sources import TABLES, Prompts, prompts_of, text_codec
 
 
@@ -38,22 +38,30 @@ def check_prompts(config: RunConfig) -> Prompts:
     return prompts
 
 
-def check_continued(config: RunConfig, root: Root, prepared: Manifest) -> None:
+def check_sources(config: RunConfig, prepared: Manifest) -> None:
     """Refuse to continue a run with other prompts than those it is made from; sources that cannot be read do not count.
 
     Raises:
-        InputError: a source has another content now, or a stored prompt no longer fits into the context.
+        InputError: a source has another content now.
     """
     stored = prepared.facts.get("data_digests")
     if isinstance(stored, dict):  # runs of the first version recorded none
         for table in TABLES:
             given = config.data.sources(table)
             _check_content(table, prepared.run, given, stored.get(table))
-    room = Room(config.engine.max_model_len, config.rollout.max_tokens)
+
+
+def check_stored_lengths(config: RunConfig, root: Root, prepared: Manifest) -> None:
+    """Refuse a context or a `rollout.max_tokens` that stored prompts leave no room for.
+
+    Raises:
+        InputError: naming the first prompt.
+    """
     for part in prepared.parts:
         if part.name in (f"{table}.arrow" for table in TABLES):
             table = read_parts(root, [part], PROMPTS, ["prompt_id", "prompt_tokens"])
-            check_lengths(table, room, part.name.removesuffix(".arrow"))
+            where = part.name.removesuffix(".arrow")
+            check_lengths(table, config.engine.max_model_len, config.rollout.max_tokens, where)
 
 
 def _check_content(table: str, run: str, given: tuple[DataSource, ...], stored: object) -> None:

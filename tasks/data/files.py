@@ -25,7 +25,7 @@ from storage.errors import InputError
 from tasks.config.credentials import referenced
 from tasks.config.data import DataSource
 from tasks.config.environment import resolve, without_secrets
-from tasks.data import hub
+from tasks.data import hub_rows
 
 Record = Mapping[str, Any]
 
@@ -58,9 +58,9 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
         InputError: it does not exist or cannot be read.
     """
     address = str(resolve(source.source, "the URL of a dataset"))
-    if hub.is_id(address) and source.format is None and _suffix(address) is None and not Path(address).exists():
-        rows = hub.rows(source, address, download)
-        yield Opened(hub.digest(rows), lambda: hub.records(rows))
+    if hub_rows.is_id(address) and source.format is None and _suffix(address) is None and not Path(address).exists():
+        rows = hub_rows.rows(source, address, download)
+        yield Opened(hub_rows.digest(rows), lambda: hub_rows.records(rows))
         return
     with tempfile.TemporaryDirectory(prefix="ratchet-data-") as folder:
         files = _fetched(source.source, address, Path(folder))
@@ -71,19 +71,19 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
 
 def state(source: DataSource) -> str:
     """What a source looks like without being read: changes whenever its files do, as far as their filesystem says."""
-    address = str(resolve(source.source, "the URL of a dataset"))
     try:
+        address = str(resolve(source.source, "the URL of a dataset"))
         fs, path = fsspec.core.url_to_fs(address)
         return value_digest([address, *(fs.ukey(one) for one in _matching(fs, path))])
-    except (*_UNREADABLE, NotImplementedError):
-        return value_digest([address])
+    except (*_UNREADABLE, NotImplementedError, InputError):
+        return value_digest([source.source])
 
 
 def name_of(source: DataSource) -> str:
     """What goes before the ids of a source's prompts; by default the end of its address without suffix."""
     if source.name is not None:
         return source.name
-    address = referenced(source.source) or hub.without_revision(source.source)
+    address = referenced(source.source) or hub_rows.without_revision(source.source)
     parts = [part for part in address.partition("?")[0].split("/") if part and "*" not in part and "[" not in part]
     return parts[-1].partition(".")[0] or parts[-1] if parts else address
 

@@ -9,8 +9,9 @@ from storage.errors import InputError
 from tasks.config.environment import resolve
 from tasks.config.model import ModelSection
 from tasks.data.generated import generate_model
+from tasks.data.tokenizer import TOKENIZER_FILES
 
-MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = TOKENIZER_FILES
 """What is taken from a Hugging Face directory besides the weights."""
 
 

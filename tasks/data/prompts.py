@@ -100,15 +100,15 @@ def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Tabl
     return _chosen(table, left), _chosen(table, held), left
 
 
-def check_lengths(table: pa.Table, room: Room, where: str) -> None:
-    """Refuse a stored table with prompts that are too long for `room`.
+def check_lengths(table: pa.Table, context: int, max_tokens: int, where: str) -> None:
+    """Refuse a stored table with prompts that leave no room for a response.
 
     Raises:
         InputError: naming the first.
     """
-    lengths = _lengths(table["prompt_tokens"].combine_chunks())
-    if (lengths + room.max_tokens > room.context).any():
-        row = int((lengths + room.max_tokens > room.context).argmax())
+    lengths, room = _lengths(table["prompt_tokens"].combine_chunks()), Room(context, max_tokens)
+    if (lengths + max_tokens > context).any():
+        row = int((lengths + max_tokens > context).argmax())
         raise InputError(_too_long(where, table["prompt_id"][row].as_py(), int(lengths[row]), room))
 
 

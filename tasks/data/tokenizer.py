@@ -26,9 +26,12 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
+    "spiece.model",
 )
 """Files of a Hugging Face directory that decide how text becomes tokens, and where a response ends."""
 
