@@ -34,11 +34,23 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     """
     check_root_url(root.url)
     root.check_writable()
-    Settings.from_environment().device(config.device.kind)
-    _check_content(config.model_dump_json(), prepared is None)
+    check_content(config, prepared is None)
     if prepared is not None:
         check_sources(config, prepared)
         check_stored_lengths(config, root, prepared)
+
+
+def check_content(config: RunConfig, new: bool = True) -> None:
+    """The checks that need no storage root. Writes nothing.
+
+    Args:
+        new: whether the run has yet to be prepared, so that its prompts are read.
+
+    Raises:
+        InputError: as `check_config`.
+    """
+    Settings.from_environment().device(config.device.kind)
+    _check_content(config.model_dump_json(), new)
 
 
 @functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
+from flows.cli.check import check_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
 from flows.cli.store import register
@@ -42,6 +43,7 @@ app = App(
 )
 
 register(app)
+app.command(check_command, name="check")
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
