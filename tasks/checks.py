@@ -4,31 +4,27 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
 from storage.manifest import Manifest, find
-from storage.parts import read_part, read_parts
-from storage.schema import PROMPTS
+from storage.parts import read_part
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
 from tasks.continued import check_continued
+from tasks.data.checking import check_prompts, check_sources, check_stored_prompts
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
-from tasks.data.prompts import check_lengths
-from tasks.data.sources import prompt_tables, text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.rewards.check import check_reward
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Prepared
 from trainer_core.config import Device
-
-_TABLE = ".arrow"
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -106,23 +102,16 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
-    tables = prompt_tables(config, text_codec(config.model))
-    solved = "warmup" in tables and tables["warmup"]["answer"].null_count < len(tables["warmup"])
-    _check_tables(config, tables.keys(), solved)
+    check_prompts(config)
 
 
 def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Device) -> None:
     """The same checks of what the run has stored, and that the sources are still what it was made from."""
     check_continued(config, root, prepared)
-    manifest = prepared.manifest
-    facts = json.loads(read_part(root, manifest.part(f"{MODEL}config.json")))
+    check_sources(config, prepared.manifest)
+    facts = json.loads(read_part(root, prepared.manifest.part(f"{MODEL}config.json")))
     _check_settings(config, facts, device, "the run's model")
-    context = min(config.engine.max_model_len, int(facts["max_position_embeddings"]))
-    tables = {part.name.removesuffix(_TABLE): part for part in manifest.parts if part.name.endswith(_TABLE)}
-    for name, part in tables.items():
-        table = read_parts(root, [part], PROMPTS, ["prompt_id", "prompt_tokens"])
-        check_lengths(table, context, config.rollout.max_tokens, name)
-    _check_tables(config, tables.keys(), "warmup" in tables)
+    check_stored_prompts(config, root, prepared.manifest)
 
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
@@ -139,18 +128,6 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
         raise InputError(
             f"engine.max_model_len = {config.engine.max_model_len} lets responses grow beyond train.max_length = "
             f"{config.train.max_length}: make them equal"
-        )
-
-
-def _check_tables(config: RunConfig, tables: Collection[str], solved: bool) -> None:
-    """`tables` are the prompts that the run has; `solved`: whether there are examples for the warm-up."""
-    if config.warmup.steps and not solved:
-        raise InputError(
-            "warmup.steps is above 0, but there are no solved examples: set data.warmup, or warmup.steps = 0"
-        )
-    if config.evaluate.every and "held_out" not in tables:
-        raise InputError(
-            "evaluate.every is above 0, but there are no held-out prompts: set data.held_out, or evaluate.every = 0"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
+from flows.cli.check import check_command
 from flows.cli.export import export_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
@@ -46,6 +47,7 @@ app = App(
 register(app)
 register_reward(app)
 app.command(export_command, name="export")
+app.command(check_command, name="check")
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +17,9 @@ from tasks.config.run import RunConfig
 
 _FILES = {"model": ("source",), "data": ("train", "held_out", "warmup")}
 """The settings that name files."""
+
+_FORMS = ("text", "list")
+"""Names of the forms that a setting may have, which pydantic puts into the place of an error."""
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -82,8 +85,8 @@ def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     for section, keys in _FILES.items():
         table = document.get(section)
         if isinstance(table, dict):
-            given = {key: table[key] for key in keys if isinstance(table.get(key), str)}
-            document[section] = {**table, **{key: located(name, folder) for key, name in given.items()}}
+            given = {key: _found(table[key], folder) for key in keys if key in table}
+            document[section] = {**table, **given}
     return with_functions(document, folder)
 
 
@@ -111,7 +114,17 @@ def _located_reward(reward: Any, folder: Path | None) -> Any:
     return found
 
 
+def _found(named: Any, folder: Path | None) -> Any:
+    """Files that a setting names: by a text, by a table with a source, or by a list of these."""
+    if isinstance(named, list):
+        return [_found(one, folder) for one in named]
+    if isinstance(named, dict) and "source" in named:
+        return {**named, "source": _found(named["source"], folder)}
+    return located(named, folder) if isinstance(named, str) else named
+
+
 def _explain(item: dict[str, Any]) -> str:
+    item["loc"] = tuple(step for step in item["loc"] if step not in _FORMS)
     place = ".".join(str(step) for step in item["loc"]) or "document"
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(item["loc"][-1]), _names_at(item["loc"][:-1]), n=1, cutoff=0.0)
@@ -127,9 +140,13 @@ def _explain(item: dict[str, Any]) -> str:
 def _names_at(location: Sequence[str | int]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for step in location:
-        if isinstance(step, int):  # of a list of tables
-            continue
-        annotation = model.model_fields[str(step)].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
+        if isinstance(step, str):  # else the number of a table in a list
+            model = next(_models_in(model.model_fields[step].annotation))
     return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models_in(part)

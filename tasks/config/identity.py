@@ -16,6 +16,9 @@ from tasks.config.functions import without_folder
 Document = Mapping[str, JsonValue]
 """A configuration, or a section of one, as plain JSON types."""
 
+_SOURCES: dict[str, Any] = {"source": True, "subset": True, "split": True, "format": True}
+"""Of the tables of a list of sources: where the content is and in which form; what it is, `prepare` records."""
+
 _RUNTIME_1: dict[str, Any] = {
     "run": {"name": True, "iterations": True},
     "engine": True,
@@ -23,7 +26,7 @@ _RUNTIME_1: dict[str, Any] = {
     "storage": True,
     "evaluate": True,
     "model": {"source": True},
-    "data": {"train": True, "held_out": True, "warmup": True},
+    "data": {"train": _SOURCES, "held_out": _SOURCES, "warmup": _SOURCES},
     "train": {"parallel": True, "micro_batch_size": True},
     "reward": {"deadline_s": True, "processes": True},
     "rollout": {"groups_per_part": True},
@@ -34,6 +37,7 @@ _RUNTIME_2 = {
     "sync": True,
     "workers": True,
     "model": {"source": True, "download": True, "token": True},
+    "data": {**_RUNTIME_1["data"], "download": True},
     "train": {"parallel": True, "micro_batch_size": True, "micro_batch_tokens": True, "policy": {"kl_sample": True}},
     "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True},
 }
@@ -87,7 +91,7 @@ def is_runtime(path: Sequence[str]) -> bool:
         rules = rules.get(name, {})
         if rules is True:
             return True
-    return False
+    return rules is _SOURCES
 
 
 def _placeless(reward: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -114,6 +118,9 @@ def _without(document: Document, runtime: Mapping[str, Any]) -> dict[str, JsonVa
     kept: dict[str, JsonValue] = {}
     for key, value in document.items():
         rule = runtime.get(key)
-        if rule is not True:
+        if rule is _SOURCES:
+            if isinstance(value, list):
+                kept[key] = [_without(one, _SOURCES) if isinstance(one, dict) else one for one in value]
+        elif rule is not True:
             kept[key] = _without(value, rule) if rule and isinstance(value, dict) else value
     return kept

@@ -1,6 +1,6 @@
 """The configuration of a run: frozen models. Imports without torch."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -53,6 +53,9 @@ class RolloutSection(Section):
     """Nucleus mass."""
     max_tokens: int = Field(default=16, ge=1)
     """Limit on response tokens."""
+    stop_tokens: tuple[int | str, ...] | None = None
+    """Tokens that end a response, as texts or ids; by default all that config.json, generation_config.json and the
+    tokenizer name."""
     groups_per_part: int = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
 
@@ -72,7 +75,7 @@ class EvaluateSection(Section):
     """Greedy answers to held-out prompts."""
 
     every: int = Field(default=1, ge=0)
-    """Evaluate every N iterations, and after the last; 0 disables evaluation."""
+    """Evaluate every N iterations, and after the last; 0 disables it, as does a run without held-out prompts."""
     prompts: int = Field(default=256, ge=1)
     """Number of held-out prompts, counted from the first."""
 
@@ -145,6 +148,18 @@ class RunConfig(Section):
     workers: WorkersSection = WorkersSection()
     device: DeviceSection = DeviceSection()
     storage: StorageSection = StorageSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_held_out(cls, document: Any) -> Any:
+        """Without held-out prompts nothing is evaluated, unless `evaluate.every` is given: then that is an error."""
+        data = document.get("data") if isinstance(document, dict) else None
+        if not isinstance(data, dict) or data.get("train") is None or data.get("held_out") or data.get("hold_out"):
+            return document
+        evaluate = document.get("evaluate", {})
+        if not isinstance(evaluate, dict) or "every" in evaluate:
+            return document
+        return {**document, "evaluate": {**evaluate, "every": 0}}
 
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one.

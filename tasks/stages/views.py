@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pydantic import JsonValue
+
 from storage.errors import StorageError
 from storage.manifest import Manifest
 from trainer_core.state.facts import StateIdentity
@@ -33,6 +35,12 @@ class View:
             raise self._unexpected(fact, "a text")
         return value
 
+    def _numbers(self, fact: str, found: JsonValue) -> list[int]:
+        numbers = [one for one in found if isinstance(one, int)] if isinstance(found, list) else []
+        if not isinstance(found, list) or len(numbers) != len(found):
+            raise self._unexpected(fact, "a list of whole numbers")
+        return numbers
+
     def _unexpected(self, fact: str, kind: str) -> StorageError:
         one = self.manifest
         return StorageError(
@@ -58,6 +66,22 @@ class Performed:
 @dataclass(frozen=True)
 class Prepared(View):
     """Model directory and prompt tables, as parts."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...] | None:
+        """Token ids that end a response; None if the run was stored before these were recorded."""
+        found = self.manifest.facts.get("stop_tokens")
+        return None if found is None else tuple(self._numbers("stop_tokens", found))
+
+    @property
+    def train_rows(self) -> tuple[int, ...] | None:
+        """Training prompts of each source, in the order of the table; None if these were not recorded."""
+        found = self.manifest.facts.get("train_sources")
+        if found is None:
+            return None
+        if not isinstance(found, list) or not all(isinstance(one, list) and len(one) == 2 for one in found):
+            raise self._unexpected("train_sources", "a list of names with numbers of rows")
+        return tuple(self._numbers("train_sources", [one[1] for one in found if isinstance(one, list)]))
 
 
 @dataclass(frozen=True)
