@@ -24,7 +24,7 @@ from tasks.checks import check_config, check_scratch
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config
+from tasks.config.stored import check_record
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
@@ -46,19 +46,19 @@ def run(name: str, root: str, config: RunConfig) -> None:
         root: URL of the storage root.
         config: the resolved configuration; `config.run.iterations` is the last iteration.
     """
-    store, digest = ready(name, root, config)
+    store = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
-        complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
+        complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
         progress.say("drawing the curves")
         png = store_plot(store, name, read_status(store, name).history)
         publish(read_status(store, name), png)
 
 
-def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
-    """Set up this process, refuse what cannot work, and record the configuration, or check that its meaning is kept.
+def ready(name: str, root: str, config: RunConfig) -> Root:
+    """Set up this process and refuse what cannot work, or would continue a run with another meaning. Stores nothing.
 
     Returns:
-        The storage root, and the identity of the configuration that the run was recorded with.
+        The storage root.
 
     Raises:
         InputError: the configuration cannot be used, or the run was started with another meaning.
@@ -71,15 +71,15 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
     check_root_url(root)
     store = open_root(root)
     check_config(config, store)
-    digest = record_config(store, name, config)
+    check_record(store, name, config)
     if next_iteration(store, name, config) <= config.run.iterations:
         check_free(store, name)
-    return store, digest
+    return store
 
 
 @contextmanager
 def open_context(
-    name: str, root: Root, config: RunConfig, config_digest: str, progress: Progress, lease: Lease
+    name: str, root: Root, config: RunConfig, progress: Progress, lease: Lease, config_digest: str
 ) -> Iterator[RunContext]:
     """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start."""
     sweep()

@@ -68,7 +68,7 @@ def launch(order: Order, output: Output) -> int:
     Raises:
         RatchetError: whatever stops the run.
     """
-    root, _ = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
+    root = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
     _quieten_prefect()
     signals = Signals()
     try:

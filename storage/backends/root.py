@@ -239,7 +239,7 @@ class Root:
         Raises:
             StorageUnavailable: the root cannot be written, or the second write succeeded.
         """
-        key, probed = layout.probe_key(uuid.uuid4().hex), self.patient(_CHECK_SECONDS)
+        key, probed = layout.probe_key(uuid.uuid4().hex), self._existing().patient(_CHECK_SECONDS)
         probed.put_if_absent(key, b"ratchet")
         twice = probed.put_if_absent(key, b"Ratchet")
         probed.remove(key)
@@ -248,6 +248,13 @@ class Root:
                 f"{self.url} ignores conditional writes (If-None-Match: *): two writers would overwrite each other. "
                 "Use a store that honours them"
             )
+
+    def _existing(self) -> "Root":
+        """The nearest folder that is there: what is only checked makes none."""
+        if self.protocol != "file":
+            return self
+        folder = Path(self.path)
+        return replace(self, path=str(next(one for one in (folder, *folder.parents) if os.path.lexists(one))))
 
     def _make_young(self, key: str) -> None:
         path = self.full(key)

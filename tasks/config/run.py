@@ -2,14 +2,15 @@
 
 from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
 from tasks.config.identity import meaning
 from tasks.config.model import ModelSection
+from tasks.config.numbers import unusable_numbers
 from tasks.config.reward import RewardSection
-from tasks.config.section import Section
+from tasks.config.section import FROM_STORAGE, Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 
 
@@ -145,6 +146,12 @@ class RunConfig(Section):
     workers: WorkersSection = WorkersSection()
     device: DeviceSection = DeviceSection()
     storage: StorageSection = StorageSection()
+
+    @model_validator(mode="after")
+    def _usable_numbers(self, info: ValidationInfo) -> "RunConfig":
+        if info.context != FROM_STORAGE and (found := list(unusable_numbers(self.model_dump()))):
+            raise ValueError("\n  ".join(found))
+        return self
 
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one.

@@ -16,7 +16,6 @@ from storage.kill_points import Point
 from storage.ownership.lease import Lease
 from storage.write_behind import Outbox
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config
 from tasks.stages.context import Performer, RunContext
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
@@ -41,11 +40,10 @@ class Driver:
     """Stages that ran, as (iteration, stage, reused)."""
 
     def drive(self) -> None:
-        digest = record_config(self.root, self.run, self.config)
         progress = Progress(self.run, self.config.run.iterations, Console(file=io.StringIO()))
 
         @contextmanager
-        def opener(lease: Lease) -> Iterator[RunContext]:
+        def opener(lease: Lease, digest: str) -> Iterator[RunContext]:
             with Outbox() as outbox:
                 context = RunContext(
                     self.run, self.root, self.config, digest, self.workers, self.scratch, lease, outbox, self._noted
