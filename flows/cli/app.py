@@ -12,9 +12,9 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
+from flows.cli import samples, store
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
-from flows.cli.store import register
 from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
@@ -41,7 +41,8 @@ app = App(
     result_action="return_value",
 )
 
-register(app)
+for commands in (store, samples):
+    commands.register(app)
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
