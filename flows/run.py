@@ -12,10 +12,11 @@ from prefect import flow
 from flows.driving import complete, next_iteration
 from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
-from flows.views.artifacts import publish
-from flows.views.curves import store_plot
+from flows.views.artifacts import examples_publisher, publish
 from flows.views.progress import Progress
+from flows.views.reports import Reports, write_report
 from flows.views.status import read_status
+from flows.views.trackers import check_trackers
 from storage.backends.root import Root, open_root
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
@@ -48,9 +49,11 @@ def run(name: str, root: str, config: RunConfig) -> None:
     """
     store = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
-        complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
+        with Reports(store, name, config, progress.warn, examples_publisher()) as reports:
+            progress.on_finished(reports.add)
+            complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
         progress.say("drawing the curves")
-        png = store_plot(store, name, read_status(store, name).history)
+        png = write_report(store, name)
         publish(read_status(store, name), png)
 
 
@@ -71,6 +74,7 @@ def ready(name: str, root: str, config: RunConfig) -> Root:
     check_root_url(root)
     store = open_root(root)
     check_config(config, store)
+    check_trackers(config.report)
     check_record(store, name, config)
     if next_iteration(store, name, config) <= config.run.iterations:
         check_free(store, name)

@@ -132,6 +132,19 @@ class Root:
             else:
                 self._retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
 
+    def append(self, key: str, data: bytes) -> None:
+        """Add to the end of a derived file, which is made if it is not there. Only local storage can do that.
+
+        A crash may leave a part of `data` at its end.
+
+        Raises:
+            StorageError: the backend cannot append.
+        """
+        if self.protocol != "file":
+            raise StorageError(f"{self.url}/{key}: {self.protocol} cannot append to an object; replace it instead")
+        with _explained(self, key):
+            self._retried(lambda: local.append(Path(self.full(key)), data))
+
     def remove(self, key: str) -> None:
         """Remove an object that nothing names; it may already be gone."""
         with contextlib.suppress(FileNotFoundError):

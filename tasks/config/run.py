@@ -9,6 +9,7 @@ from tasks.config.data import DataSection
 from tasks.config.identity import meaning
 from tasks.config.model import ModelSection
 from tasks.config.numbers import unusable_numbers
+from tasks.config.report import ReportSection
 from tasks.config.reward import RewardSection
 from tasks.config.section import FROM_STORAGE, Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
@@ -146,6 +147,7 @@ class RunConfig(Section):
     workers: WorkersSection = WorkersSection()
     device: DeviceSection = DeviceSection()
     storage: StorageSection = StorageSection()
+    report: ReportSection = ReportSection()
 
     @model_validator(mode="after")
     def _usable_numbers(self, info: ValidationInfo) -> "RunConfig":

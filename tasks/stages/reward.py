@@ -6,6 +6,7 @@ from storage.errors import StageFailed
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from tasks.rewards.scoring import score_samples
+from tasks.rewards.spread import equal_groups
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.stage import StageOutput, Work, stage
@@ -46,4 +47,5 @@ def _metrics(rewards: pa.Table) -> dict[str, float]:
         "reward_mean": float(scored.mean()),
         "errors": float(counts.get("error", 0)),
         "timeouts": float(counts.get("timeout", 0)),
+        "equal_groups": equal_groups(rewards),
     }

@@ -43,6 +43,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "sync.max_difference": (5e-3, 1.0),
     "storage.keep_newest": (1, 2),
     "storage.keep_every": (1, 2),
+    "report.examples": (0, 2),
 }
 NOT_HERE = {
     "run.name": "the id of the run",
@@ -50,6 +51,8 @@ NOT_HERE = {
     "data.train": "as model.source",
     "data.held_out": "as model.source",
     "data.warmup": "as model.source",
+    "report.wandb": "who is told; see tests/flows/views/test_reports.py",
+    "report.mlflow": "as report.wandb",
     "engine.precision": "samples of another precision are other samples; see below",
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.driving import complete
+from flows.views.history import IterationRecord
 from flows.views.progress import Progress
 from storage import kill_points, layout
 from storage.backends.root import Root
@@ -36,11 +37,16 @@ class Driver:
     run: str = RUN
     at: Callable[[RunContext, Point, str], None] | None = None
     """Called at each point of the run, with the key."""
+    listener: Callable[[IterationRecord], object] | None = None
+    """Called with each iteration that is complete."""
     done: list[Done] = field(default_factory=list)
     """Stages that ran, as (iteration, stage, reused)."""
 
     def drive(self) -> None:
         progress = Progress(self.run, self.config.run.iterations, Console(file=io.StringIO()))
+
+        if self.listener is not None:
+            progress.on_finished(self.listener)
 
         @contextmanager
         def opener(lease: Lease, digest: str) -> Iterator[RunContext]:
