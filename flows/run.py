@@ -12,10 +12,11 @@ from prefect import flow
 from flows.driving import complete, next_iteration
 from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
-from flows.views.artifacts import publish
-from flows.views.curves import store_plot
+from flows.views.artifacts import examples_publisher, publish
 from flows.views.progress import Progress
+from flows.views.reports import Reports, write_report
 from flows.views.status import read_status
+from flows.views.trackers import check_trackers
 from storage.backends.root import Root, open_root
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
@@ -24,7 +25,7 @@ from tasks.checks import advice, check_config, check_scratch, prepared_stage
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config
+from tasks.config.stored import check_record
 from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
@@ -47,23 +48,25 @@ def run(name: str, root: str, config: RunConfig) -> None:
         root: URL of the storage root.
         config: the resolved configuration; `config.run.iterations` is the last iteration.
     """
-    store, digest = ready(name, root, config)
+    store = ready(name, root, config)
     with Progress(name, config.run.iterations) as progress:
         for sentence in advice(config):
             progress.say(sentence)
         for notice in notices(config.reward):
             progress.note(notice)
-        complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
+        with Reports(store, name, config, progress.warn, examples_publisher()) as reports:
+            progress.on_finished(reports.add)
+            complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
         progress.say("drawing the curves")
-        png = store_plot(store, name, read_status(store, name).history)
+        png = write_report(store, name)
         publish(read_status(store, name), png)
 
 
-def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
-    """Set up this process, refuse what cannot work, and record the configuration, or check that its meaning is kept.
+def ready(name: str, root: str, config: RunConfig) -> Root:
+    """Set up this process and refuse what cannot work, or would continue a run with another meaning. Stores nothing.
 
     Returns:
-        The storage root, and the identity of the configuration that the run was recorded with.
+        The storage root.
 
     Raises:
         InputError: the configuration cannot be used, or the run was started with another meaning.
@@ -76,15 +79,16 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
     check_root_url(root)
     store = open_root(root)
     check_config(config, store, prepared_stage(store, name))
-    digest = record_config(store, name, config)
+    check_trackers(config.report)
+    check_record(store, name, config)
     if next_iteration(store, name, config) <= config.run.iterations:
         check_free(store, name)
-    return store, digest
+    return store
 
 
 @contextmanager
 def open_context(
-    name: str, root: Root, config: RunConfig, config_digest: str, progress: Progress, lease: Lease
+    name: str, root: Root, config: RunConfig, progress: Progress, lease: Lease, config_digest: str
 ) -> Iterator[RunContext]:
     """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start."""
     sweep()

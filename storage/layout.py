@@ -188,6 +188,12 @@ def report_key(run: str, name: str) -> str:
     return f"{run}/report/{name}"
 
 
+METRICS = "metrics.csv"
+"""Name of the table of all iterations among the derived files."""
+EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
+"""Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""
+
+
 def probe_key(token: str) -> str:
     """Written and removed by the check that a root is writable."""
     return f".probe-{token}"

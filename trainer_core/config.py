@@ -16,7 +16,7 @@ Device = Literal["cpu", "cuda"]
 class Frozen(BaseModel):
     """Base of every configuration here: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ParallelConfig(Frozen):

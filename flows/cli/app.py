@@ -12,12 +12,11 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
+from flows.cli import report, reward, samples, store
 from flows.cli.check import check_command
 from flows.cli.export import export_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
-from flows.cli.reward import register as register_reward
-from flows.cli.store import register
 from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
@@ -44,8 +43,8 @@ app = App(
     result_action="return_value",
 )
 
-register(app)
-register_reward(app)
+for commands in (store, samples, report, reward):
+    commands.register(app)
 app.command(export_command, name="export")
 app.command(check_command, name="check")
 

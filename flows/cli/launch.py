@@ -12,10 +12,9 @@ from flows.cli.signals import Signals
 from flows.driving import next_iteration
 from flows.run import process_cluster, ready, run
 from flows.server.temporary import connected, prefect_server
-from flows.views.curves import store_plot
-from flows.views.history import read_history
 from flows.views.output import Output
 from flows.views.progress import closing_lines
+from flows.views.reports import write_report
 from flows.views.status import RunStatus, read_status
 from storage.errors import InputError, RatchetError
 from tasks.config.run import RunConfig
@@ -68,14 +67,14 @@ def launch(order: Order, output: Output) -> int:
     Raises:
         RatchetError: whatever stops the run.
     """
-    root, _ = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
+    root = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
     _quieten_prefect()
     signals = Signals()
     try:
         with signals, MemoryMeter() as meter:
             first = next_iteration(root, order.run, order.config)
             if first > order.config.run.iterations:
-                store_plot(root, order.run, read_history(root, order.run))
+                write_report(root, order.run)
             else:
                 output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
                 _run_flow(order, signals)

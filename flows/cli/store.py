@@ -15,9 +15,10 @@ from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
 from storage.ids import check_run_name
+from storage.manifest import find
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
-from storage.upkeep.archive import compact
+from storage.upkeep.archive import compact, without_texts
 from storage.upkeep.catalog import contents, require_run, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
@@ -28,6 +29,7 @@ from tasks.config.document import apply_override, parse_config, with_functions
 from tasks.config.identity import changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
+from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import WORKFLOW, Stage
 
 _DECIDED = ("model", "data", "warmup")
@@ -217,14 +219,16 @@ def unlock_command(
 
 
 def compact_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
-    """Write all scored samples of a run to one Parquet file, for other tools.
+    """Write all scored samples of a run, with their texts, to one Parquet file for other tools.
 
     Parameters
     ----------
     run
         Id of the run.
     """
-    archive = compact(open_root(root), WORKFLOW, run)
+    store = _open(root, run)
+    prepared = find(store, run, 0, Stage.PREPARE)
+    archive = compact(store, WORKFLOW, run, without_texts if prepared is None else StoredTexts.of(store, prepared))
     with Output(json=json) as output:
         output.result(archive, lines.of_archive(archive))
     return 0

@@ -20,6 +20,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
 from storage.kill_points import Point
 from storage.manifest import find
+from storage.upkeep.catalog import names
 from tasks.config.environment import with_faults
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
@@ -142,7 +143,7 @@ def prove(order: ProofOrder, output: Output) -> int:
 
 def _check_empty(url: str, *roots: Root) -> None:
     for root in roots:
-        if RUN in root.folders():
+        if names(root, RUN, 0).manifests:  # without any, a start has failed there, and left nothing to compare
             raise InputError(f"{url} already holds a proof: give another --root, or remove that one")
 
 

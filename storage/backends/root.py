@@ -132,6 +132,19 @@ class Root:
             else:
                 self._retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
 
+    def append(self, key: str, data: bytes) -> None:
+        """Add to the end of a derived file, which is made if it is not there. Only local storage can do that.
+
+        A crash may leave a part of `data` at its end.
+
+        Raises:
+            StorageError: the backend cannot append.
+        """
+        if self.protocol != "file":
+            raise StorageError(f"{self.url}/{key}: {self.protocol} cannot append to an object; replace it instead")
+        with _explained(self, key):
+            self._retried(lambda: local.append(Path(self.full(key)), data))
+
     def remove(self, key: str) -> None:
         """Remove an object that nothing names; it may already be gone."""
         with contextlib.suppress(FileNotFoundError):
@@ -239,7 +252,7 @@ class Root:
         Raises:
             StorageUnavailable: the root cannot be written, or the second write succeeded.
         """
-        key, probed = layout.probe_key(uuid.uuid4().hex), self.patient(_CHECK_SECONDS)
+        key, probed = layout.probe_key(uuid.uuid4().hex), self._existing().patient(_CHECK_SECONDS)
         probed.put_if_absent(key, b"ratchet")
         twice = probed.put_if_absent(key, b"Ratchet")
         probed.remove(key)
@@ -248,6 +261,13 @@ class Root:
                 f"{self.url} ignores conditional writes (If-None-Match: *): two writers would overwrite each other. "
                 "Use a store that honours them"
             )
+
+    def _existing(self) -> "Root":
+        """The nearest folder that is there: what is only checked makes none."""
+        if self.protocol != "file":
+            return self
+        folder = Path(self.path)
+        return replace(self, path=str(next(one for one in (folder, *folder.parents) if os.path.lexists(one))))
 
     def _make_young(self, key: str) -> None:
         path = self.full(key)

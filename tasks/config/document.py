@@ -17,6 +17,7 @@ from tasks.config.run import RunConfig
 
 _FILES = {"model": ("source",), "data": ("train", "held_out", "warmup")}
 """The settings that name files."""
+_NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
 
 _FORMS = ("text", "list")
 """Names of the forms that a setting may have, which pydantic puts into the place of an error."""
@@ -125,28 +126,41 @@ def _found(named: Any, folder: Path | None) -> Any:
 
 def _explain(item: dict[str, Any]) -> str:
     item["loc"] = tuple(step for step in item["loc"] if step not in _FORMS)
-    place = ".".join(str(step) for step in item["loc"]) or "document"
+    place = ".".join(str(step) for step in _keys(item)) or "document"
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(item["loc"][-1]), _names_at(item["loc"][:-1]), n=1, cutoff=0.0)
-        return f"{place}: unknown key; did you mean {'.'.join([*map(str, item['loc'][:-1]), *near])!r}?"
+        return f"{place}: unknown key; {_repair(item['loc'])}"
     if item["type"] == "missing":
         return f"{place}: this key is required"
     if item["type"] == "value_error":  # ours: it includes the input
         text = item["msg"].removeprefix("Value error, ")
-        return text if text.startswith(place) else f"{place}: {text}"
+        return text if text.startswith(place) or not item["loc"] else f"{place}: {text}"
     return f"{place}: {item['msg']} (given: {shown(item['input'], str(item['loc'][-1]))!r})"
+
+
+def _keys(item: dict[str, Any]) -> Sequence[str | int]:
+    """Where a flaw is; inside free values pydantic adds the type of each."""
+    free = item["type"] == "finite_number" and item["loc"][-1] == "float"
+    return [step for step in item["loc"] if step not in ("list", "dict", "float")] if free else item["loc"]
+
+
+def _repair(location: Sequence[str | int]) -> str:
+    known = _names_at(location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=_NEAR)
+    if near:
+        return f"did you mean {'.'.join([*map(str, location[:-1]), *near])!r}?"
+    return f"remove it, or use one of {', '.join(known)}"
 
 
 def _names_at(location: Sequence[str | int]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for step in location:
-        if isinstance(step, str):  # else the number of a table in a list
-            model = next(_models_in(model.model_fields[step].annotation))
+        if str(step) in model.model_fields:  # else the number of an element, or the name of an alternative
+            model = next(_models_in(model.model_fields[str(step)].annotation), model)
     return list(model.model_fields)
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for part in get_args(annotation):
-        yield from _models_in(part)
+    for inner in get_args(annotation):
+        yield from _models_in(inner)

@@ -36,6 +36,7 @@ _RUNTIME_2 = {
     # the probe and its limits decide whether a sync is accepted, not what it delivers
     "sync": True,
     "workers": True,
+    "report": True,
     "model": {"source": True, "download": True, "token": True},
     "data": {**_RUNTIME_1["data"], "download": True},
     "train": {"parallel": True, "micro_batch_size": True, "micro_batch_tokens": True, "policy": {"kl_sample": True}},

@@ -2,14 +2,16 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
 from tasks.config.identity import meaning
 from tasks.config.model import ModelSection
+from tasks.config.numbers import unusable_numbers
+from tasks.config.report import ReportSection
 from tasks.config.reward import RewardSection
-from tasks.config.section import Section
+from tasks.config.section import FROM_STORAGE, Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 
 
@@ -148,6 +150,13 @@ class RunConfig(Section):
     workers: WorkersSection = WorkersSection()
     device: DeviceSection = DeviceSection()
     storage: StorageSection = StorageSection()
+    report: ReportSection = ReportSection()
+
+    @model_validator(mode="after")
+    def _usable_numbers(self, info: ValidationInfo) -> "RunConfig":
+        if info.context != FROM_STORAGE and (found := list(unusable_numbers(self.model_dump()))):
+            raise ValueError("\n  ".join(found))
+        return self
 
     @model_validator(mode="before")
     @classmethod

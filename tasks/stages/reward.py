@@ -10,6 +10,7 @@ from storage.manifest import find
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from tasks.rewards.scoring import score_responses
+from tasks.rewards.spread import equal_groups
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.scored import REPLACED, SOURCE, accepted, columns, metrics, responses_of
@@ -36,7 +37,7 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
         parts=(work.writer.write_table("rewards.arrow", result, REWARD),),
         schema_fingerprint=fingerprint(REWARD),
         facts=_facts(work, scored.sources),
-        metrics={"reward_mean": float(mean), **metrics(scores)},
+        metrics={"reward_mean": float(mean), "equal_groups": equal_groups(result), **metrics(scores)},
     )
 
 

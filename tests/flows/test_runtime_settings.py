@@ -48,6 +48,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "sync.max_difference": (5e-3, 1.0),
     "storage.keep_newest": (1, 2),
     "storage.keep_every": (1, 2),
+    "report.examples": (0, 2),
 }
 NOT_HERE = {
     "run.name": "the id of the run",
@@ -57,6 +58,8 @@ NOT_HERE = {
     "data.warmup": "as model.source",
     "model.download": "as model.source",
     "model.token": "as model.source",
+    "report.wandb": "who is told; see tests/flows/views/test_reports.py",
+    "report.mlflow": "as report.wandb",
 }
 
 

@@ -1,6 +1,6 @@
-"""The objectives, as pure functions of numpy arrays (advantages) and tensors (losses).
+"""The objectives, as pure functions of tensors; the advantages, of numpy arrays, are in a module without torch.
 
-Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; the clipped surrogate, PPO (arXiv 1707.06347) equation 7;
+Sources: the clipped surrogate, PPO (arXiv 1707.06347) equation 7;
 the KL estimators, J. Schulman, "Approximating KL divergence" (2020); asymmetric clipping, DAPO (arXiv 2503.14476).
 """
 
@@ -8,33 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer_core.algorithms.advantages import group_advantages as group_advantages
 from trainer_core.config import Aggregation, KlEstimator, PolicyConfig
 from trainer_core.model.token_loss import TokenLoss
 
 LOG_RATIO_LIMIT = 20.0
 """Largest |log-ratio| that enters a loss, in nats: exp(20) is 5e8, while float32 overflows at 88."""
-
-_STD_FLOOR = 1e-6  # keeps the division finite; a group without spread has zero advantages anyway
-
-
-def group_advantages(
-    rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_], normalize_by_std: bool
-) -> NDArray[np.float32]:
-    """Each sample's reward relative to its group.
-
-    (N,) rewards, (N,) group numbers, (N,) usable -> (N,) advantages: (r - mean) / std over the usable samples of the
-    group, std with n - 1 (as in TRL and verl). Zero for samples that are not usable, for groups in which all
-    rewards are equal, and for groups with a single usable sample.
-    """
-    advantages = np.zeros(len(rewards), dtype=np.float32)
-    for group in np.unique(groups):
-        members = np.flatnonzero((groups == group) & usable)
-        scores = rewards[members].astype(np.float64)
-        if len(members) < 2 or np.ptp(scores) == 0:
-            continue
-        scale = scores.std(ddof=1) + _STD_FLOOR if normalize_by_std else 1.0
-        advantages[members] = (scores - scores.mean()) / scale
-    return advantages
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:

@@ -29,7 +29,7 @@ FIRST_RULES = {
 
 @pytest.fixture
 def config() -> RunConfig:
-    return parse_config(tomllib.loads(MINIMAL), "test")
+    return parse_config({**tomllib.loads(MINIMAL), "run": {"name": "run"}}, "test")
 
 
 @pytest.fixture
