@@ -293,6 +293,12 @@ def test_only_what_cannot_hang_is_scored_in_the_calling_process():
     assert found[0].detail.startswith("KeyError: 'answer'")
 
 
+def test_a_pattern_that_takes_for_ever_does_not_hold_up_the_run():
+    section = RewardSection(function="regex", arguments={"pattern": "(a+)+$"}, deadline_s=0.5)
+    (score,) = score_responses(section, responses(["a" * 27 + "b"]), patient=True).scores
+    assert (score.reward, score.reason) == (None, "timeout")
+
+
 def test_a_source_is_the_file_the_function_is_from(own, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(own).parent))
     (Path(own).parent / "outer.py").write_text("from own import default\n")
