@@ -151,6 +151,9 @@ def three(record, response, sample: Sample):
 def optional(record, response, sample=None):
     return sample.sample_id
 
+def length(record, response):
+    return len(response) + len(record["answer"])
+
 def default(record, response, scale=2):
     return scale
 
@@ -241,11 +244,18 @@ def test_a_batch_that_is_lost_is_lost_for_all(own):
     assert [(score.reason, score.reward) for score in found] == [("exception", None)] * 2
 
 
+def test_long_texts_arrive_whole(own):
+    (score,) = scores(order(f"{own}:length"), ["x" * 5_000_000 + "\n"], {"answer": "ü\n" * 1_000_000})
+    assert score.reward == 7_000_001
+
+
 def test_weights_of_components(own):
     (score,) = scores(order(f"{own}:three", weights={"tokens": 0.5, "id": 0}), ["a"])
     assert score.reward == 0.5 * 7 + 3 + 1 + 1
     (wrong,) = scores(order(f"{own}:three", weights={"tokens": 0.5, "format": 1}), ["a"])
     assert wrong.detail == "returned tokens, id, at, stopped, named, but there is a weight for format"
+    (nan,) = scores(order(f"{HELPERS}:returning", weights={"x": 1}), ["nan"])
+    assert nan.reason == "non_finite"
     (single,) = scores(order(f"{own}:default", weights={"x": 1}), ["a"])
     assert single.detail == "returned 2, but weights need a mapping of named components"
 
