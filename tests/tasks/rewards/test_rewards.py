@@ -141,6 +141,7 @@ def test_a_secret_that_is_not_set_is_named_before_anything_is_scored(monkeypatch
 
 OWN = """
 import asyncio
+import pickle
 from helper import ONE
 from tasks.rewards.sample import Sample
 
@@ -153,6 +154,12 @@ def optional(record, response, sample=None):
 
 def length(record, response):
     return len(response) + len(record["answer"])
+
+class Thing:
+    pass
+
+def picklable(record, response):
+    return type(pickle.loads(pickle.dumps(Thing()))) is Thing and Thing.__module__ == "own"
 
 def default(record, response, scale=2):
     return scale
@@ -217,6 +224,7 @@ def test_a_third_argument_knows_the_sample(own):
         ("bound", {"scale": 3}, [3.0] * 3),
         ("callable_object", {}, [4.0] * 3),
         ("waiting", {}, [1.0, 2.0, 1.0]),
+        ("picklable", {}, [1.0] * 3),
     ],
 )
 def test_a_function_is_called_as_it_is_written(own, name, arguments, expected):
