@@ -134,7 +134,7 @@ class Worker:
         return [_safe(failed(answer["reason"], answer["detail"]))] * len(responses)
 
     def _start(self) -> None:
-        self._lost, self._received = False, b""
+        self._lost = False
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -172,7 +172,8 @@ class Worker:
 
     def _answer(self, patience_s: float) -> dict[str, Any]:
         until = time.monotonic() + patience_s
-        while b"\n" not in self._received:
+        received = bytearray()
+        while not received.endswith(b"\n"):  # one line for each that was sent
             if self._stop.is_set():
                 raise Stopped
             if time.monotonic() > until:
@@ -183,10 +184,9 @@ class Worker:
                 data = os.read(self._output.fileno(), _CHUNK)
                 if not data:
                     return self._gone("exit", f"its scoring process ended with code {self._process.wait()}")
-                self._received += data
-        line, _, self._received = self._received.partition(b"\n")
+                received += data
         try:
-            return json.loads(line)
+            return json.loads(received)
         except ValueError:
             return self._gone("exit", "it wrote to a descriptor of its scoring process")
 

@@ -62,9 +62,10 @@ def _loaded(place: str, attribute: str, text: str | None) -> tuple[Any, Path]:
     if text is None:
         module = importlib.import_module(place)
     else:
-        module = types.ModuleType(_FILE_MODULE)
+        stem = Path(place).stem
+        module = types.ModuleType(_FILE_MODULE if stem in sys.modules else stem)
         module.__file__ = place
-        sys.modules[_FILE_MODULE] = module  # dataclasses and pickle look for it
+        sys.modules[module.__name__] = module  # dataclasses and pickle look for it
         sys.path.insert(0, str(Path(place).parent))
         # from the text and not from a cache of compiled code, which an edit within one second would not invalidate
         exec(compile(text, place, "exec"), vars(module))

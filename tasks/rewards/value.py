@@ -26,9 +26,10 @@ def measured(value: object, weights: Mapping[str, float]) -> tuple[float, dict[s
         NoNumber, NotFinite: it cannot be used.
     """
     if not isinstance(value, Mapping):
+        number = finite(value, "returned")
         if weights:
             raise NoNumber(f"returned {shown(value)}, but weights need a mapping of named components")
-        return finite(value, "returned"), None
+        return number, None
     components = {_name(name): finite(one, f"component {name!r} is") for name, one in value.items()}
     if not components or len(components) > _MOST:
         raise NoNumber(f"returned a mapping of {len(components)} components; 1 to {_MOST} are possible")

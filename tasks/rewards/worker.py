@@ -98,12 +98,11 @@ class Scorer:
             self._open -= set() if data else {self._said}
         if self._answers in readable:
             data = os.read(self._answers, _CHUNK)
-            self._received += data
             self._open -= set() if data else {self._answers}
-            line, end, rest = self._received.partition(b"\n")
-            if end:
-                self._received = rest
-                return bytes(line)
+            end, self._received = data.find(b"\n"), self._received + data
+            if end >= 0:  # the last byte: nothing is asked before the answer
+                line, self._received = bytes(self._received), bytearray()
+                return line.rstrip(b"\n")
         return None
 
 
@@ -182,18 +181,15 @@ def main() -> None:
     _killed_with_descendants(None)
 
 
-_unread = bytearray()
-
-
 def _next_line() -> bytes:
-    while b"\n" not in _unread:
+    """The next line, without its end. The owner writes one, and then waits for the answer."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
         data = os.read(0, _CHUNK)  # without a buffer, which a fork would copy
         if not data:
             raise OwnerGone
-        _unread.extend(data)
-    line, _, rest = bytes(_unread).partition(b"\n")
-    _unread[:] = rest
-    return line
+        line += data
+    return bytes(line[:-1])
 
 
 def _write(data: bytes) -> None:

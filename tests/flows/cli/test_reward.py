@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
+from flows.cli import store
 from flows.cli.reward import register
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import need
+from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
 from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, driver
@@ -43,11 +45,11 @@ def call(root: Root, tmp_path: Path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
 
-    def carry_out(*words: str):
+    def carry_out(*words: str, run: str = RUN):
         before = {key: root.read_bytes(key) for key in root.keys("")}
-        code = app(["reward", RUN, *words, "--root", root.url])
+        code = app(["reward", run, *words, "--root", root.url])
         said = capfd.readouterr().out
-        assert app(["reward", RUN, *words, "--root", root.url, "--json"]) == code
+        assert app(["reward", run, *words, "--root", root.url, "--json"]) == code
         document = json.loads(capfd.readouterr().out)
         assert {key: root.read_bytes(key) for key in root.keys("")} == before
         return code, document, said
@@ -105,3 +107,13 @@ def test_samples_that_are_not_scored_yet(call, root: Root):
     assert (code, document["stored_mean"], document["changed"]) == (0, None, None)
     assert "(not scored yet)" in said
     root.put_if_absent(key, manifest)
+
+
+def test_a_fork_finds_a_function_in_the_working_directory(call, root: Root, tmp_path: Path):
+    app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
+    store.register(app)
+    (tmp_path / "own.py").write_text(OWN)
+    asked = ["fork", RUN, "--at", "1", "--run", "forked", "--set", "reward.function=own.py:same", "--root", root.url]
+    assert app(asked) == 0
+    assert stored_config(root, "forked").reward.function == f"{tmp_path / 'own.py'}:same"
+    assert call("1", run="forked")[1]["sources"].keys() == {"own.py:same"}

@@ -61,7 +61,7 @@ def judged(record, response, *, api_key, headers):
         sys.stderr.write(f"{'.' * 490}{api_key}\n")
         os._exit(3)
     if response == "cut":
-        raise ValueError("." * 995 + api_key)
+        raise ValueError("." * 980 + api_key)  # at the end of what is stored
     return float(api_key == record["key"] and headers["Authorization"] == record["key"])
 
 

@@ -39,16 +39,16 @@ FINE = ("nothing", "print", "fork", "forget", "read", "daemon", "child", "thread
 
 @pytest.fixture
 def marked(monkeypatch):
-    """Finds the processes that were started since, by a mark in their environment."""
+    """Names the processes that were started since, by a mark in their environment."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
 
-    def find() -> list[psutil.Process]:
+    def find() -> list[str]:
         found = []
         for process in psutil.process_iter():
             try:
                 if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                    found.append(process)
+                    found.append(process.name())
             except psutil.Error:
                 continue
         return found
@@ -81,6 +81,11 @@ def test_a_death_after_the_answer_does_not_count_for_the_next_sample():
     assert [score.reward for score in found] == [1.0, 1.0, 1.0]
 
 
+def test_a_function_that_forks_answers_once(tmp_path):
+    (tmp_path / "own.py").write_text("import os\ndef f(record, response):\n  os.fork()\n  return float(response)")
+    assert [score.reward for score in scores(order(f"{tmp_path}/own.py:f"), list("12345"))] == [1, 2, 3, 4, 5]
+
+
 def test_words_before_a_death_are_kept(tmp_path):
     (tmp_path / "own.py").write_text(
         "import os\ndef f(record, response):\n  print('out of luck', flush=True)\n  os._exit(9)"
@@ -96,25 +101,26 @@ scores(order(f"{HELPERS}:behaving", deadline_s=600), ["daemon", "child", sys.arg
 """
 
 
+def wait_for(fact):
+    until = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("last", ["hang", "hang deaf"])
 def test_nothing_is_left_when_the_run_is_killed(marked, last):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, last], cwd=PROJECT_ROOT)
-    until = time.monotonic() + 60
-    while len(marked()) < 5 and time.monotonic() < until:  # itself, worker, scorer, daemon, child
-        time.sleep(0.05)
-    assert len(marked()) >= 5
+    wait_for(lambda: "sleep" in marked())
+    assert len(marked()) >= 5  # itself, worker, scorer, daemon, child
     owner.kill()
     owner.wait()
-    while marked() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert marked() == []
+    wait_for(lambda: marked() == [])
 
 
 def test_an_interruption_ends_the_scoring_at_once(marked):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, "hang"], cwd=PROJECT_ROOT, stderr=subprocess.PIPE)
-    until = time.monotonic() + 60
-    while len(marked()) < 5 and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for(lambda: "sleep" in marked())
     owner.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in owner.communicate(timeout=30)[1]
     assert marked() == []

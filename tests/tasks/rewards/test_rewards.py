@@ -141,6 +141,7 @@ def test_a_secret_that_is_not_set_is_named_before_anything_is_scored(monkeypatch
 
 OWN = """
 import asyncio
+import pickle
 from helper import ONE
 from tasks.rewards.sample import Sample
 
@@ -150,6 +151,15 @@ def three(record, response, sample: Sample):
 
 def optional(record, response, sample=None):
     return sample.sample_id
+
+def length(record, response):
+    return len(response) + len(record["answer"])
+
+class Thing:
+    pass
+
+def picklable(record, response):
+    return type(pickle.loads(pickle.dumps(Thing()))) is Thing and Thing.__module__ == "own"
 
 def default(record, response, scale=2):
     return scale
@@ -214,6 +224,7 @@ def test_a_third_argument_knows_the_sample(own):
         ("bound", {"scale": 3}, [3.0] * 3),
         ("callable_object", {}, [4.0] * 3),
         ("waiting", {}, [1.0, 2.0, 1.0]),
+        ("picklable", {}, [1.0] * 3),
     ],
 )
 def test_a_function_is_called_as_it_is_written(own, name, arguments, expected):
@@ -241,11 +252,18 @@ def test_a_batch_that_is_lost_is_lost_for_all(own):
     assert [(score.reason, score.reward) for score in found] == [("exception", None)] * 2
 
 
+def test_long_texts_arrive_whole(own):
+    (score,) = scores(order(f"{own}:length"), ["x" * 5_000_000 + "\n"], {"answer": "ü\n" * 1_000_000})
+    assert score.reward == 7_000_001
+
+
 def test_weights_of_components(own):
     (score,) = scores(order(f"{own}:three", weights={"tokens": 0.5, "id": 0}), ["a"])
     assert score.reward == 0.5 * 7 + 3 + 1 + 1
     (wrong,) = scores(order(f"{own}:three", weights={"tokens": 0.5, "format": 1}), ["a"])
     assert wrong.detail == "returned tokens, id, at, stopped, named, but there is a weight for format"
+    (nan,) = scores(order(f"{HELPERS}:returning", weights={"x": 1}), ["nan"])
+    assert nan.reason == "non_finite"
     (single,) = scores(order(f"{own}:default", weights={"x": 1}), ["a"])
     assert single.detail == "returned 2, but weights need a mapping of named components"
 
@@ -291,6 +309,12 @@ def test_only_what_cannot_hang_is_scored_in_the_calling_process():
     found = score_responses(RewardSection(), [Response({}, "42"), Response(RECORD, "42")], patient=True).scores
     assert [score.reward for score in found] == [None, 1.0]
     assert found[0].detail.startswith("KeyError: 'answer'")
+
+
+def test_a_pattern_that_takes_for_ever_does_not_hold_up_the_run():
+    section = RewardSection(function="regex", arguments={"pattern": "(a+)+$"}, deadline_s=0.5)
+    (score,) = score_responses(section, responses(["a" * 27 + "b"]), patient=True).scores
+    assert (score.reward, score.reason) == (None, "timeout")
 
 
 def test_a_source_is_the_file_the_function_is_from(own, monkeypatch):
