@@ -21,8 +21,6 @@ GOLDEN = Path(__file__).parent / "golden"
 CONFIG = GOLDEN / "golden.toml"
 RUN = "golden"
 WHOLE: dict[str, str] = json.loads((GOLDEN / "digests.json").read_text())
-TRAINED_FLAT = "86f07ebe5e928f702a2e3c94b173148a"
-"""Digest of the weights of iteration 2 since batches are flat, which rounds the last bits of an update differently."""
 STORED = {place: digest for place, digest in WHOLE.items() if not place.endswith("@2")}
 
 
@@ -88,8 +86,7 @@ def test_it_is_continued(root: Root, home: Path, tmp_path: Path):
     train, served, evaluated = (need(root, RUN, 2, stage) for stage in ("train", "weight-sync", "evaluate"))
     assert train.content == "state"
     assert (served.inputs["train"], evaluated.inputs["weights"]) == (train.digest, served.digest)
-    # another processor may round differently; if the samples are the same, so is everything that no update has touched
+    # another processor may sample differently; if it does not, the scores are the same
     if after["rollout@2"] == WHOLE["rollout@2"]:
         assert as_then(root, open_root(str(tmp_path / "then")))["reward@2"] == WHOLE["reward@2"]
-        assert served.facts["weights_digest"] == TRAINED_FLAT
     assert verify(root, RUN).sound
