@@ -17,6 +17,7 @@ from flows.views.curves import store_plot
 from flows.views.progress import Progress
 from flows.views.status import read_status
 from storage.backends.root import Root, open_root
+from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
@@ -28,7 +29,7 @@ from tasks.config.stored import record_config
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
-from tasks.workers.scratch import scratch, sweep
+from tasks.workers.scratch import kept_in_memory, scratch, sweep
 
 
 @functools.cache
@@ -81,26 +82,29 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
 def open_context(
     name: str, root: Root, config: RunConfig, config_digest: str, progress: Progress, lease: Lease
 ) -> Iterator[RunContext]:
-    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start."""
-    sweep()
-    with (
-        scratch() as folder,
-        scratch(memory=True) as memory,
-        process_cluster() as cluster,
-        Fleet(name, config, cluster) as fleet,
-        injected(cluster.settings.faults, fleet.processes),
-        Outbox() as outbox,
-    ):
-        yield RunContext(
-            name,
-            root,
-            config,
-            config_digest,
-            fleet,
-            folder,
-            lease,
-            outbox,
-            performer=as_task,
-            announce=progress.begins,
-            memory=memory,
-        )
+    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start.
+
+    What a killed process of this run has left in shared memory, its last state, is taken over.
+    """
+    with kept_in_memory(value_digest([root.url, name])) as memory:
+        sweep()
+        with (
+            scratch() as folder,
+            process_cluster() as cluster,
+            Fleet(name, config, cluster) as fleet,
+            injected(cluster.settings.faults, fleet.processes),
+            Outbox() as outbox,
+        ):
+            yield RunContext(
+                name,
+                root,
+                config,
+                config_digest,
+                fleet,
+                folder,
+                lease,
+                outbox,
+                performer=as_task,
+                announce=progress.begins,
+                memory=memory,
+            )
