@@ -10,7 +10,15 @@ from typing import Any, cast
 import pytest
 
 from storage.backends.root import Root, open_root
-from storage.errors import CommitConflict, DigestMismatch, PartMissing, StorageUnavailable, WorkerLost
+from storage.errors import (
+    CommitConflict,
+    DigestMismatch,
+    PartMissing,
+    SchemaMismatch,
+    StorageError,
+    StorageUnavailable,
+    WorkerLost,
+)
 from storage.manifest import Origin, commit
 from storage.parts import PartWriter
 from tasks.config.run import parse_config
@@ -297,3 +305,17 @@ def test_a_state_on_its_way_to_storage_is_waited_for(context, prepared):
     threading.Timer(0.2, begun.set).start()
     ensure_state(context, prepared, twin)
     assert [one.manifest.parts for one in held] == [twin.manifest.parts]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "error", "message"),
+    [
+        ({**IDENTITY_OF_STATE.model_dump(), "scheme": 2}, SchemaMismatch, "by the rules 2; .* knows those up to 1"),
+        ("a digest", StorageError, "records 'a digest' as state, but the identity of a state is expected"),
+    ],
+)
+def test_an_identity_by_other_rules_is_refused(context, prepared, recorded, error, message):
+    facts = {"cursor": 0, IDENTITY: recorded}
+    stored = state(context.root, OTHER, WEIGHTS, format_version=2, content=IDENTITY, facts=facts)
+    with pytest.raises(error, match=message):
+        ensure_state(context, prepared, stored)
