@@ -79,9 +79,7 @@ def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
             begin, states = held[local.tensor]
             count = states[_MAIN].numel()
             yield from local.shards(live[begin : begin + count], begin)
-            for key, values in states.items():
-                if key != _MAIN or values.dtype != live.dtype:
-                    yield from local.shards(values.detach().reshape(-1), begin, f"{_STATE}.{key}.")
+            yield from _optimizer_shards(local, begin, states)
         elif local.first_replica and not _is_optimized(local.tensor):
             yield from local.shards(live, 0)
 
@@ -91,10 +89,14 @@ def optimizer_shards(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterat
     held = dict(_optimizer_states(optimizer))
     for local in tensors:
         if local.tensor in held:
-            begin, states = held[local.tensor]
-            for key, values in states.items():
-                if key != _MAIN or values.dtype != local.tensor.dtype:
-                    yield from local.shards(values.detach().view(-1), begin, f"{_STATE}.{key}.")
+            yield from _optimizer_shards(local, *held[local.tensor])
+
+
+def _optimizer_shards(local: LocalTensor, begin: int, states: dict[str, torch.Tensor]) -> Iterator[Shard]:
+    weights = local.tensor.detach().view(-1)[begin:]
+    for key, values in states.items():
+        if key != _MAIN or values.data_ptr() != weights.data_ptr():
+            yield from local.shards(values.detach().view(-1), begin, f"{_STATE}.{key}.")
 
 
 def _optimizer_states(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, tuple[int, dict[str, torch.Tensor]]]]:
