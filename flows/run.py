@@ -18,6 +18,7 @@ from flows.views.reports import Reports, write_report
 from flows.views.status import read_status
 from flows.views.trackers import check_trackers
 from storage.backends.root import Root, open_root
+from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
@@ -30,7 +31,7 @@ from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
-from tasks.workers.scratch import scratch, sweep
+from tasks.workers.scratch import kept_in_memory, scratch, sweep
 
 
 @functools.cache
@@ -90,27 +91,30 @@ def ready(name: str, root: str, config: RunConfig) -> Root:
 def open_context(
     name: str, root: Root, config: RunConfig, progress: Progress, lease: Lease, config_digest: str
 ) -> Iterator[RunContext]:
-    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start."""
-    sweep()
-    with (
-        scratch() as folder,
-        scratch(memory=True) as memory,
-        process_cluster() as cluster,
-        Fleet(name, config, cluster) as fleet,
-        injected(cluster.settings.faults, fleet.processes),
-        Outbox() as outbox,
-    ):
-        yield RunContext(
-            name,
-            root,
-            config,
-            config_digest,
-            fleet,
-            folder,
-            lease,
-            outbox,
-            performer=as_task,
-            announce=progress.begins,
-            memory=memory,
-            say=progress.note,
-        )
+    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start.
+
+    What a killed process of this run has left in shared memory, its last state, is taken over.
+    """
+    with kept_in_memory(value_digest([root.url, name])) as memory:
+        sweep()
+        with (
+            scratch() as folder,
+            process_cluster() as cluster,
+            Fleet(name, config, cluster) as fleet,
+            injected(cluster.settings.faults, fleet.processes),
+            Outbox() as outbox,
+        ):
+            yield RunContext(
+                name,
+                root,
+                config,
+                config_digest,
+                fleet,
+                folder,
+                lease,
+                outbox,
+                performer=as_task,
+                announce=progress.begins,
+                memory=memory,
+                say=progress.note,
+            )

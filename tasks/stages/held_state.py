@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from storage.errors import CommitConflict, DigestMismatch, StorageUnavailable
+from storage.errors import CommitConflict, DigestMismatch, StorageError, StorageUnavailable
 from storage.layout import STATE
 from storage.manifest import Part, need
 from storage.parts import PartWriter, materialize
@@ -25,7 +25,7 @@ from trainer_core.state.facts import needed_for_weights
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "state"
+_FOLDER, _SAVED = "state", "saved.digest"
 
 
 def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
@@ -51,13 +51,38 @@ def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> Tra
     """
     group = trainers(context, prepared)
     if group.identity() != state.digest:
-        context.outbox.settle()  # ranks that died may have left a state that is not stored yet
-        stored = _stored(context, state)
-        with local_copy(context, stored) as folder:
-            loaded = group.load(folder)
-        _compare(stored, loaded)
+        if not _loaded_from_memory(context, group, state):
+            context.outbox.settle()  # ranks that died may have left a state that is not stored yet
+            stored = _stored(context, state)
+            with local_copy(context, stored) as folder:
+                loaded = group.load(folder)
+            _compare(stored, loaded)
         group.adopt(state.digest)
     return group
+
+
+def _loaded_from_memory(context: RunContext, group: TrainerGroup, state: Trained) -> bool:
+    """Load what ranks that are gone have saved in shared memory, if it is this state and whole.
+
+    They may have been ended while they wrote, and the process that drove the run too; what was loaded decides.
+    """
+    folder = context.memory / _FOLDER if context.memory is not None else None
+    if folder is None or state.identity is None or _saved_in(folder) != state.digest:
+        return False
+    try:
+        _compare(state, group.load(folder))
+    except StorageError as error:
+        logger.warning("the state in %s is not used, it is loaded from the store: %s", folder, error)
+        return False
+    return True
+
+
+def _saved_in(folder: Path) -> str | None:
+    """Digest of the manifest of the state in a folder; None while it is written, or if there is none."""
+    try:
+        return (folder / _SAVED).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
 
 
 def _stored(context: RunContext, state: Trained) -> Trained:
@@ -110,8 +135,14 @@ def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metri
         metrics={**metrics, "save_seconds": time.perf_counter() - clock, "state_wait_seconds": waited},
         content=IDENTITY,
         store=partial(_store, work.writer, folder, files.names),
-        identified=group.adopt,
+        identified=partial(_identified, group, folder),
     )
+
+
+def _identified(group: TrainerGroup, folder: Path, digest: str) -> None:
+    """Tell the ranks, and whoever finds the folder after them, what state they have saved."""
+    (folder / _SAVED).write_text(digest, encoding="utf-8")
+    group.adopt(digest)
 
 
 def _wait_for_the_previous(context: RunContext) -> float:
@@ -135,7 +166,9 @@ def _write(context: RunContext, group: TrainerGroup) -> tuple[Path, SavedFiles]:
 
 
 def _made(folder: Path) -> Path:
+    """The folder, which from now on holds no state, until one is written into it and identified."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / _SAVED).unlink(missing_ok=True)
     return folder
 
 

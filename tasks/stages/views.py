@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
-from storage.errors import StorageError
+from storage.errors import SchemaMismatch, StorageError
 from storage.manifest import Manifest
-from trainer_core.state.facts import StateIdentity
+from trainer_core.state.facts import STATE_SCHEME, StateIdentity
 
 IDENTITY = "state"
 """Name of the fact that identifies a train state by what it holds."""
@@ -110,9 +110,25 @@ class Trained(View):
 
     @property
     def identity(self) -> StateIdentity | None:
-        """What it holds; None if an earlier version made it, which identified a state by its files."""
+        """What it holds; None if an earlier version made it, which identified a state by its files.
+
+        Raises:
+            SchemaMismatch: a later version made it, by other rules.
+            StorageError: it is recorded in another way.
+        """
         recorded = self.manifest.facts.get(IDENTITY)
-        return None if recorded is None else StateIdentity.model_validate(recorded)
+        if recorded is None:
+            return None
+        try:
+            found = StateIdentity.model_validate(recorded)
+        except ValidationError:
+            raise self._unexpected(IDENTITY, "the identity of a state") from None
+        if found.scheme > STATE_SCHEME:
+            raise SchemaMismatch(
+                f"the state of iteration {self.manifest.iteration} of run {self.manifest.run} is identified by the "
+                f"rules {found.scheme}; this version of Ratchet knows those up to {STATE_SCHEME}. Use a newer Ratchet"
+            )
+        return found
 
     @property
     def cursor(self) -> int:

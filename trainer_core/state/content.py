@@ -83,7 +83,7 @@ def _partial(box: Box, first: int, values: torch.Tensor) -> torch.Tensor:
     positions = box.positions(first, values.numel(), values.device)
     mixed = mix(values.view(_BITS[values.element_size()]).to(torch.int64), positions)
     if box.size == box.content:
-        return torch.stack((mixed.sum(), positions.new_tensor(values.numel()), positions.new_zeros(())))
+        return torch.stack((mixed.sum(), positions.new_full((), values.numel()), positions.new_zeros(())))
     inside = positions < _elements(box.content)  # padding is the end of the first axis
     return torch.stack(((mixed * inside).sum(), inside.sum(), ((values != 0) & ~inside).sum()))
 

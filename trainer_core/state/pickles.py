@@ -105,7 +105,7 @@ def read_entry(folder: Path, index: MetadataIndex, place: _StorageInfo) -> Any:
     """
     path = folder / place.relative_path
     value = _load(path, index.fqn, place.offset, place.length)
-    if _MODULE_STATE in index.fqn and not _is_empty(value):
+    if _MODULE_STATE in index.fqn and not is_empty(value):
         _refuse(path, index.fqn, "a pickled state of a Transformer Engine module")
     return value
 
@@ -161,9 +161,10 @@ def _flaw(metadata: object) -> str | None:
     return None
 
 
-def _is_empty(value: object) -> bool:
+def is_empty(value: object) -> bool:
+    """Whether what a module adds to a state says nothing: None, or streams, tensors and lists without content."""
     if isinstance(value, list | tuple):
-        return all(map(_is_empty, value))
+        return all(map(is_empty, value))
     if isinstance(value, torch.Tensor):
         return value.numel() == 0
     return value is None or (isinstance(value, io.BytesIO) and not value.getvalue())

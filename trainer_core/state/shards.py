@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from storage.errors import RatchetError
@@ -19,8 +19,10 @@ from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX
+from trainer_core.state.pickles import is_empty
 from trainer_core.state.saved import Region
 
+_Leaf = ShardedTensor | ShardedTensorFactory | ShardedObject
 _STATE = f"{OPTIMIZER_PREFIX}state"
 _MAIN = "param"  # the optimizer's name of the main weights
 
@@ -52,12 +54,17 @@ def local_tensors(model: Model) -> list[LocalTensor]:
     """Everything of the model that is part of its state, on this rank.
 
     Raises:
-        RatchetError: Megatron rearranges a tensor in a way that has no boxes.
+        RatchetError: Megatron rearranges a tensor in a way that has no boxes, or a module has a state that is not in
+            its tensors, such as the scales of fp8.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     content = {"dp_cp_group": group, "singleton_local_shards": False}
     state = model.module.sharded_state_dict(metadata=content)  # pyright: ignore[reportCallIssue]
-    return [_local(entry, model.vocab_size) for entry in _leaves(state)]
+    found = list(_leaves(state))
+    for entry in found:
+        if isinstance(entry, ShardedObject) and not is_empty(entry.data):
+            raise RatchetError(f"{entry.key} holds what is not in tensors and would be lost: use fp32 or bf16")
+    return [_local(entry, model.vocab_size) for entry in found if not isinstance(entry, ShardedObject)]
 
 
 def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
@@ -72,9 +79,7 @@ def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
             begin, states = held[local.tensor]
             count = states[_MAIN].numel()
             yield from local.shards(live[begin : begin + count], begin)
-            for key, values in states.items():
-                if key != _MAIN or values.dtype != live.dtype:
-                    yield from local.shards(values.detach().reshape(-1), begin, f"{_STATE}.{key}.")
+            yield from _optimizer_shards(local, begin, states)
         elif local.first_replica and not _is_optimized(local.tensor):
             yield from local.shards(live, 0)
 
@@ -84,10 +89,14 @@ def optimizer_shards(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterat
     held = dict(_optimizer_states(optimizer))
     for local in tensors:
         if local.tensor in held:
-            begin, states = held[local.tensor]
-            for key, values in states.items():
-                if key != _MAIN or values.dtype != local.tensor.dtype:
-                    yield from local.shards(values.detach().view(-1), begin, f"{_STATE}.{key}.")
+            yield from _optimizer_shards(local, *held[local.tensor])
+
+
+def _optimizer_shards(local: LocalTensor, begin: int, states: dict[str, torch.Tensor]) -> Iterator[Shard]:
+    weights = local.tensor.detach().view(-1)[begin:]
+    for key, values in states.items():
+        if key != _MAIN or values.data_ptr() != weights.data_ptr():
+            yield from local.shards(values.detach().view(-1), begin, f"{_STATE}.{key}.")
 
 
 def _optimizer_states(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, tuple[int, dict[str, torch.Tensor]]]]:
@@ -104,14 +113,14 @@ def _is_optimized(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
-def _leaves(state: object) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+def _leaves(state: object) -> Iterator[_Leaf]:
     if isinstance(state, dict):
         for value in state.values():
             yield from _leaves(value)
     elif isinstance(state, list):
         for value in state:
             yield from _leaves(value)
-    elif isinstance(state, ShardedTensor | ShardedTensorFactory):
+    elif isinstance(state, ShardedTensor | ShardedTensorFactory | ShardedObject):
         yield state
 
 

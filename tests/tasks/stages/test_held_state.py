@@ -10,7 +10,15 @@ from typing import Any, cast
 import pytest
 
 from storage.backends.root import Root, open_root
-from storage.errors import CommitConflict, DigestMismatch, PartMissing, StorageUnavailable
+from storage.errors import (
+    CommitConflict,
+    DigestMismatch,
+    PartMissing,
+    SchemaMismatch,
+    StorageError,
+    StorageUnavailable,
+    WorkerLost,
+)
 from storage.manifest import Origin, commit
 from storage.parts import PartWriter
 from tasks.config.document import parse_config
@@ -21,7 +29,7 @@ from tasks.stages.names import Stage
 from tasks.stages.stage import Work
 from tasks.stages.views import IDENTITY, Prepared, Trained
 from tests.small.here import WorkersHere
-from tests.small.workers import SmallTrainer
+from tests.small.workers import SmallTrainer, replace_file
 from tests.storage.tables import manifest
 from tests.tasks.config.test_run import MINIMAL
 from trainer_core.config import OptimizerConfig, ParallelConfig
@@ -172,6 +180,77 @@ def names_of(scratch: Path) -> list[str]:
     return [path.name for path in (scratch / "state").iterdir() if not path.name.startswith("held")]
 
 
+@pytest.fixture
+def kept(context, prepared, tmp_path):
+    """The context of ranks that have saved a state into shared memory, and the state, which is stored."""
+    workers = WorkersHere(context.config)
+    context = replace(context, workers=workers, memory=tmp_path / "memory")
+    group = trainers(context, prepared)
+    workers.ranks[0].arrays["weights"] += 1
+    work = Work(context, 0, PartWriter(context.root, "run", 0, Stage.TRAIN))
+    output = saved(work, group, {"cursor": 0}, {})
+    assert output.store is not None
+    assert output.identified is not None
+    parts, fields = output.store(), {"format_version": 2, "content": IDENTITY, "facts": output.facts}
+    stored = Trained(commit(context.root, manifest(Stage.TRAIN, 0, parts, **fields)))
+    output.identified(stored.digest)
+    return replace(context, workers=WorkersHere(context.config)), stored
+
+
+def lose(context: RunContext, state: Trained) -> None:
+    for part in state.manifest.parts:
+        context.root.remove(part.key)
+
+
+def weights_file(context: RunContext) -> Path:
+    assert context.memory is not None
+    return context.memory / "state" / "weights-0.bin"
+
+
+def test_new_ranks_load_what_those_before_them_left_in_memory(kept, prepared):
+    context, stored = kept
+    lose(context, stored)
+    assert ensure_state(context, prepared, stored).identity() == stored.digest
+
+
+def test_a_torn_copy_in_memory_is_not_used(kept, prepared, caplog):
+    context, stored = kept
+    content = weights_file(context).read_bytes()
+    replace_file(weights_file(context), bytes([content[0] ^ 1]) + content[1:])
+    assert ensure_state(context, prepared, stored).identity() == stored.digest
+    assert context.workers.calls.count("load") == 2
+    assert "tensors differ after it was loaded" in caplog.text
+    lose(context, stored)
+    with pytest.raises(PartMissing):
+        ensure_state(replace(context, workers=WorkersHere(context.config)), prepared, stored)
+
+
+def test_another_state_in_memory_is_not_used(kept, prepared):
+    context, stored = kept
+    other = Trained(stored.manifest.model_copy(update={"config_digest": "other"}))
+    ensure_state(context, prepared, other)
+    lose(context, stored)
+    with pytest.raises(PartMissing):
+        ensure_state(replace(context, workers=WorkersHere(context.config)), prepared, other)
+
+
+class Dying(SmallTrainer):
+    """A rank that ends while it saves."""
+
+    def save(self, directory: str) -> SavedFiles:
+        raise WorkerLost("in the middle")
+
+
+def test_a_folder_that_is_being_written_holds_no_state(kept, prepared):
+    context, stored = kept
+    group = trainers(replace(context, workers=WorkersHere(context.config, trainer=Dying)), prepared)
+    with pytest.raises(WorkerLost):
+        saved(Work(context, 1, PartWriter(context.root, "run", 1, Stage.TRAIN)), group, {}, {})
+    lose(context, stored)
+    with pytest.raises(PartMissing):
+        ensure_state(context, prepared, stored)
+
+
 def test_a_state_waits_for_the_one_that_is_on_its_way(context, prepared):
     begun, released = threading.Event(), threading.Event()
 
@@ -226,3 +305,17 @@ def test_a_state_on_its_way_to_storage_is_waited_for(context, prepared):
     threading.Timer(0.2, begun.set).start()
     ensure_state(context, prepared, twin)
     assert [one.manifest.parts for one in held] == [twin.manifest.parts]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "error", "message"),
+    [
+        ({**IDENTITY_OF_STATE.model_dump(), "scheme": 2}, SchemaMismatch, "by the rules 2; .* knows those up to 1"),
+        ("a digest", StorageError, "records 'a digest' as state, but the identity of a state is expected"),
+    ],
+)
+def test_an_identity_by_other_rules_is_refused(context, prepared, recorded, error, message):
+    facts = {"cursor": 0, IDENTITY: recorded}
+    stored = state(context.root, OTHER, WEIGHTS, format_version=2, content=IDENTITY, facts=facts)
+    with pytest.raises(error, match=message):
+        ensure_state(context, prepared, stored)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from storage.backends.root import open_root
-from storage.errors import InputError, StorageError, StorageUnavailable
+from storage.errors import InputError, RatchetError, StorageError, StorageUnavailable
 from storage.parts import PartWriter, is_intact
 from tests.trainer_core.models import random_examples, random_samples, read_export
 from tests.trainer_core.ranks import run_ranks, run_trainers
@@ -232,6 +232,23 @@ def nudge_each_tensor(trainer):
 def test_every_tensor_counts(model_dir):
     (found,) = run_trainers(model_dir, configuration(), nudge_each_tensor)
     assert len({identity.tensors for identity in found.values()}) == len(found) == 1 + 3 * 10
+
+
+def save_with_scales(trainer, folder):
+    """What a save says if a module keeps something beside its tensors, as those of Transformer Engine do for fp8."""
+    import torch
+
+    trainer.import_model()
+    trainer._model.module.decoder.layers[1].mlp.linear_fc1.get_extra_state = lambda: torch.ones(3)
+    with pytest.raises(RatchetError) as caught:
+        trainer.save(folder)
+    return str(caught.value)
+
+
+def test_what_is_not_in_tensors_is_not_lost_silently(model_dir, tmp_path):
+    (message,) = run_trainers(model_dir, configuration(), save_with_scales, str(tmp_path))
+    assert "linear_fc1._extra_state" in message
+    assert "holds what is not in tensors and would be lost" in message
 
 
 def warm_up_and_save(trainer, folder):
