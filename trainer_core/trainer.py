@@ -62,7 +62,7 @@ class Trainer(TrainerProtocol):
     def import_model(self) -> None:
         """See `TrainerProtocol.import_model`."""
         self._identity = None
-        with quietly():
+        with self._model.weights(), quietly():
             self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
@@ -77,11 +77,13 @@ class Trainer(TrainerProtocol):
         restore_rng = facts.parallel == self._config.parallel and not fresh_optimizer
         rng.seed_rank(self._config.seed + facts.step)
         if fresh_optimizer:
-            load_weights(directory, self._model, self._mesh)
+            with self._model.weights():
+                load_weights(directory, self._model, self._mesh)
             self._optimizer = Optimizer(self._model, self._config.optimizer)
         else:
             self._optimizer = self._continued(facts)
-            load_state(directory, self._model, self._optimizer, self._mesh, restore_rng)
+            with self._model.weights():
+                load_state(directory, self._model, self._optimizer, self._mesh, restore_rng)
         self._step = facts.step
         self._generators = "restored" if restore_rng else "reseeded"
         return LoadedState(
@@ -112,7 +114,8 @@ class Trainer(TrainerProtocol):
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )
-        return self._saver.save(directory, self._model, optimizer, self._mesh, facts)
+        with self._model.weights():
+            return self._saver.save(directory, self._model, optimizer, self._mesh, facts)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         """See `TrainerProtocol.train_policy`."""
@@ -168,7 +171,8 @@ class Trainer(TrainerProtocol):
 
     def export(self, directory: str) -> list[TensorRecord]:
         """See `TrainerProtocol.export`."""
-        return export_weights(directory, self._model, self._mesh)
+        with self._model.weights():
+            return export_weights(directory, self._model, self._mesh)
 
     def close(self) -> None:
         """See `TrainerProtocol.close`."""

@@ -32,7 +32,13 @@ _RUNTIME_2 = {
     # the probe and its limits decide whether a sync is accepted, not what it delivers
     "sync": True,
     "workers": True,
-    "train": {"parallel": True, "micro_batch_size": True, "micro_batch_tokens": True, "policy": {"kl_sample": True}},
+    "train": {
+        "parallel": True,
+        "megatron": True,
+        "micro_batch_size": True,
+        "micro_batch_tokens": True,
+        "policy": {"kl_sample": True},
+    },
 }
 
 _RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
