@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.config.run import GeneratedModel
+from tasks.config.model import GeneratedModel
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import Frozen, Precision
 
