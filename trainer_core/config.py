@@ -9,6 +9,7 @@ from storage.errors import InputError
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "group"]
+Recompute = Literal["none", "attention", "layers"]
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
 
@@ -96,6 +97,17 @@ class PolicyConfig(Frozen):
     """Samples of an iteration on which KL(before || after its updates) is measured, by a forward pass of their own."""
 
 
+class MegatronConfig(Frozen):
+    """How Megatron runs a step. No result depends on it. What does not take effect stops the trainer at its start."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the backward pass computes further ones."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from data-parallel ranks during the next forward pass, instead of after the update."""
+    recompute: Recompute = "none"
+    """Activations that the backward pass computes again instead of keeping them: none, attention's, whole layers'."""
+
+
 class TrainerConfig(Frozen):
     """Everything a trainer rank needs to know besides its place and its model."""
 
@@ -105,6 +117,8 @@ class TrainerConfig(Frozen):
     """Optimizer of the policy phase."""
     policy: PolicyConfig = PolicyConfig()
     """Objective of the policy phase."""
+    megatron: MegatronConfig = MegatronConfig()
+    """How Megatron runs a step."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens per DP rank in one micro-batch; a sequence that is longer goes alone."""
     micro_batch_size: int | None = Field(default=None, ge=1)

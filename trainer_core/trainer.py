@@ -62,7 +62,7 @@ class Trainer(TrainerProtocol):
     def import_model(self) -> None:
         """See `TrainerProtocol.import_model`."""
         self._identity = None
-        with quietly():
+        with self._model.weights(), quietly():
             self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
@@ -82,10 +82,11 @@ class Trainer(TrainerProtocol):
         restore_rng = facts.parallel == self._config.parallel
         rng.seed_rank(self._config.seed + facts.step)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
-        load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
+        with self._model.weights():
+            load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
+            identity = self._saver.identity(self._optimizer, facts)
         self._step = facts.step
         self._generators = "restored" if restore_rng else "reseeded"
-        identity = self._saver.identity(self._optimizer, facts)
         return LoadedState(
             facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, identity
         )
@@ -101,7 +102,8 @@ class Trainer(TrainerProtocol):
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )
-        names, identity = self._saver.save(directory, optimizer, facts)
+        with self._model.weights():
+            names, identity = self._saver.save(directory, optimizer, facts)
         return SavedFiles(tuple(names), identity)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
@@ -158,7 +160,8 @@ class Trainer(TrainerProtocol):
 
     def export(self, directory: str) -> list[TensorRecord]:
         """See `TrainerProtocol.export`."""
-        return export_weights(directory, self._model, self._mesh)
+        with self._model.weights():
+            return export_weights(directory, self._model, self._mesh)
 
     def close(self) -> None:
         """See `TrainerProtocol.close`."""

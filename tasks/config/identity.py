@@ -39,7 +39,13 @@ _RUNTIME_2 = {
     "report": True,
     "model": {"source": True, "download": True, "token": True},
     "data": {**_RUNTIME_1["data"], "download": True},
-    "train": {"parallel": True, "micro_batch_size": True, "micro_batch_tokens": True, "policy": {"kl_sample": True}},
+    "train": {
+        "parallel": True,
+        "megatron": True,
+        "micro_batch_size": True,
+        "micro_batch_tokens": True,
+        "policy": {"kl_sample": True},
+    },
     "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True},
 }
 # the engine's precision decides what is sampled

@@ -1,7 +1,8 @@
 """A Megatron model built from a Hugging Face directory, distributed over the ranks."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,19 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from storage.errors import InputError
-from trainer_core.config import TrainerConfig, check_layout
+from trainer_core.config import MegatronConfig, Recompute, TrainerConfig, check_layout
+from trainer_core.model.effective import check_effective, check_overlap, check_recompute
 from trainer_core.platform.local_spec import local_layer_spec
 from trainer_core.platform.platform import Platform, quietly
 
 # Vocabulary rows are padded to a multiple of this at every tensor-parallel size, so that a state fits every layout.
 _VOCABULARY_MULTIPLE = 128
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {"recompute_granularity": None},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 _FUSIONS_OF_TRANSFORMER_ENGINE = (
     "bias_activation_fusion",
@@ -80,6 +88,26 @@ class Model:
             **own_precision,
         )
 
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Everything but Megatron's own passes reads and writes weights and buffers in here. Collective.
+
+        With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
+        here the rest is gathered first, and nothing is gathered while the block lasts.
+        """
+        overlapped = self.ddp.ddp_config.overlap_param_gather
+        if overlapped:
+            self.ddp.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            if overlapped:
+                self.ddp.enable_forward_pre_hook()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All parameters and buffers of this rank, in one order; use them inside `weights`."""
+        return [*self.module.parameters(), *self.module.buffers()]  # the wrapper's `buffers` are those of gradients
+
     @property
     def module(self) -> torch.nn.Module:
         """The module below the gradient wrapper."""
@@ -128,11 +156,15 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        _configure(provider, _settings(config, platform, deterministic))
+        wanted = _settings(config, platform, deterministic)
+        _configure(provider, wanted)
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
         )
-    ddp = _wrap(provider, chunks[0])
+    ddp = _wrap(provider, chunks[0], config.megatron)
+    check_effective(provider, wanted)
+    check_overlap(ddp, config.megatron)
+    check_recompute(ddp, config.megatron)
     vocab_size = int(hf_config["vocab_size"])
     return Model(bridge, ddp, provider, vocab_size, _dtype(config), platform.transformer_engine)
 
@@ -174,9 +206,12 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
         "calculate_per_token_loss": True,
         "deterministic_mode": deterministic,
     }
+    settings |= _RECOMPUTE[config.megatron.recompute]
     if deterministic:
         settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
-    if not platform.transformer_engine:
+    if platform.transformer_engine:
+        settings["apply_rope_fusion"] = True  # without it each segment is rotated on its own, and the host waits for it
+    else:
         settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
         settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}
     return settings
@@ -195,21 +230,23 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
     try:
         provider.finalize()
     except (ValueError, AssertionError) as error:  # what the checks before the start did not foresee
-        raise InputError(f"Megatron refuses the model or its layout: {error}. Change [train.parallel]") from error
-    for name, value in wanted.items():
-        if (held := vars(provider)[name]) != value:
-            raise InputError(f"Megatron set {name} to {held!r} instead of {value!r}")
+        raise InputError(
+            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or [train.megatron]"
+        ) from error
+    check_effective(provider, wanted)
 
 
-def _wrap(provider: GPTModelProvider, module: torch.nn.Module) -> DistributedDataParallel:
+def _wrap(provider: GPTModelProvider, module: torch.nn.Module, config: MegatronConfig) -> DistributedDataParallel:
     """Give the module gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,  # after an update every replica holds all new weights, ready for export
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
         check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
     )
     ddp = DistributedDataParallel(provider, settings, module)
     provider.finalize_model_grads_func = finalize_model_grads
+    if config.overlap_grad_reduce:
+        provider.no_sync_func = ddp.no_sync  # only the last micro-batch of a pass starts the reduction
     return ddp
