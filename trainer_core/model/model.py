@@ -231,7 +231,8 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
         provider.finalize()
     except (ValueError, AssertionError) as error:  # what the checks before the start did not foresee
         raise InputError(
-            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or [train.megatron]"
+            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or "
+            "[train.megatron]"
         ) from error
     check_effective(provider, wanted)
 
