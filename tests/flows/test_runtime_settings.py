@@ -50,6 +50,7 @@ NOT_HERE = {
     "data.train": "as model.source",
     "data.held_out": "as model.source",
     "data.warmup": "as model.source",
+    "data.download": "this run's prompts are generated; it only matters before `prepare`",
     "engine.precision": "samples of another precision are other samples; see below",
 }
 
