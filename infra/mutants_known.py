@@ -64,8 +64,8 @@ MUTANTS = (
         "stop-tokens-of-one-file",
         "only config.json says where a response ends",
         "tasks/data/tokenizer.py",
-        "named = (*_ids(config.get(\"eos_token_id\")), *_ids(generation.get(\"eos_token_id\")), *_ids(backend.stop))",
-        "named = _ids(config.get(\"eos_token_id\")) + _ids(generation.get(\"eos\"))",
+        'named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.stop))',
+        'named = _ids(config.get("eos_token_id")) + _ids(generation.get("eos"))',
         _PROMPTS,
     ),
     Mutant(
