@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from tests.tasks.data.chat_model import chat_model
+from tasks.config.model import GeneratedModel
+from tasks.data.backends import GENERATED
+from tasks.data.generated import generate_model
+from tests.tasks.data.chat_model import TEMPLATE
 
 CONFIG = """\
 [model.generate]
@@ -86,7 +89,10 @@ MODELS = {
 
 @pytest.mark.parametrize(("without", "words"), MODELS.values(), ids=MODELS)
 def test_bad_tokenizers_are_refused(command, tmp_path, without, words):
-    model = chat_model(tmp_path / "model")
+    model = tmp_path / "model"
+    model.mkdir()
+    generate_model(model, GeneratedModel(max_positions=64), seed=0)
+    (model / "tokenizer_config.json").write_text(json.dumps({**GENERATED, "chat_template": TEMPLATE}))
     if without is not None:
         (model / without).unlink()
     (tmp_path / "run.toml").write_text(CONFIG.replace("[model.generate]", '[model]\nsource = "model"'))
