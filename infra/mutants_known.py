@@ -30,7 +30,81 @@ _STATE = (
 )
 _STAGES = ("tests/tasks/stages", "tests/flows/test_iteration.py", "tests/flows/test_runtime_settings.py")
 
+_PROMPTS = ("tests/tasks/data", "tests/flows/test_given_prompts.py")
+
 MUTANTS = (
+    Mutant(
+        "mixture-of-other-passes",
+        "a mixture of prompts begins each pattern again with the same prompts",
+        "tasks/data/drawing.py",
+        "turns * np.array(counts)[pattern[offsets]] + before[offsets]",
+        "before[offsets]",
+        _PROMPTS,
+    ),
+    Mutant(
+        "weights-without-effect",
+        "prompts are drawn from all sources alike, whatever their weights",
+        "tasks/stages/rollout.py",
+        "    sources = shares(prepared, data)\n",
+        "    sources = shares(prepared, data)[:0]\n",
+        _PROMPTS,
+    ),
+    Mutant(
+        "text-on-both-sides",
+        "a prompt of equal text stays in training when one is held out",
+        "tasks/data/prompts.py",
+        "    return _chosen(table, left), _chosen(table, held), left\n",
+        "    left = ~held\n    return _chosen(table, left), _chosen(table, held), left\n",
+        _PROMPTS,
+    ),
+    Mutant(
+        "two-beginnings",
+        "a text that begins with the BOS token gets another one",
+        "tasks/data/tokenizer.py",
+        "return tokens if tuple(tokens[:count]) == self.begin else [*self.begin, *tokens]",
+        "return [*self.begin, *tokens][: len(tokens) + count]",
+        _PROMPTS,
+    ),
+    Mutant(
+        "stop-tokens-of-one-file",
+        "only config.json says where a response ends",
+        "tasks/data/tokenizer.py",
+        'named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.stop))',
+        'named = _ids(config.get("eos_token_id")) + _ids(generation.get("eos"))',
+        _PROMPTS,
+    ),
+    Mutant(
+        "stop-tokens-of-today",
+        "a stored run stops at what its files name today, not at what it was prepared with",
+        "tasks/stages/prepared.py",
+        "configured_stop_tokens(directory) if stop is None else stop",
+        "None",
+        _PROMPTS,
+    ),
+    Mutant(
+        "other-prompts",
+        "a run is continued although its prompts have another content now",
+        "tasks/data/checking.py",
+        "        if now is not None and now != digest:\n",
+        "        if now is not None and now == digest and not now:\n",
+        _PROMPTS,
+    ),
+    Mutant(
+        "stale-prompts",
+        "prompts that were tokenized for a check are used although the files have changed since",
+        "tasks/data/sources.py",
+        "        seen,\n",
+        "        len(seen),\n",
+        _PROMPTS,
+    ),
+    Mutant(
+        "weights-free",
+        "the weight of a source may change while a run is down",
+        "tasks/config/identity.py",
+        '_SOURCES: dict[str, Any] = {"source": True, ',
+        '_SOURCES: dict[str, Any] = {"source": True, "weight": True, ',
+        ("tests/tasks/config/test_data.py",),
+    ),
     Mutant(
         "state-not-waited-for",
         "a state is loaded while it is still on its way to storage",

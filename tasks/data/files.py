@@ -179,7 +179,7 @@ def _csv(file: Path, where: str) -> Iterator[Record]:
                     raise InputError(f"{where}, line {rows.line_num}: {count}. Fix or remove the line")
                 yield row
         except csv.Error as error:
-            raise InputError(f"{where}, line {rows.line_num}: not valid CSV ({error}). Fix the line") from None
+            raise InputError(f"{where}, line {rows.reader.line_num}: not valid CSV ({error}). Fix the line") from None
 
 
 def _parquet(file: Path, where: str) -> Iterator[Record]:

@@ -63,6 +63,7 @@ NOT_HERE = {
     "model.token": "as model.source",
     "report.wandb": "who is told; see tests/flows/views/test_reports.py",
     "report.mlflow": "as report.wandb",
+    "data.download": "this run's prompts are generated; it only matters before `prepare`",
 }
 
 
