@@ -67,6 +67,7 @@ def finalized(rank, world_size, store, folder, cases):
     from pathlib import Path
 
     import torch
+
     from trainer_core.config import OptimizerConfig, TrainerConfig
     from trainer_core.model.model import _bridge, _configure, _settings
     from trainer_core.platform.platform import Platform, quietly
