@@ -24,6 +24,7 @@ _UPKEEP = ("tests/storage/upkeep",)
 _LEASE = ("tests/storage/ownership",)
 _ROOT = ("tests/storage/backends",)
 _STAGES = ("tests/tasks/stages", "tests/flows/test_iteration.py", "tests/flows/test_runtime_settings.py")
+_EXPORT = ("tests/tasks/export",)
 
 MUTANTS = (
     Mutant(
@@ -365,5 +366,101 @@ MUTANTS = (
         "            if self._dropped.is_set():\n",
         "            if False:\n",
         ("tests/storage/test_write_behind.py",),
+    ),
+    Mutant(
+        "export-unproven",
+        "a model is exported whatever weights were served",
+        "tasks/export/export.py",
+        "    _compare(chosen, digests, served)\n",
+        "",
+        _EXPORT,
+    ),
+    Mutant(
+        "export-not-streamed",
+        "an export holds all weights in memory",
+        "tasks/export/export.py",
+        "    for name, tensor in weights:\n",
+        "    for name, tensor in list(weights):\n",
+        _EXPORT,
+    ),
+    Mutant(
+        "export-not-read-back",
+        "a damaged export counts as a model",
+        "tasks/export/target.py",
+        "        self._check(list(self.digests))\n",
+        "",
+        _EXPORT,
+    ),
+    Mutant(
+        "export-mixes-gate-and-up",
+        "gate and up projection change places in an export",
+        "trainer_core/hugging_face.py",
+        "    return tuple(fused.chunk(2))\n",
+        "    return tuple(reversed(fused.chunk(2)))\n",
+        _EXPORT,
+    ),
+    Mutant(
+        "export-of-a-retired-state",
+        "a state that retention has deleted is chosen for export",
+        "tasks/export/choice.py",
+        "if state.digest in kept and iteration in synced)",
+        "if iteration in synced)",
+        _EXPORT,
+    ),
+    Mutant(
+        "other-weights-continued",
+        "a run is continued although the files at model.source have other content",
+        "tasks/continued.py",
+        "        if found != part.digest:\n",
+        "        if False:\n",
+        ("tests/tasks/test_continued.py",),
+    ),
+    Mutant(
+        "needs-its-source",
+        "a run that has its own copy of the model needs the source",
+        "tasks/continued.py",
+        "    except InputError:  # away: the run has its own copy\n        return\n",
+        "    except InputError:\n        raise\n",
+        ("tests/tasks/test_continued.py",),
+    ),
+    Mutant(
+        "other-precision-continued",
+        "a run is continued with another precision of the engine",
+        "tasks/config/identity.py",
+        "3: _RUNTIME_3}",
+        "3: _RUNTIME_2}",
+        ("tests/tasks/test_continued.py", "tests/flows/test_runtime_settings.py"),
+    ),
+    Mutant(
+        "truncated-weights",
+        "a file of weights that is cut off is found only by the trainer",
+        "tasks/model_checks/weights.py",
+        "    if size != expected:\n",
+        "    if False:\n",
+        ("tests/bad_input/test_models.py",),
+    ),
+    Mutant(
+        "shapes-unchecked",
+        "weights of other shapes than config.json describes are found only by the trainer",
+        "tasks/model_checks/weights.py",
+        "        if found[name] != shape:\n",
+        "        if False:\n",
+        ("tests/bad_input/test_models.py",),
+    ),
+    Mutant(
+        "checked-after-the-imports",
+        "a configuration is checked only after Prefect and Ray were imported",
+        "flows/cli/app.py",
+        "    check_config(config, store, prepared_stage(store, name))",
+        "    store.check_writable()",
+        ("tests/bad_input/test_models.py",),
+    ),
+    Mutant(
+        "remote-code",
+        "a model that brings its own code is accepted",
+        "tasks/model_checks/architectures.py",
+        '    if facts.get("auto_map"):\n',
+        "    if False:\n",
+        ("tests/bad_input/test_models.py",),
     ),
 )

@@ -95,6 +95,10 @@ SETTINGS = {
         ["layers (2) cannot be divided by train.parallel.pipeline = 3", "[1, 2]"],
     ),
     "key-value heads": (["train.parallel.tensor=2"], ["key-value heads (1)", "train.parallel.tensor = 2"]),
+    "vocabulary": (
+        ["model={generate={vocabulary=33}}", "train.parallel.tensor=2"],
+        ["the model's vocabulary (33) cannot be divided by train.parallel.tensor = 2"],
+    ),
     "cards": (
         ["device.kind=cuda", "train.parallel.data=2"],
         ["tp1 pp1 dp2 under [train.parallel] needs 2 GPUs", "1 are visible"],
