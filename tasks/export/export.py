@@ -32,7 +32,7 @@ from trainer_core.config import Precision
 from trainer_core.platform.platform import prepare
 from trainer_core.state.facts import needed_for_weights
 from trainer_core.state.saved import SavedState
-from trainer_core.weights.digest import tensor_digest
+from trainer_core.weights.digest import dtype_name, tensor_digest
 
 if TYPE_CHECKING:
     from trainer_core.hugging_face import StoredWeights  # imports Megatron
@@ -96,7 +96,8 @@ def export(
     if len(shards) > 1:
         target.write(INDEX, _json(index))
     _write_texts(root, chosen, target, written, model_config)
-    target.finish(_json({**model_config, "dtype": str(dtype).removeprefix("torch.")}))
+    model_config.pop("torch_dtype", None)  # the name of `dtype` in older files
+    target.finish(_json({**model_config, "dtype": dtype_name(dtype)}))
     return Exported(
         run=chosen.run,
         iteration=chosen.iteration,
@@ -137,10 +138,10 @@ def _compare(chosen: Chosen, digests: dict[str, str], served: str) -> None:
 def _write_texts(root: Root, chosen: Chosen, target: Target, precision: Precision, model_config: dict) -> None:
     """Everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
     prepared = chosen.manifest(Stage.PREPARE, 0)
-    for part in _texts(prepared):
-        target.write(part.name.removeprefix(MODEL), read_part(root, part))
-    if _GENERATION not in target.digests:
-        target.write(_GENERATION, _json(_generation(model_config, prepared)))
+    texts = {part.name.removeprefix(MODEL): read_part(root, part) for part in _texts(prepared)}
+    texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
+    for name, text in texts.items():
+        target.write(name, text)
     config = stored_config(root, chosen.run)
     lineage = of_weights(root, WORKFLOW, chosen.run, chosen.iteration)
     evaluated = chosen.find(Stage.EVALUATE, chosen.iteration)
@@ -153,13 +154,12 @@ def _texts(prepared: Manifest) -> Sequence:
     return [part for part in own if part.name != MODEL + _CONFIG]
 
 
-def _generation(model_config: dict, prepared: Manifest) -> dict[str, object]:
-    """Special tokens as the run used them."""
+def _generation(given: dict, model_config: dict, prepared: Manifest) -> dict[str, object]:
+    """The model's generation settings, with the stop tokens that the run used."""
     known = {key: model_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     stop = prepared.facts.get("stop_tokens")
-    return {
-        key: value for key, value in {**known, **({"eos_token_id": stop} if stop else {})}.items() if value is not None
-    }
+    used = {"eos_token_id": stop} if isinstance(stop, list) and stop else {}
+    return {key: value for key, value in {**known, **given, **used}.items() if value is not None}
 
 
 def _json(value: object) -> bytes:

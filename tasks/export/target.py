@@ -1,7 +1,7 @@
 """The folder that an export fills, on any fsspec filesystem. `config.json` comes last: without it there is no model."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,18 +77,20 @@ class Target:
     def begin(self) -> None:
         """Mark the folder as unfinished, and remove the weights that an interrupted export left."""
         self.write(_MARK, b"")
+        del self.digests[_MARK]
         for name in self.names():
             if name == _LAST or _WEIGHTS.fullmatch(name):
                 self.fs.rm_file(f"{self.path}/{name}")
 
     def finish(self, config: bytes) -> None:
-        """Write what makes the folder a model, read everything back and remove the mark.
+        """Read everything back, write what makes the folder a model and remove the mark.
 
         Raises:
             StorageError: a file is not what was written.
         """
+        self._check(list(self.digests))
         self.write(_LAST, config)
-        self._check()
+        self._check([_LAST])
         self.fs.rm_file(f"{self.path}/{_MARK}")
 
     def names(self) -> list[str]:
@@ -124,9 +126,9 @@ class Target:
         with self.file(name) as file:
             file.write(data)
 
-    def _check(self) -> None:
-        for name, expected in self.digests.items():
-            found = xxhash.xxh3_128()
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
+            found, expected = xxhash.xxh3_128(), self.digests[name]
             with self.fs.open(f"{self.path}/{name}", "rb") as file:
                 while block := file.read(_BLOCK):
                     found.update(block)

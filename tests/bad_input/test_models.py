@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
+from storage import layout, records
+from storage.backends.root import open_root
 from tests.bad_input import models
+from tests.storage.runs import DOCUMENT, make_run
 
 CONFIG = """\
 [model]
@@ -92,6 +95,10 @@ SETTINGS = {
         ["layers (2) cannot be divided by train.parallel.pipeline = 3", "[1, 2]"],
     ),
     "key-value heads": (["train.parallel.tensor=2"], ["key-value heads (1)", "train.parallel.tensor = 2"]),
+    "vocabulary": (
+        ["model={generate={vocabulary=33}}", "train.parallel.tensor=2"],
+        ["the model's vocabulary (33) cannot be divided by train.parallel.tensor = 2"],
+    ),
     "cards": (
         ["device.kind=cuda", "train.parallel.data=2"],
         ["tp1 pp1 dp2 under [train.parallel] needs 2 GPUs", "1 are visible"],
@@ -161,3 +168,30 @@ def test_what_the_hub_refuses(command, folder):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home"), "OUR_TOKEN": "hf_s3cret"}
     words = ["model.source org/name@main cannot be fetched from the hub", "model.token"]
     refused(command, folder, ["run", "run.toml", "--run=new", *given], words, **nowhere)
+
+
+EXPORTS = {
+    "no run": (["run", "--to=out"], ["there is no run 'run'"]),
+    "no iteration yet": (["there", "--to=out"], ["'there' has no complete iteration yet"]),
+    "no number": (["full@last", "--to=out"], ["'full@last' is not of the form RUN, RUN@ITERATION or RUN@best"]),
+    "another iteration": (["full@7", "--to=out"], ["iteration 7 of run 'full' is not there; those of [0, 1] are"]),
+    "nothing evaluated": (["full@best", "--to=out"], ["no evaluation of an iteration whose state is kept ([0, 1])"]),
+    "a folder that is not empty": (["full", "--to=model"], ["model is not empty: it holds config.json"]),
+    "a file": (["full", "--to=run.toml"], ["run.toml cannot be used: it is a file"]),
+    "credentials": (["full", "--to=s3://key:s3cret@bucket/out"], ["has credentials in its URL", "env:NAME"]),
+    "unknown protocol": (["full", "--to=gopher://host/out"], ["gopher://host/out cannot be used"]),
+    "precision": (["full", "--to=out", "--precision=fp8"], ["fp8", "fp32", "bf16"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), EXPORTS.values(), ids=EXPORTS)
+def test_an_export_that_cannot_be_made(command, folder, arguments, words):
+    root = open_root(str(folder / "runs"))
+    make_run(root, "full", 1)
+    records.publish(root, layout.run_config_key("there"), DOCUMENT)
+    outcome = command(["export", *arguments], folder)
+    assert outcome.code == 2, outcome.said
+    assert all(word in outcome.said.replace("\n", " ") for word in words), outcome.said
+    assert "s3cret" not in outcome.said
+    assert outcome.imported == []
+    assert not (folder / "out").exists()

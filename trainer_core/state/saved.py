@@ -79,8 +79,6 @@ class SavedState:
         # allocated only when it is written to
         found, covered = torch.empty(region.shape, dtype=entry.properties.dtype), 0
         for chunk in self.chunks(name):
-            if chunk == region:  # nothing to put together, and no second copy of a large tensor
-                return self._load(MetadataIndex(name, chunk.start))
             if common := region.overlap(chunk):
                 stored = self._chunk(MetadataIndex(name, chunk.start))
                 found[common.within(region)] = stored[common.within(chunk)]

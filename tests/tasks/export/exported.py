@@ -68,7 +68,7 @@ def config_of(model: str) -> RunConfig:
     return parse_config(document, "test")
 
 
-def store_run(url: str, folder: Path, records, run: str = "run") -> None:
+def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weights_digest) -> None:
     """Put the model and its state into a root as iterations 0 and 1 of a run; only iteration 0 is evaluated."""
     root, config = open_root(url), config_of(str(folder / "model"))
     digest = record_config(root, run, config)
@@ -85,7 +85,7 @@ def store_run(url: str, folder: Path, records, run: str = "run") -> None:
         return commit(root, manifest(stage, iteration, parts, run=run, config_digest=digest, **fields))
 
     prepared = put(Stage.PREPARE, 0, "model/")
-    served = weights_digest({record.name: record.digest for record in records})
+    served = digest_of({record.name: record.digest for record in records})
     for iteration in (0, 1):
         trained = put(Stage.TRAIN, iteration, "state/", inputs={"prepare": prepared.digest})
         facts = {"weight_version": iteration, "weights_digest": served, "cursor": 0}
@@ -124,6 +124,17 @@ def logits_of(rank, world_size, store, directory, weights=None):
         [{"role": "user", "content": "w5"}], tokenize=False
     )
     return logits, str(model.dtype), chat, model.generation_config.eos_token_id
+
+
+def export_refused(rank, world_size, store, url, which, to):
+    """The message of an export that must fail."""
+    from storage.errors import DigestMismatch
+
+    try:
+        export_run(rank, world_size, store, url, which, to)
+    except DigestMismatch as error:
+        return str(error)
+    return None
 
 
 def export_watched(rank, world_size, store, url, to):

@@ -3,7 +3,7 @@
 import pytest
 
 from storage.backends.root import open_root
-from storage.errors import InputError
+from storage.errors import InputError, StorageError
 from storage.manifest import commit
 from storage.ownership.lease import hold
 from storage.upkeep.retention import Retention, collect
@@ -54,6 +54,26 @@ def test_of_equal_ones_the_first(root):
 def test_what_cannot_be_exported(root, which, words):
     with pytest.raises(InputError, match=words):
         choose(root, which)
+
+
+def test_a_target_may_be_a_url():
+    target = Target.new("memory://exports/one")
+    target.begin()
+    target.write("model.safetensors", b"whole")
+    target.finish(b"{}")
+    assert target.names() == ["config.json", "model.safetensors"]
+    assert target.digests.keys() == {"config.json", "model.safetensors"}
+
+
+def test_what_is_not_what_was_written_is_no_model(tmp_path):
+    target = Target.new(str(tmp_path / "out"))
+    target.begin()
+    target.write("model.safetensors", b"whole")
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(StorageError, match=r"model\.safetensors is damaged"):
+        target.finish(b"{}")
+    assert not (tmp_path / "out" / "config.json").exists()
+    Target.new(str(tmp_path / "out"))  # still unfinished
 
 
 def test_a_folder_is_a_model_only_when_it_is_whole(tmp_path):

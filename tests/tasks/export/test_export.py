@@ -12,6 +12,7 @@ from storage.manifest import need
 from tasks.stages.names import Stage
 from tests.tasks.export.exported import (
     KINDS,
+    export_refused,
     export_run,
     export_watched,
     logits_of,
@@ -72,6 +73,15 @@ def test_the_card_names_run_and_digests(stored, tmp_path):
         assert part.digest in card
     assert str(folder) not in card
     assert not Path(tmp_path / "out" / ".unfinished-export").exists()
+
+
+def test_weights_that_were_not_served_are_no_model(stored, tmp_path):
+    url, _, folder = stored
+    store_run(url, folder, [], run="other", digest_of=lambda _: "of other weights")
+    (said,) = run_ranks(1, export_refused, url, "other", str(tmp_path / "out"))
+    assert "but of other weights were served" in said
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert (tmp_path / "out" / ".unfinished-export").exists()
 
 
 def test_memory_grows_by_a_few_layers_of_many(tmp_path):
