@@ -23,6 +23,7 @@ GROUPS = (
 )
 SHARES = {
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",  # a whole run
+    "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
     "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # an engine's model
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/test_prefect_tasks.py": "tests/flows/server",

@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows.cli import report, samples, store
+from flows.cli import report, samples, store, upkeep
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
@@ -41,7 +41,7 @@ app = App(
     result_action="return_value",
 )
 
-for commands in (store, samples, report):
+for commands in (store, samples, report, upkeep):
     commands.register(app)
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]

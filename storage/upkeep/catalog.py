@@ -53,6 +53,17 @@ class Retired(BaseModel):
     """Why, in words."""
 
 
+class Removal(BaseModel):
+    """Record that a run is being removed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = 1
+    """Version of this record's own format."""
+    time: datetime
+    """When that was begun (UTC)."""
+
+
 @dataclass(frozen=True)
 class Names:
     """A run's records, by name alone."""
@@ -160,8 +171,19 @@ def require_run(root: Root, run: str) -> None:
         InputError: it names the runs that exist.
     """
     if not root.exists(layout.run_config_key(check_run_name(run))):
+        check_not_removed(root, run)
         there = ", ".join(runs(root)) or "no run at all"
         raise InputError(f"there is no run {run!r} in {root.url}, only {there}: check --root and the name")
+
+
+def check_not_removed(root: Root, run: str) -> None:
+    """Refuse a run whose removal was begun.
+
+    Raises:
+        InputError: it was.
+    """
+    if root.exists(layout.removal_key(run)):
+        raise InputError(f"run {run!r} is being removed: finish that with `ratchet rm {run}`, or take another name")
 
 
 def names(root: Root, run: str, iteration: int | None = None) -> Names:

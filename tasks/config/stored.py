@@ -13,7 +13,7 @@ from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import InputError, NotCommitted, SchemaMismatch
 from storage.manifest import Fence, load
-from storage.upkeep.catalog import names
+from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown
 from tasks.config.document import explained
@@ -98,6 +98,7 @@ def record_config(root: Root, run: str, config: RunConfig, fence: Fence | None =
         LeaseLost: from the fence; nothing was replaced.
     """
     record, key = _record(run, config), layout.run_config_key(run)
+    check_not_removed(root, run)
     if not root.exists(key):
         check_unused(root, run)
     if records.publish(root, key, record):
@@ -116,6 +117,7 @@ def check_record(root: Root, run: str, config: RunConfig) -> None:
         InputError: as `record_config`.
     """
     record = _record(run, config)
+    check_not_removed(root, run)
     if not root.exists(layout.run_config_key(run)):
         check_unused(root, run)
     elif not _is_unused(root, run, record):
