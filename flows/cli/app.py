@@ -18,6 +18,7 @@ from flows.cli.printing import of_configuration
 from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
+from flows.views.trackers import check_trackers
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
@@ -26,6 +27,7 @@ from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config
 from tasks.config.environment import without_secrets
+from tasks.config.stored import check_record
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -222,6 +224,8 @@ def _carry_out(
     if name is None:
         raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
     check_run_name(name)
+    check_trackers(config.report)
+    check_record(open_root(root), name, config)
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = continuing_command(words, name, settings, replaced, root, json)
