@@ -98,9 +98,7 @@ def record_config(root: Root, run: str, config: RunConfig, fence: Fence | None =
         LeaseLost: from the fence; nothing was replaced.
     """
     record, key = _record(run, config), layout.run_config_key(run)
-    check_not_removed(root, run)
-    if not root.exists(key):
-        check_unused(root, run)
+    _is_there(root, run)
     if records.publish(root, key, record):
         return record.digest
     if fence is not None and _is_unused(root, run, record):
@@ -116,12 +114,17 @@ def check_record(root: Root, run: str, config: RunConfig) -> None:
     Raises:
         InputError: as `record_config`.
     """
-    record = _record(run, config)
-    check_not_removed(root, run)
-    if not root.exists(layout.run_config_key(run)):
-        check_unused(root, run)
-    elif not _is_unused(root, run, record):
+    if _is_there(root, run) and not _is_unused(root, run, _record(run, config)):
         _continued(root, run, config)
+
+
+def _is_there(root: Root, run: str) -> bool:
+    """Whether the run has a record. Raises InputError if nothing may begin or continue under its name."""
+    check_not_removed(root, run)
+    there = root.exists(layout.run_config_key(run))
+    if not there:
+        check_unused(root, run)
+    return there
 
 
 def _record(run: str, config: RunConfig) -> ConfigRecord:
