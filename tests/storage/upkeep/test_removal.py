@@ -10,7 +10,7 @@ from storage.backends.root import Root
 from storage.errors import InputError, LeaseHeld, LeaseLost
 from storage.ownership.lease import acquire, hold, unlock
 from storage.ownership.process import this_process
-from storage.upkeep.catalog import Removal, check_not_removed, require_run, runs
+from storage.upkeep.catalog import Removal, check_not_removed, require_run, runs, summaries
 from storage.upkeep.fork import check_unused, fork
 from storage.upkeep.removal import forget, remove, what_is_there
 from storage.upkeep.verify import verify
@@ -65,7 +65,10 @@ def test_a_removal_that_was_killed_is_known_and_finished(root, after):
     with pytest.raises(KilledError), hold(root, "run", "ratchet rm") as lease:
         remove(killing, "run", lease)
         forget(killing, "run")
-    for refused in (check_unused, *([require_run] if after else [])):
+    assert (runs(root) == ["run"]) == (not after)
+    (listed,) = summaries(root)
+    assert not after or "its removal was begun and is not finished: `ratchet rm run`" in str(listed.damaged)
+    for refused in (check_unused, require_run):
         with pytest.raises(InputError, match=r"is being removed: finish that with `ratchet rm run`"):
             refused(root, "run")
     removed(root, "run")
@@ -98,23 +101,24 @@ def test_a_run_stays_while_it_is_not_known_whether_others_use_it(root):
     assert verify(root, "run").sound
 
 
-def test_a_fork_that_is_made_during_a_removal_does_not_become_a_run(root):
+def test_of_a_fork_and_a_removal_at_the_same_time_one_sees_the_other(root):
     make_run(root, "run", 1)
 
     @dataclass(frozen=True)
-    class Forking(Root):
-        def remove(self, key):
-            if key == layout.run_config_key("run"):
-                raise KilledError
-            super().remove(key)
+    class Removing(Root):
+        """The removal of the parent begins when the fork publishes its first manifest."""
 
-    with pytest.raises(KilledError), hold(root, "run", "ratchet rm") as lease:
-        remove(Forking(root.url, root.fs, root.path, root.protocol), "run", lease)
+        def put_if_absent(self, key, data, durable=True):
+            if key.startswith("child/manifests"):
+                records.publish(root, layout.removal_key("run"), Removal(time=datetime.now(UTC)))
+            return super().put_if_absent(key, data, durable)
+
     with pytest.raises(InputError, match="'run' is being removed"):
-        fork(root, WORKFLOW, "run", 1, "child", "c1", DOCUMENT)
+        fork(Removing(root.url, root.fs, root.path, root.protocol), WORKFLOW, "run", 1, "child", "c1", DOCUMENT)
     assert runs(root) == ["run"]
     with pytest.raises(InputError, match="child uses its parts"):
         removed(root, "run")
+    require_run(root, "run")
     removed(root, "child")  # what is left of the fork
     removed(root, "run")
 
