@@ -420,7 +420,7 @@ MUTANTS = (
         "flows/views/lane.py",
         '            self._failed(f"{type(error).__name__}: {first}")\n        return True\n',
         '            self._failed(f"{type(error).__name__}: {first}")\n        return False\n',
-        ("tests/flows/views/test_reports.py",),
+        ("tests/flows/views/test_lane.py",),
     ),
     Mutant(
         "cluster-not-released",
