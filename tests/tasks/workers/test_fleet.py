@@ -40,7 +40,7 @@ def config_of(model, **parallel):
 
 @pytest.fixture(scope="module")
 def model(engines):
-    return engines[False].old
+    return engines["qwen3", False].old
 
 
 def deliver(group, engine, version, folder):
