@@ -30,7 +30,7 @@ from tasks.config.stored import check_record
 from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
-from tasks.workers.fleet import Fleet
+from tasks.workers.fleet import Fleet, release
 from tasks.workers.scratch import kept_in_memory, scratch, sweep
 
 
@@ -61,6 +61,16 @@ def run(name: str, root: str, config: RunConfig) -> None:
         progress.say("drawing the curves")
         png = write_report(store, name)
         publish(read_status(store, name), png)
+
+
+def release_workers(name: str) -> int:
+    """End what a run has left on the cluster; returns how many processes that were. Our own Ray leaves none.
+
+    Raises:
+        InputError, WorkerLost: the cluster does not answer.
+    """
+    with process_cluster() as cluster:
+        return 0 if cluster.local else release(name, cluster)
 
 
 def ready(name: str, root: str, config: RunConfig) -> Root:

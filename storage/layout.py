@@ -28,6 +28,11 @@ def run_config_key(run: str) -> str:
     return f"{run}/run.json"
 
 
+def removal_key(run: str) -> str:
+    """Record that the run is being removed: the first thing that its removal writes, and the last that it deletes."""
+    return f"{run}/removal.json"
+
+
 def manifest_key(run: str, iteration: int, stage: str, revision: int) -> str:
     """The commit point of one stage."""
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.json"

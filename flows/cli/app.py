@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows.cli import report, reward, samples, store
+from flows.cli import report, reward, samples, store, upkeep
 from flows.cli.check import check_command
 from flows.cli.export import export_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
@@ -20,6 +20,7 @@ from flows.cli.printing import of_configuration
 from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
+from flows.views.trackers import check_trackers
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
@@ -28,6 +29,7 @@ from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config
 from tasks.config.environment import prepare_process, without_secrets
+from tasks.config.stored import check_record
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -43,7 +45,7 @@ app = App(
     result_action="return_value",
 )
 
-for commands in (store, samples, report, reward):
+for commands in (store, samples, report, reward, upkeep):
     commands.register(app)
 app.command(export_command, name="export")
 app.command(check_command, name="check")
@@ -230,7 +232,9 @@ def _carry_out(
 
     prepare_process()
     store = open_root(root)
+    check_trackers(config.report)
     check_config(config, store, prepared_stage(store, name))  # `launch` checks again; it needs seconds for its imports
+    check_record(store, name, config)
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = continuing_command(words, name, settings, replaced, root, json)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from flows.cli.memory import MemoryMeter
 from flows.cli.signals import Signals
 from flows.driving import next_iteration
-from flows.run import process_cluster, ready, run
+from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.output import Output
 from flows.views.progress import closing_lines
@@ -74,6 +74,7 @@ def launch(order: Order, output: Output) -> int:
         with signals, MemoryMeter() as meter:
             first = next_iteration(root, order.run, order.config)
             if first > order.config.run.iterations:
+                _release(order.run, output)
                 write_report(root, order.run)
             else:
                 output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
@@ -109,6 +110,14 @@ def _run_flow(order: Order, signals: Signals) -> None:
         signals.take()  # Ray installs its own handler for SIGTERM
         with connected(server):
             run(order.run, order.root, order.config)
+
+
+def _release(run: str, output: Output) -> None:
+    """What the process that completed the run did not release, if it was killed just then."""
+    try:
+        release_workers(run)
+    except RatchetError as failure:
+        output.say(f"warning: the processes of the run on the cluster, if there are any, stay there: {failure}")
 
 
 def _quieten_prefect() -> None:

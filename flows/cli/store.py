@@ -19,7 +19,7 @@ from storage.manifest import find
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.upkeep.archive import compact, without_texts
-from storage.upkeep.catalog import contents, require_run, summaries
+from storage.upkeep.catalog import contents, require_run, runs, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
@@ -121,7 +121,13 @@ def lineage_command(
     return 0
 
 
-def verify_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+def verify_command(
+    run: str | None = None,
+    *,
+    everything: Annotated[bool, Parameter(name="--all", help="Verify every run of the root.", negative=())] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
     """Read everything a run has stored and name what is damaged, missing or orphaned. Exit code 1 if it is not sound.
 
     Parameters
@@ -129,9 +135,16 @@ def verify_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False
     run
         Id of the run.
     """
-    store = _open(root, run)
-    report = verify(store, run)
+    if (run is None) != everything:
+        raise InputError("give the id of a run, or --all for every run of the root")
+    store = open_root(root)
     with Output(json=json) as output:
+        if run is None:
+            found = lines.Verifications(root=store.url, runs=tuple(verify(store, name) for name in runs(store)))
+            output.result(found, lines.of_verifications(found))
+            return 0 if found.sound else StageFailed.exit_code
+        require_run(store, run)
+        report = verify(store, run)
         output.result(report, lines.of_verification(report))
     return 0 if report.sound else StageFailed.exit_code
 
@@ -144,6 +157,7 @@ def gc_command(
         int | None, Parameter(help="Also keep the states of iterations that this number divides.")
     ] = None,
     apply: Annotated[bool, Parameter(help="Delete; without it nothing is touched.", negative=())] = False,
+    objects: Annotated[bool, Parameter(help="Name each object.", negative=())] = False,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
@@ -166,7 +180,7 @@ def gc_command(
     with hold(store, run, "ratchet gc") if apply else nullcontext() as fence:
         found = collect(store, WORKFLOW, run, retention, apply=apply, fence=fence)
     with Output(json=json) as output:
-        output.result(found, lines.of_collection(found))
+        output.result(found, lines.of_collection(found, each=objects))
     return StageFailed.exit_code if found.unreadable else 0
 
 

@@ -56,6 +56,6 @@ class _Tried:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None:
-            first = str(error).strip().partition("\n")[0]
+            first = str(error).strip().partition("\n")[0].rstrip(".")
             self._failed(f"{type(error).__name__}: {first}")
         return True

@@ -119,6 +119,15 @@ def folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
 
 
+def remove_empty(folder: Path) -> None:
+    """Remove a folder and those in it, as far as they hold no file."""
+    for entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            remove_empty(Path(entry.path))
+    with contextlib.suppress(OSError):  # it holds something, or is gone
+        folder.rmdir()
+
+
 def flush_newest(folder: Path) -> None:
     """Flush the newest names in the folders of `folder`: the process that linked them may have died before it did."""
     for name in folders(folder)[-_NEWEST:]:

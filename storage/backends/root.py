@@ -150,6 +150,11 @@ class Root:
         with contextlib.suppress(FileNotFoundError):
             self._read(key, lambda: self.fs.rm_file(self.full(key)))
 
+    def remove_empty(self, prefix: str) -> None:
+        """Remove the folders at and below `prefix` that hold no file; object stores have none."""
+        if self.protocol == "file":
+            self._read(prefix, lambda: local.remove_empty(Path(self.full(prefix))))
+
     def make_young(self, key: str) -> bool:
         """Give an object the age of a new one, so that gc counts it as in use; False if that was not possible.
 

@@ -13,7 +13,7 @@ from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import InputError, NotCommitted, SchemaMismatch
 from storage.manifest import Fence, load
-from storage.upkeep.catalog import names
+from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown
 from tasks.config.document import explained
@@ -98,8 +98,7 @@ def record_config(root: Root, run: str, config: RunConfig, fence: Fence | None =
         LeaseLost: from the fence; nothing was replaced.
     """
     record, key = _record(run, config), layout.run_config_key(run)
-    if not root.exists(key):
-        check_unused(root, run)
+    _is_there(root, run)
     if records.publish(root, key, record):
         return record.digest
     if fence is not None and _is_unused(root, run, record):
@@ -115,11 +114,17 @@ def check_record(root: Root, run: str, config: RunConfig) -> None:
     Raises:
         InputError: as `record_config`.
     """
-    record = _record(run, config)
-    if not root.exists(layout.run_config_key(run)):
-        check_unused(root, run)
-    elif not _is_unused(root, run, record):
+    if _is_there(root, run) and not _is_unused(root, run, _record(run, config)):
         _continued(root, run, config)
+
+
+def _is_there(root: Root, run: str) -> bool:
+    """Whether the run has a record. Raises InputError if nothing may begin or continue under its name."""
+    check_not_removed(root, run)
+    there = root.exists(layout.run_config_key(run))
+    if not there:
+        check_unused(root, run)
+    return there
 
 
 def _record(run: str, config: RunConfig) -> ConfigRecord:
