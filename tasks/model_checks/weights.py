@@ -38,7 +38,7 @@ def check_weights(folder: ModelFolder, facts: Mapping[str, Any]) -> None:
                 f"{folder}: {INDEX} names {missing[0]}, which is in none of its files: copy the model again"
             )
     if architecture_of(facts, str(folder)) in LLAMA_LIKE:
-        _compare(dict(_expected(facts)), found, str(folder), bool(facts.get("tie_word_embeddings")))
+        _compare(dict(expected_shapes(facts)), found, str(folder), bool(facts.get("tie_word_embeddings")))
 
 
 def _tensors(folder: ModelFolder, name: str, size: int) -> dict[str, Shape]:
@@ -85,7 +85,8 @@ def _compare(expected: dict[str, Shape], found: Mapping[str, Shape], where: str,
         )
 
 
-def _expected(facts: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+def expected_shapes(facts: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of each tensor of a Llama, Mistral, Qwen2 or Qwen3 with this config.json."""
     hidden, size, name = facts["hidden_size"], head_size(facts), architecture_of(facts, "")
     queries, keys, inner = (
         facts["num_attention_heads"] * size,

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from tasks.config.model import GeneratedModel
 from tasks.data.generated import generate_model
+from tasks.model_checks.weights import expected_shapes
 
 Change = Callable[[Path], object]
 
@@ -108,3 +109,10 @@ def in_hub_cache(home: Path, name: str, revision: str = "main") -> Path:
         shutil.copy(path, blob)
         (snapshot / path.name).symlink_to(blob)
     return snapshot
+
+
+def fill_weights(directory: Path) -> None:
+    """Write the weights that a directory's config.json describes, all zero."""
+    shapes = dict(expected_shapes(json.loads((directory / "config.json").read_text())))
+    tensors = {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors")
