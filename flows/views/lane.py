@@ -1,6 +1,7 @@
 """Work for people beside the run: in its own thread, and what goes wrong in it is said once and stops nothing."""
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from types import TracebackType
@@ -25,12 +26,16 @@ class Lane:
         """Do `job` after those that were added before."""
         self._jobs.put(job)
 
-    def finish(self, seconds: float) -> None:
-        """Wait until every job is done, or `seconds` are over."""
+    def mute(self) -> None:
+        """Say nothing any more: what is interrupted may fail."""
+        self._told = True
+
+    def finish(self, deadline: float) -> None:
+        """Wait until every job is done, or until `deadline`, a time of `time.monotonic`."""
         self._jobs.put(None)
-        self._thread.join(seconds)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._failed(f"it did not finish within {seconds:g} s")
+            self._failed("it has not finished in time")
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -80,13 +80,16 @@ class Reports:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        seconds = _LINGER_SECONDS if isinstance(error, Exception | None) else _INTERRUPTED_SECONDS
+        interrupted = not isinstance(error, Exception | None)
+        deadline = time.monotonic() + (_INTERRUPTED_SECONDS if interrupted else _LINGER_SECONDS)
         self._files.add(self._writer.flush)
         complete = error is None and self._last == self._asked
         for name, sender in self._senders.items():
             self._lanes[name].add(lambda sender=sender: sender.end(complete))
         for lane in (self._files, *self._lanes.values()):
-            lane.finish(seconds)
+            if interrupted:
+                lane.mute()
+            lane.finish(deadline)
 
     def _last_row(self, record: IterationRecord) -> Row:
         self._last = record.iteration
