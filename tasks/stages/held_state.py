@@ -74,6 +74,7 @@ def _loaded_from_memory(context: RunContext, group: TrainerGroup, state: Trained
     except StorageError as error:
         logger.warning("the state in %s is not used, it is loaded from the store: %s", folder, error)
         return False
+    logger.info("the state of iteration %d was loaded from shared memory", state.manifest.iteration)
     return True
 
 

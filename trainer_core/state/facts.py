@@ -10,6 +10,7 @@ from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
+_GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
 
@@ -79,7 +80,7 @@ def read_facts(directory: str) -> StateFacts:
 
 def generators_file(rank: int) -> str:
     """Name of the file that holds the random generators of a rank, as JSON."""
-    return f"generators-{rank}.json"
+    return f"{_GENERATORS}{rank}.json"
 
 
 def read_generators(directory: str, rank: int) -> dict[str, Any] | None:
@@ -98,11 +99,11 @@ def read_generators(directory: str, rank: int) -> dict[str, Any] | None:
 
 
 def needed_for_weights(name: str) -> bool:
-    """Whether the file `name` of a state is needed to load its weights, for a reference or with a fresh optimizer.
+    """Whether the file `name` of a state is needed to load its weights, for a reference.
 
     For a state saved before the optimizer had its own files, all are.
     """
-    return not name.startswith(OPTIMIZER_PREFIX)
+    return not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
 
 
 def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer's tensors have their own files, which a reference and a fresh optimizer do not need."""
+"""The optimizer's tensors have their own files, which a reference does not need."""
 
 import pickle
 import shutil
