@@ -13,7 +13,8 @@ from storage.backends.root import Root
 from storage.errors import InputError
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, resolve, without_secrets
-from tasks.config.run import GeneratedModel, RunConfig
+from tasks.config.model import GeneratedModel
+from tasks.config.run import RunConfig
 from tasks.data.sources import prompt_tables, text_codec
 from tasks.rewards.resolve import resolve_reward
 from trainer_core.config import check_layout

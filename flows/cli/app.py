@@ -24,8 +24,8 @@ from storage.ids import check_run_name
 from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
+from tasks.config.document import load_config
 from tasks.config.environment import without_secrets
-from tasks.config.run import load_config
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 

@@ -23,8 +23,9 @@ from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.document import apply_override, parse_config
 from tasks.config.identity import changed_meaning
-from tasks.config.run import RunConfig, apply_override, parse_config
+from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
 from tasks.stages.names import WORKFLOW, Stage
 

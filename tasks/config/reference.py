@@ -36,7 +36,7 @@ Secrets are not stored. A value `"env:NAME"` in `reward.arguments`, or for `mode
 replaced by the environment variable NAME where it is used. A literal value is refused if its key is named like a secret
 (`api_key`, `token`, `password`, ...), as is a URL with a password or a signature in it.
 
-This page is generated from the models in `tasks/config/run.py` and `trainer_core/config.py`. Change the texts there,
+This page is generated from the models in `tasks/config` and `trainer_core/config.py`. Change the texts there,
 then run `ratchet config --markdown > docs/configuration.md`.
 """
 

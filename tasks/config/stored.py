@@ -14,8 +14,10 @@ from storage.backends.root import Root
 from storage.errors import InputError, NotCommitted, SchemaMismatch
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown
+from tasks.config.document import explained
 from tasks.config.identity import FIRST_RULES, RULES, changed_meaning, meaning_digest
-from tasks.config.run import FROM_STORAGE, RunConfig, explained
+from tasks.config.run import RunConfig
+from tasks.config.section import FROM_STORAGE
 
 
 class ConfigRecord(RunConfig):

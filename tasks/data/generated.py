@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from storage.errors import InputError
-from tasks.config.run import GeneratedAddition, GeneratedModel
+from tasks.config.data import GeneratedAddition
+from tasks.config.model import GeneratedModel
 from tasks.data.prompts import Record
 
 PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"

@@ -11,8 +11,8 @@ import pyarrow.parquet
 
 from storage.errors import InputError
 from storage.schema import PROMPTS
+from tasks.config.data import DataSection
 from tasks.config.environment import resolve, without_secrets
-from tasks.config.run import DataSection
 from tasks.data.tokenizer import TextCodec
 
 Record = Mapping[str, Any]

@@ -8,8 +8,10 @@ import fsspec
 import pyarrow as pa
 
 from storage.errors import InputError
+from tasks.config.data import DataSection
 from tasks.config.environment import resolve
-from tasks.config.run import DataSection, ModelSection, RunConfig
+from tasks.config.model import ModelSection
+from tasks.config.run import RunConfig
 from tasks.data.generated import generate_addition, generate_model, generate_tokenizer
 from tasks.data.prompts import Record, check_lengths, prompt_table, read_records
 from tasks.data.tokenizer import TextCodec

@@ -18,6 +18,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import SyncMismatch
@@ -66,6 +68,9 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     def init_transfer_engine(self, init_info: RatchetInit) -> None:
         """Learn which tensors a complete update has."""
         self._needed = checkpoint_shapes(Path(init_info.model_dir))
+        # while an update is open, a tied output layer is no longer recognisable as the embedding
+        self._parameters = {name for name, _ in self.model.named_parameters()}
+        self._tied = list(tied_layers(self.model))
         self._received: dict[str, str] = {}
         self._loaded: set[str] = set()
         self._open = False
@@ -95,7 +100,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         self._loaded |= cast(_Loadable, self.model).load_weights(iter(tensors.items()))
         if update_info.final:
             _same_names(self._received.keys(), self._needed.keys(), "tensors of the weight update")
-            _same_names(self._loaded, dict(self.model.named_parameters()).keys(), "parameters that vLLM loaded")
+            _same_names(self._loaded, self._parameters, "parameters that vLLM loaded")
 
     def _check_belongs(self, name: str, shape: tuple[int, ...]) -> None:
         expected = self._needed.get(name)
@@ -108,6 +113,8 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     def finish_weight_update(self) -> None:
         """Let vLLM convert the loaded layers to the form its kernels use."""
         finalize_layerwise_reload(self.model, self.model_config)
+        for layer, method in self._tied:
+            method.process_weights_after_loading(layer)
         self._open = False
 
     def received_digests(self) -> dict[str, str]:
@@ -140,6 +147,20 @@ def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
     return shapes
+
+
+def tied_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, QuantizeMethodBase]]:
+    """The layers whose parameters belong to a layer before them, as the output layer's may to the embedding, each with
+    the method that derives from them what its kernel uses: on CPU a packed copy.
+
+    vLLM's reload processes only the first of both (limitation 2 of `vllm.model_executor.model_loader.reload`).
+    """
+    seen: set[int] = set()
+    for layer in model.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if own and own <= seen and isinstance(layer, VocabParallelEmbedding):
+            yield layer, layer.quant_method
+        seen |= own
 
 
 def _checked_digest(tensor: torch.Tensor, record: TensorRecord) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tasks.config.run import RewardSection
+from tasks.config.reward import RewardSection
 from tasks.rewards.pool import Sample, Score, ScoringOrder, score_in_processes
 from tasks.rewards.resolve import resolve_reward
 from tasks.rewards.worker import score

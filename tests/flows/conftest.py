@@ -11,7 +11,8 @@ from flows.server.temporary import TemporaryServer, drain
 from flows.views.history import stages_of
 from storage.backends.root import Root, open_root
 from storage.manifest import commit
-from tasks.config.run import RunConfig, parse_config
+from tasks.config.document import parse_config
+from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
 from tasks.stages.names import Stage
 from tests.flows.runs import MINIMAL, MakeRun, make_manifest

@@ -10,7 +10,7 @@ from storage.backends.root import Root, open_root
 from storage.manifest import Manifest, need
 from storage.upkeep.catalog import contents
 from storage.upkeep.verify import verify
-from tasks.config.run import load_config
+from tasks.config.document import load_config
 from tasks.config.stored import record_config
 from tests.integration.command import ratchet
 

@@ -11,7 +11,7 @@ from storage.backends.root import open_root
 from storage.manifest import need
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
-from tasks.config.run import GeneratedModel
+from tasks.config.model import GeneratedModel
 from tasks.data.generated import generate_model
 from tasks.stages.names import Stage
 from tests.integration.command import (

@@ -3,7 +3,8 @@
 import tomllib
 from collections.abc import Sequence
 
-from tasks.config.run import RunConfig, apply_override, parse_config
+from tasks.config.document import apply_override, parse_config
+from tasks.config.run import RunConfig
 
 PROMPTS, SAMPLES, GROUPS, HELD_OUT = 6, 2, 2, 2
 PIECES = PROMPTS // GROUPS

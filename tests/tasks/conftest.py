@@ -10,24 +10,24 @@ from tests.tasks.engine_process import CONTEXT, engine_process
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory):
-    """By `tied`: an engine that started from the model `old`, and a model `new` of the same shape."""
+    """By family and `tied`: an engine that started from the model `old`, and a model `new` of the same shape."""
     folder = tmp_path_factory.mktemp("models")
     with engine_process() as process:
         reference = process.Reference()
         served = {}
-        for tied in (False, True):
-            models = {name: str(folder / f"{name}-{tied}") for name in ("old", "new")}
+        for family, tied in (("qwen3", False), ("qwen3", True), ("llama", True)):
+            models = {name: str(folder / f"{name}-{family}-{tied}") for name in ("old", "new")}
             for seed, directory in enumerate(models.values()):
-                reference.make(directory, seed, tied)
+                reference.make(directory, seed, tied, family)
             spec = EngineSpec(model_dir=models["old"], max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
-            served[tied] = SimpleNamespace(engine=process.Engine(spec), reference=reference, **models)
+            served[family, tied] = SimpleNamespace(engine=process.Engine(spec), reference=reference, **models)
         yield served
 
 
 @pytest.fixture
 def served(engines):
     """The engine of the model whose output layer has its own weights."""
-    return engines[False]
+    return engines["qwen3", False]
 
 
 @pytest.fixture(scope="module")

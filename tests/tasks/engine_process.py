@@ -22,18 +22,19 @@ CONTEXT = 128
 class Reference:
     """Makes tiny models, and computes with transformers."""
 
-    def make(self, directory: str, seed: int, tied: bool) -> None:
-        """Write a random Qwen3 of two layers."""
+    def make(self, directory: str, seed: int, tied: bool, family: str = "qwen3") -> None:
+        """Write a random model of two layers."""
         import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        config = Qwen3Config(
+        config = AutoConfig.for_model(
+            family,
             vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=tied,
             eos_token_id=EOS, bos_token_id=None, pad_token_id=0, dtype="float32",
         )  # fmt: skip
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # away from ones and zeros, where mix-ups hide
@@ -42,9 +43,9 @@ class Reference:
     def logits(self, directory: str, sequence: list[int]) -> np.ndarray:
         """Logits of the next token after each position but the last, (len(sequence) - 1, VOCABULARY)."""
         import torch
-        from transformers import Qwen3ForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         with torch.no_grad():
             return model(torch.tensor([sequence])).logits[0, :-1].numpy()
 

@@ -7,7 +7,8 @@ import pytest
 from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable
 from tasks.checks import check_config, check_scratch
-from tasks.config.run import GeneratedModel, load_config
+from tasks.config.document import load_config
+from tasks.config.model import GeneratedModel
 from tasks.data.generated import generate_model
 
 BASE = """

@@ -7,8 +7,9 @@ from pydantic import ValidationError
 
 from storage.errors import InputError
 from tasks.config.credentials import check_root_url, is_secret, shown, shown_setting, shown_text
+from tasks.config.document import load_config
 from tasks.config.environment import Settings, resolve, without_secrets
-from tasks.config.run import RunConfig, load_config
+from tasks.config.run import RunConfig
 from tests.tasks.config.test_run import MINIMAL, config_file
 
 SECRET = "sk-7d1f-very-secret"

@@ -8,7 +8,8 @@ from storage import layout, records
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.upkeep.fork import fork
-from tasks.config.run import RunConfig, parse_config
+from tasks.config.document import parse_config
+from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, record_config
 from tasks.stages.names import WORKFLOW
 from tests.storage.runs import DOCUMENT, make_run

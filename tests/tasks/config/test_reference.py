@@ -9,7 +9,8 @@ from typing import Any
 from storage.backends.root import open_root
 from tasks.checks import check_config
 from tasks.config import reference
-from tasks.config.run import RunConfig, parse_config
+from tasks.config.document import parse_config
+from tasks.config.run import RunConfig
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 

@@ -1,8 +1,9 @@
 import pytest
 
 from storage.errors import InputError
+from tasks.config.document import load_config, parse_config
 from tasks.config.identity import changed_meaning
-from tasks.config.run import RunConfig, load_config, parse_config
+from tasks.config.run import RunConfig
 
 MINIMAL = """
 [model.generate]

@@ -11,8 +11,9 @@ from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import DigestMismatch, InputError, SchemaMismatch
 from storage.upkeep.verify import Problem, verify
+from tasks.config.document import apply_override, load_config, parse_config
 from tasks.config.identity import RULES, meaning_digest
-from tasks.config.run import RunConfig, apply_override, load_config, parse_config
+from tasks.config.run import RunConfig
 from tasks.config.stored import read_config, record_config, stored_config
 from tests.tasks.config.test_run import MINIMAL
 

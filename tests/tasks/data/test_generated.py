@@ -5,7 +5,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from storage.errors import InputError
-from tasks.config.run import GeneratedAddition, GeneratedModel
+from tasks.config.data import GeneratedAddition
+from tasks.config.model import GeneratedModel
 from tasks.data.generated import CHARACTERS, character_tokenizer, forget_carries, generate_addition, generate_model
 from tasks.data.tokenizer import TextCodec
 

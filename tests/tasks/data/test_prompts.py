@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from storage.errors import InputError
-from tasks.config.run import DataSection
+from tasks.config.data import DataSection
 from tasks.data.prompts import check_lengths, draw, prompt_table, read_records, repetitions
 from tasks.data.tokenizer import TextCodec
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from storage.errors import InputError, StageFailed
-from tasks.config.run import RewardSection
+from tasks.config.reward import RewardSection
 from tasks.rewards.match import exact_match, regex
 from tasks.rewards.pool import Score, ScoringOrder, score_in_processes
 from tasks.rewards.resolve import resolve_reward

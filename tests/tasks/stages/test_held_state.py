@@ -21,7 +21,7 @@ from storage.errors import (
 )
 from storage.manifest import Origin, commit
 from storage.parts import PartWriter
-from tasks.config.run import parse_config
+from tasks.config.document import parse_config
 from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import STATE, ensure_reference, ensure_state, saved, trainers

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from storage.errors import InputError, WorkerLost
+from tasks.config.document import parse_config
 from tasks.config.environment import Settings
-from tasks.config.run import parse_config
 from tasks.engine.protocol import Sampling, weights_digest
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
@@ -40,7 +40,7 @@ def config_of(model, **parallel):
 
 @pytest.fixture(scope="module")
 def model(engines):
-    return engines[False].old
+    return engines["qwen3", False].old
 
 
 def deliver(group, engine, version, folder):

@@ -1,0 +1,50 @@
+"""The table `[model]`: what is trained."""
+
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from tasks.config.section import Section, without_credentials
+
+
+class GeneratedModel(Section):
+    """A small Qwen3-architecture model with random weights, generated at the start."""
+
+    layers: int = 2
+    """Transformer layers."""
+    hidden: int = 128
+    """Hidden size."""
+    intermediate: int = 256
+    """Width of the gated MLP."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads."""
+    head_dim: int = 32
+    """Size of one head."""
+    vocabulary: int = 32
+    """Rows of the embedding; the character tokenizer uses the first of them."""
+    max_positions: int = 128
+    """Longest sequence the model supports, in tokens."""
+    tied_embeddings: bool = False
+    """Whether the output layer shares the embedding's weights."""
+    initializer_range: float = 0.02
+    """Standard deviation of the random weights."""
+
+
+class ModelSection(Section):
+    """The model that is trained: exactly one of `source` and `generate`."""
+
+    source: str | None = None
+    """Local path or URL of a Hugging Face directory (config.json, safetensors, tokenizer.json)."""
+    generate: GeneratedModel | None = None
+    """Generate a small one instead."""
+
+    @field_validator("source")
+    @classmethod
+    def _public(cls, url: str | None, info: ValidationInfo) -> str | None:
+        return without_credentials(url, "model.source", info)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "ModelSection":
+        if (self.source is None) == (self.generate is None):
+            raise ValueError("give exactly one of model.source and model.generate")
+        return self

@@ -1,0 +1,50 @@
+"""What a command says to bad input, and what it has imported by then."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tasks.config.code_version import PROJECT_ROOT
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    """Exit code."""
+    said: str
+    """Standard output and standard error."""
+    imported: list[str]
+    """Which of Ray, vLLM, Megatron and Prefect it imported."""
+
+
+Command = Callable[[list[str], Path], Outcome]
+
+
+@pytest.fixture(scope="session")
+def command():
+    """Carries out a command, given its arguments and its working directory, in a fork of a clean interpreter."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.bad_input.clean"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=PROJECT_ROOT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def carry_out(arguments: list[str], folder: Path) -> Outcome:
+        process.stdin.write(json.dumps({"arguments": arguments, "folder": str(folder)}) + "\n")
+        process.stdin.flush()
+        return Outcome(**json.loads(process.stdout.readline()))
+
+    yield carry_out
+    process.stdin.close()
+    process.wait()
