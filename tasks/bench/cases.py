@@ -40,7 +40,7 @@ CASES: dict[CaseName, Case] = {
     "tiny": Case(
         model=GeneratedModel(layers=2, hidden=128, intermediate=256, vocabulary=512, max_positions=128),
         precision="fp32",
-        samples=32,
+        samples=64,
         prompt=8,
         response=56,
         rows=8,

@@ -48,7 +48,7 @@ def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path: Pat
     root = ready("first", url, config)
     assert root.folders() == []
     digest = record_config(root, "first", config)
-    commit(root, make_manifest("first", 0, Stage.PREPARE, config_digest=digest))
+    commit(root, make_manifest("first", 0, Stage.TRAIN, config_digest=digest))
     ready("first", url, small_config(["engine.count=2", "run.iterations=7"]))
     with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 2, but is now given 4"):
         ready("first", url, small_config(["rollout.samples=4"]))

@@ -147,9 +147,11 @@ def _normalizer(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor]
 
 def _normalizer_and_entropy(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     scaled = _scaled(logits, temperature)
-    normalizer = torch.logsumexp(scaled, -1)
-    log_probs = scaled - normalizer.unsqueeze(-1)
-    return normalizer, -(log_probs.exp() * log_probs).sum(-1)
+    largest = scaled.amax(-1)
+    below = scaled - largest.unsqueeze(-1)
+    parts = below.exp()
+    total = parts.sum(-1)
+    return largest + total.log(), total.log() - (parts * below).sum(-1) / total
 
 
 def _step(

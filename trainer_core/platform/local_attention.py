@@ -110,6 +110,9 @@ class LocalDotProductAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
         segments = cast(LocalSegments, packed_seq_params)
+        if len(segments.blocks) == 1:  # nothing to sort
+            rows = (tensor.unflatten(0, segments.blocks[0]).squeeze(2) for tensor in (query, key, value))
+            return self._attend(*rows).flatten(0, 1).unsqueeze(1)
         sizes = [count * length for count, length in segments.blocks]
         ordered = (tensor.squeeze(1)[segments.order].split(sizes) for tensor in (query, key, value))  # (T, heads, D)
         mixed = [

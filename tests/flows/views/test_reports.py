@@ -149,9 +149,22 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def test_wandb_continues_the_same_run_without_a_network(root, tmp_path, monkeypatch):
+def written_by_wandb(folder):
+    """Project, id and name of the runs in wandb's offline files, and the steps of their histories."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    ids, steps = set(), []
+    for file in sorted(folder.glob("offline-run-*/*.wandb")):
+        for data in wandb_records(file.read_bytes()):
+            record = Record.FromString(data)
+            if record.HasField("run"):
+                ids.add((record.run.project, record.run.run_id, record.run.display_name))
+            if record.HasField("history"):
+                steps.append(record.history.step.num)
+    return ids, steps
+
+
+def test_wandb_continues_the_same_run_without_a_network(root, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     config, said = small_config(["report.wandb=my-project"]), []
@@ -160,14 +173,12 @@ def test_wandb_continues_the_same_run_without_a_network(root, tmp_path, monkeypa
     time.sleep(1.1)  # the folder of a run is named by the second
     drive(root, tmp_path / "second", config, said)
     assert said == []
-    ids, steps = set(), []
-    for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb")):
-        for data in wandb_records(file.read_bytes()):
-            record = Record.FromString(data)
-            if record.HasField("run"):
-                ids.add((record.run.project, record.run.run_id, record.run.display_name))
-            if record.HasField("history"):
-                steps.append(record.history.step.num)
+    ids, steps = written_by_wandb(tmp_path / "wandb")
+    for _ in range(300):  # its own process may still be writing when a run is finished
+        if len(steps) == 3:
+            break
+        time.sleep(0.1)
+        ids, steps = written_by_wandb(tmp_path / "wandb")
     assert len(ids) == 1
     assert {(project, name) for project, _, name in ids} == {("my-project", RUN)}
     assert steps == [0, 1, 2]

@@ -30,7 +30,7 @@ def evaluate(root, scores):
 
 
 def test_the_last_a_given_and_the_best(root):
-    evaluate(root, {0: 0.2, 1: 0.9, 2: 0.5, 3: 0.9, 4: float("nan")})
+    evaluate(root, {0: 0.2, 1: 0.9, 2: 0.5, 3: 0.9, 4: None})
     assert choose(root, "run").iteration == 4
     assert choose(root, "run@2").iteration == 2
     assert choose(root, "run@best").iteration == 3
