@@ -15,6 +15,7 @@ from cyclopts.validators import Number
 from flows.cli import report, reward, samples, store, upkeep
 from flows.cli.check import check_command
 from flows.cli.export import export_command
+from flows.cli.init import init_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
@@ -49,6 +50,7 @@ for commands in (store, samples, report, reward, upkeep):
     commands.register(app)
 app.command(export_command, name="export")
 app.command(check_command, name="check")
+app.command(init_command, name="init")
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
