@@ -13,24 +13,28 @@ from storage.ownership.lease import Lease, hold
 from storage.upkeep.retention import Retention, catch_up, give_up
 from storage.upkeep.shared import SharedParts
 from tasks.config.run import RunConfig
+from tasks.config.stored import record_config
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW
 from tasks.stages.retrying import persistent
 
-Opener = Callable[[Lease], AbstractContextManager[RunContext]]
-"""Makes the context that stages work in from the lease; what it starts ends with the block."""
+Opener = Callable[[Lease, str], AbstractContextManager[RunContext]]
+"""Makes the context that stages work in from the lease and the identity of the recorded configuration; what it starts
+ends with the block."""
 
 
 def complete(name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener) -> None:
-    """Do the missing part of a run, under its lease.
+    """Record the configuration and do the missing part of a run, both under its lease.
 
     If the process that drove the run before still publishes a stage, with another result, that result counts, and the
     run continues from it.
     """
     while next_iteration(root, name, config) <= config.run.iterations:
         try:
-            with hold(root, name, "ratchet run") as lease, opener(lease) as context:
-                advance(persistent(context, progress.say), progress, next_iteration(root, name, config))
+            with hold(root, name, "ratchet run") as lease:
+                digest = record_config(root, name, config, lease)
+                with opener(lease, digest) as context:
+                    advance(persistent(context, progress.say), progress, next_iteration(root, name, config))
         except Overtaken as fact:
             progress.say(f"{fact}")
 

@@ -44,9 +44,11 @@ def _perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, 
     performed = work()
     manifest = performed.view.manifest
     published = ", to be published once the train state before it is stored" if performed.pending else ""
+    stored = (
+        f"{len(manifest.parts)} parts" if manifest.parts or manifest.content is None else "whose parts are being stored"
+    )
     return Completed(
         name=REUSED if performed.reused else "Completed",
-        message=f"{manifest.stage} of iteration {iteration}: manifest {performed.view.digest}, "
-        f"{len(manifest.parts)} parts{published}",
+        message=f"{manifest.stage} of iteration {iteration}: manifest {performed.view.digest}, {stored}{published}",
         data=performed.view,
     )

@@ -13,23 +13,26 @@ from prefect import flow
 from flows.driving import complete, next_iteration
 from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
-from flows.views.artifacts import publish
-from flows.views.curves import store_plot
+from flows.views.artifacts import examples_publisher, publish
 from flows.views.progress import Progress
+from flows.views.reports import Reports, write_report
 from flows.views.status import read_status
+from flows.views.trackers import check_trackers
 from storage.backends.root import Root, open_root
+from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
-from tasks.checks import check_config, check_scratch
+from tasks.checks import advice, check_config, check_scratch, prepared_stage
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config
+from tasks.config.stored import check_record
+from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
-from tasks.workers.fleet import Fleet
-from tasks.workers.scratch import scratch, sweep
+from tasks.workers.fleet import Fleet, release
+from tasks.workers.scratch import kept_in_memory, scratch, sweep
 
 
 @functools.cache
@@ -53,21 +56,37 @@ def run(name: str, root: str, config: RunConfig) -> None:
 
 def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None:
     """What the flow does, within any flow; arguments as those of `run`."""
-    store, digest = ready(name, root, config)
-    complete(name, store, config, progress, functools.partial(open_context, name, store, config, digest, progress))
+    store = ready(name, root, config)
+    for sentence in advice(config):
+        progress.say(sentence)
+    for notice in notices(config.reward):
+        progress.note(notice)
+    with Reports(store, name, config, progress.warn, examples_publisher()) as reports:
+        progress.on_finished(reports.add)
+        complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
     progress.say("drawing the curves")
-    png = store_plot(store, name, read_status(store, name).history)
+    png = write_report(store, name)
     try:
         publish(read_status(store, name), png)
     except httpx.TransportError as error:
         progress.say(f"the Prefect server does not answer ({error}): the page of this flow run lacks its artifacts")
 
 
-def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
-    """Set up this process, refuse what cannot work, and record the configuration, or check that its meaning is kept.
+def release_workers(name: str) -> int:
+    """End what a run has left on the cluster; returns how many processes that were. Our own Ray leaves none.
+
+    Raises:
+        InputError, WorkerLost: the cluster does not answer.
+    """
+    with process_cluster() as cluster:
+        return 0 if cluster.local else release(name, cluster)
+
+
+def ready(name: str, root: str, config: RunConfig) -> Root:
+    """Set up this process and refuse what cannot work, or would continue a run with another meaning. Stores nothing.
 
     Returns:
-        The storage root, and the identity of the configuration that the run was recorded with.
+        The storage root.
 
     Raises:
         InputError: the configuration cannot be used, or the run was started with another meaning.
@@ -79,26 +98,42 @@ def ready(name: str, root: str, config: RunConfig) -> tuple[Root, str]:
     check_scratch()
     check_root_url(root)
     store = open_root(root).waiting(config.run.outage_s)
-    check_config(config, store)
-    digest = record_config(store, name, config)
+    check_config(config, store, prepared_stage(store, name))
+    check_trackers(config.report)
+    check_record(store, name, config)
     if next_iteration(store, name, config) <= config.run.iterations:
         check_free(store, name)
-    return store, digest
+    return store
 
 
 @contextmanager
 def open_context(
-    name: str, root: Root, config: RunConfig, config_digest: str, progress: Progress, lease: Lease
+    name: str, root: Root, config: RunConfig, progress: Progress, lease: Lease, config_digest: str
 ) -> Iterator[RunContext]:
-    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start."""
-    sweep()
-    with (
-        scratch() as folder,
-        process_cluster() as cluster,
-        Fleet(name, config, cluster) as fleet,
-        injected(cluster.settings.faults, fleet.processes),
-        Outbox() as outbox,
-    ):
-        yield RunContext(
-            name, root, config, config_digest, fleet, folder, lease, outbox, performer=as_task, announce=progress.begins
-        )
+    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start.
+
+    What a killed process of this run has left in shared memory, its last state, is taken over.
+    """
+    with kept_in_memory(value_digest([root.url, name])) as memory:
+        sweep()
+        with (
+            scratch() as folder,
+            process_cluster() as cluster,
+            Fleet(name, config, cluster) as fleet,
+            injected(cluster.settings.faults, fleet.processes),
+            Outbox() as outbox,
+        ):
+            yield RunContext(
+                name,
+                root,
+                config,
+                config_digest,
+                fleet,
+                folder,
+                lease,
+                outbox,
+                performer=as_task,
+                announce=progress.begins,
+                memory=memory,
+                say=progress.note,
+            )

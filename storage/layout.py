@@ -28,6 +28,11 @@ def run_config_key(run: str) -> str:
     return f"{run}/run.json"
 
 
+def removal_key(run: str) -> str:
+    """Record that the run is being removed: the first thing that its removal writes, and the last that it deletes."""
+    return f"{run}/removal.json"
+
+
 def manifest_key(run: str, iteration: int, stage: str, revision: int) -> str:
     """The commit point of one stage."""
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.json"
@@ -186,6 +191,12 @@ def digest_in_name(key: str) -> str:
 def report_key(run: str, name: str) -> str:
     """A derived file for people (plot, table); never read back to decide anything."""
     return f"{run}/report/{name}"
+
+
+METRICS = "metrics.csv"
+"""Name of the table of all iterations among the derived files."""
+EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
+"""Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""
 
 
 def probe_key(token: str) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Annotated, Protocol, Self
 
@@ -11,6 +11,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
+    FiniteFloat,
     JsonValue,
     NonNegativeInt,
     ValidationInfo,
@@ -23,12 +25,14 @@ from storage.digest import value_digest
 from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StageFailed, StorageError
 from storage.ids import RunName, StageName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest format of a manifest: 2 if a fact identifies its content, 1 if its parts do."""
 
 _IDENTITY = {
     "format_version", "run", "iteration", "stage", "schema_fingerprint", "parts", "inputs", "config_digest", "facts",
 }  # fmt: skip
 # named one by one: a field that a later version adds does not change the identity of stored manifests
+_IDENTITY_OF_CONTENT = _IDENTITY - {"parts"} | {"content"}
 
 
 class Fence(Protocol):
@@ -44,9 +48,19 @@ class Fence(Protocol):
         ...
 
 
-def _as_number(value: object, info: ValidationInfo) -> object:
-    """NaN for the null that earlier versions wrote for a metric that is not finite."""
-    return math.nan if value is None and info.mode == "json" else value
+_NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
+
+
+def _without_older_texts(metrics: object, info: ValidationInfo) -> object:
+    """Null for the texts, and for the bare NaN, that earlier versions wrote for a metric that is not finite."""
+    if info.mode != "json" or not isinstance(metrics, dict):
+        return metrics
+    return {name: None if value in _NO_NUMBERS or not _is_finite(value) else value for name, value in metrics.items()}
+
+
+def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as a manifest holds them: null for a number that is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _readable_facts(facts: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
@@ -57,8 +71,12 @@ def _readable_facts(facts: dict[str, JsonValue], info: ValidationInfo) -> dict[s
 
 def _unusable_fact(facts: dict[str, JsonValue]) -> str | None:
     """The first fact that is not finite, in words; None if all are."""
-    found = next((name for name, value in facts.items() if not _is_finite(value)), None)
+    found = _not_finite(facts)
     return f"fact {found!r} is {facts[found]}, and only finite numbers are facts" if found is not None else None
+
+
+def _not_finite(values: Mapping[str, JsonValue]) -> str | None:
+    return next((name for name, value in values.items() if not _is_finite(value)), None)
 
 
 def _is_finite(value: JsonValue) -> bool:
@@ -111,9 +129,9 @@ class Part(BaseModel):
 class Manifest(BaseModel):
     """The result of one stage. Published once; without it the stage did not happen."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
     """Version of this record's own format."""
     run: RunName
     """Id of the run."""
@@ -135,9 +153,11 @@ class Manifest(BaseModel):
     """Version of Ratchet that did the work."""
     facts: Annotated[dict[str, JsonValue], AfterValidator(_readable_facts)] = {}
     """Small values that later stages need: weight version, data cursor, weights digest. All numbers are finite."""
-    metrics: dict[str, Annotated[float, BeforeValidator(_as_number)]] = {}
-    """Numbers for people: rewards, losses, seconds. Not part of the identity. One that is not finite is written as
-    "NaN", "Infinity" or "-Infinity"."""
+    content: Annotated[str | None, Field(exclude_if=lambda name: name is None)] = None
+    """Name of the fact that identifies what the parts hold, if they can be written in several ways. It is known before
+    they are written, and takes their place in the identity."""
+    metrics: Annotated[dict[str, FiniteFloat | None], BeforeValidator(_without_older_texts)] = {}
+    """Numbers for people: rewards, losses, seconds. Not part of the identity. Null is one that was not finite."""
     origin: Origin | None = None
     """Set on what a fork shares with its parent."""
     epoch: int | None = None
@@ -151,6 +171,15 @@ class Manifest(BaseModel):
     finished: datetime
     """When the manifest was made (UTC)."""
 
+    @model_validator(mode="after")
+    def _content_is_a_fact(self) -> Self:
+        if self.content is not None and (self.content not in self.facts or self.format_version == 1):
+            raise ValueError(
+                f"format {self.format_version} with the content in the fact {self.content!r} of {sorted(self.facts)}: "
+                "a manifest that a fact identifies holds that fact, and has format 2 or newer"
+            )
+        return self
+
     @property
     def digest(self) -> str:
         """Identity of the content: equal for two attempts or revisions that produced the same result.
@@ -162,7 +191,8 @@ class Manifest(BaseModel):
             raise StageFailed(
                 f"{self.stage} of iteration {self.iteration} of run {self.run} is not committed: {unusable}"
             )
-        return value_digest(self.model_dump(mode="json", include=_IDENTITY))
+        named = _IDENTITY if self.content is None else _IDENTITY_OF_CONTENT
+        return value_digest(self.model_dump(mode="json", include=named))
 
     @property
     def key(self) -> str:
@@ -196,10 +226,12 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         Overtaken: the stage was committed with other content by the process that drove the run before.
         CommitConflict: it was committed with other content by any other process.
         LeaseLost: from the fence; nothing was written.
-        StageFailed: a fact is not finite; nothing was written.
+        StageFailed: a fact or a metric is not finite; nothing was written.
         StorageError: it names parts of another stage or run and no origin; nothing was written.
     """
     digest = manifest.digest
+    if (name := _not_finite(manifest.metrics)) is not None:  # a copy with changed fields is not validated
+        raise StageFailed(f"{manifest.key} is not committed: metric {name!r} is {manifest.metrics[name]}")
     _check_parts(manifest)
     if fence is not None:
         fence.check()
@@ -289,4 +321,4 @@ def load(root: Root, key: str) -> Manifest:
 class _AnyVersion(BaseModel):
     """What manifests of every version have in common."""
 
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1

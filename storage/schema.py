@@ -50,7 +50,7 @@ ROLLOUT = pa.schema(
     metadata={"table": "rollout", "version": str(SCHEMA_VERSION)},
 )
 
-REWARD = pa.schema(
+_REWARD_1 = pa.schema(
     [
         _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
         _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
@@ -58,23 +58,40 @@ REWARD = pa.schema(
         _field("status", pa.string(), "ok, error (the function raised) or timeout (deadline passed)"),
         _field("detail", pa.string(), "what was raised, or empty"),
     ],
-    metadata={"table": "reward", "version": str(SCHEMA_VERSION)},
+    metadata={"table": "reward", "version": "1"},
 )
 
-EVALUATION = pa.schema(
+_EVALUATION_1 = pa.schema(
     [
         _field("prompt_id", pa.string(), "id of the held-out prompt"),
         _field("response_tokens", pa.list_(pa.int32()), "greedy answer, with the stop token", "token"),
         _field("reward", pa.float32(), "score; null unless status is ok", nullable=True),
         _field("status", pa.string(), "ok, error or timeout, as in the reward table"),
     ],
-    metadata={"table": "evaluation", "version": str(SCHEMA_VERSION)},
+    metadata={"table": "evaluation", "version": "1"},
+)
+
+_REASON = _field(
+    "reason",
+    pa.string(),
+    "why there is no score: exception, exit (of its process), no_number, non_finite or timeout; null if there is one",
+    nullable=True,
+)
+_COMPONENTS = _field(
+    "components", pa.map_(pa.string(), pa.float32()), "named numbers that the reward is made of, if any", nullable=True
+)
+
+REWARD = pa.schema([*_REWARD_1, _REASON, _COMPONENTS], metadata={"table": "reward", "version": "2"})
+
+EVALUATION = pa.schema(
+    [*_EVALUATION_1, _field("detail", pa.string(), "as in the reward table", nullable=True), _REASON, _COMPONENTS],
+    metadata={"table": "evaluation", "version": "2"},
 )
 
 TABLES = {schema.metadata[b"table"].decode(): schema for schema in (PROMPTS, ROLLOUT, REWARD, EVALUATION)}
 """Every stored table as this version writes it, by name."""
 
-EARLIER: dict[str, tuple[pa.Schema, ...]] = {}
+EARLIER: dict[str, tuple[pa.Schema, ...]] = {"reward": (_REWARD_1,), "evaluation": (_EVALUATION_1,)}
 """Schemas that released versions wrote, oldest first, by table. A new version may only add nullable columns at the end;
 the schema it replaces moves here unchanged, and `tests/storage/test_schema.py` checks the rule."""
 

@@ -2,73 +2,84 @@
 
 import functools
 import json
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import fsspec
-
+from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
+from storage.manifest import Manifest, find
+from storage.parts import read_part
 from tasks.config.credentials import check_root_url
-from tasks.config.environment import Settings, resolve, without_secrets
-from tasks.config.model import GeneratedModel
+from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
-from tasks.data.sources import prompt_tables, text_codec
-from tasks.rewards.resolve import resolve_reward
-from trainer_core.config import check_layout
+from tasks.continued import check_continued
+from tasks.data.checking import check_prompts, check_sources, check_stored_prompts
+from tasks.data.generated import model_config
+from tasks.data.models import open_model
+from tasks.model_checks.fitness import Facts, check_fit, source_facts
+from tasks.rewards.check import check_reward
+from tasks.stages.names import Stage
+from tasks.stages.prepared import MODEL
+from tasks.stages.views import Prepared
+from trainer_core.config import Device
 
 
-def check_config(config: RunConfig, root: Root) -> None:
+def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
     """Refuse a run that cannot work. A second call in the same process reads and tokenizes nothing again.
 
+    A run that has stored its model and its prompts depends on nothing outside: their sources may be gone, but if they
+    can be read they must be what the run was made from.
+
+    Args:
+        prepared: the run's stage `prepare`, if it is committed.
+
     Raises:
-        InputError: the layout does not fit the model, a data set or the reward cannot be used, sizes contradict
-            each other, CUDA is requested but not available, or the root's URL has credentials.
+        InputError: the layout or the engine does not fit the model, the model, a data set or the reward cannot be used
+            or is not what the run was started with, sizes contradict each other, CUDA is requested but not available,
+            or the root's URL has credentials.
         StorageUnavailable: the root cannot be written.
     """
     check_root_url(root.url)
     root.check_writable()
-    Settings.from_environment().device(config.device.kind)
-    _check_content(config.model_dump_json())
+    if prepared is None:
+        check_content(config)
+    else:
+        _check_stored(config, root, Prepared(prepared), _device(config))
 
 
-@functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached
-def _check_content(document: str) -> None:
-    config = RunConfig.model_validate_json(document)
-    check_layout(config.train.parallel, model_facts(config))
-    resolve_reward(config.reward.function, config.reward.arguments)
-    _check_sizes(config)
-    tables = prompt_tables(config, text_codec(config.model))
-    if config.warmup.steps and (
-        "warmup" not in tables or tables["warmup"]["answer"].null_count == len(tables["warmup"])
-    ):
-        raise InputError(
-            "warmup.steps is above 0, but there are no solved examples: set data.warmup, or warmup.steps = 0"
-        )
-    if config.evaluate.every and "held_out" not in tables:
-        raise InputError(
-            "evaluate.every is above 0, but there are no held-out prompts: set data.held_out, or evaluate.every = 0"
-        )
+def check_content(config: RunConfig) -> None:
+    """The checks of a new run that need no storage root. Writes nothing.
+
+    Raises:
+        InputError: as `check_config`.
+    """
+    _check_content(config.model_dump_json(), _device(config))
 
 
-def model_facts(config: RunConfig) -> Mapping[str, Any]:
-    """The fields of the model's config.json, from its directory or as the model is to be generated.
+def prepared_stage(root: Root, run: str) -> Manifest | None:
+    """The stage `prepare` of a run that was recorded, if it is committed."""
+    return find(root, run, 0, Stage.PREPARE) if root.exists(layout.run_config_key(run)) else None
+
+
+def model_facts(config: RunConfig) -> Facts:
+    """The content of the model's config.json, from its directory or as the model is to be generated.
 
     Raises:
         InputError: the directory has no readable config.json.
     """
-    if config.model.generate is not None:
-        return _generated_facts(config.model.generate)
-    url = f"{config.model.source}/config.json"
-    try:
-        with fsspec.open(f"{resolve(config.model.source, 'model.source')}/config.json", "rb") as file:
-            return json.loads(file.read())  # pyright: ignore[reportAttributeAccessIssue]
-    except (OSError, ImportError, ValueError) as error:
-        raise InputError(
-            f"model.source: {url} cannot be read ({without_secrets(str(error))}): give a Hugging Face directory"
-        ) from None
+    section = config.model
+    return model_config(section.generate) if section.generate else open_model(section).document("config.json")
+
+
+def advice(config: RunConfig) -> Iterator[str]:
+    """What works, but not as well as it could: one sentence each."""
+    settings, ranks = Settings.from_environment(), config.train.parallel.world_size
+    cores = len(os.sched_getaffinity(0))
+    if settings.device(config.device.kind) == "cpu" and ranks > cores:
+        yield f"{ranks} trainer ranks share {cores} cores: a layout with fewer ranks under [train.parallel] is faster"
 
 
 def check_scratch(folder: Path | None = None) -> None:
@@ -86,18 +97,26 @@ def check_scratch(folder: Path | None = None) -> None:
         ) from None
 
 
-def _generated_facts(model: GeneratedModel) -> dict[str, int]:
-    return {
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "intermediate_size": model.intermediate,
-        "max_position_embeddings": model.max_positions,
-        "vocab_size": model.vocabulary,
-    }
+@functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached
+def _check_content(document: str, device: Device) -> None:
+    config = RunConfig.model_validate_json(document)
+    facts = source_facts(config, device)
+    _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
+    check_prompts(config)
 
 
-def _check_sizes(config: RunConfig) -> None:
+def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Device) -> None:
+    """The same checks of what the run has stored, and that the sources are still what it was made from."""
+    check_continued(config, root, prepared)
+    check_sources(config, prepared.manifest)
+    facts = json.loads(read_part(root, prepared.manifest.part(f"{MODEL}config.json")))
+    _check_settings(config, facts, device, "the run's model")
+    check_stored_prompts(config, root, prepared.manifest)
+
+
+def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
+    check_fit(config, facts, device, where)
+    check_reward(config.reward)
     samples = config.rollout.prompts * config.rollout.samples
     updates = config.train.policy.mini_batches
     if samples < updates:
@@ -105,15 +124,20 @@ def _check_sizes(config: RunConfig) -> None:
             f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}: "
             "lower it, or raise rollout.prompts or rollout.samples"
         )
-    context = int(model_facts(config)["max_position_embeddings"])
-    for name, length in (
-        ("engine.max_model_len", config.engine.max_model_len),
-        ("train.max_length", config.train.max_length),
-    ):
-        if length > context:
-            raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")
     if config.train.max_length < config.engine.max_model_len:
         raise InputError(
             f"engine.max_model_len = {config.engine.max_model_len} lets responses grow beyond train.max_length = "
             f"{config.train.max_length}: make them equal"
         )
+
+
+def _device(config: RunConfig) -> Device:
+    """Where the run computes; refuses a layout with more ranks than cards."""
+    settings, parallel = Settings.from_environment(), config.train.parallel
+    device = settings.device(config.device.kind)
+    if device == "cuda" and parallel.world_size > len(settings.gpus):
+        raise InputError(
+            f"the layout {parallel} under [train.parallel] needs {parallel.world_size} GPUs, one a rank, but "
+            f"{len(settings.gpus)} are visible: choose a smaller layout, or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+    return device

@@ -22,7 +22,10 @@ GROUPS = (
     "tests/storage/test_kill.py",
 )
 SHARES = {
+    "tests/tasks/export/test_export.py": "tests/trainer_core",  # processes forked from one with Megatron
+    "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",  # a whole run
+    "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
     "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # an engine's model
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/test_prefect_tasks.py": "tests/flows/server",

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from storage.errors import InputError
 
 KlEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token", "sequence", "group"]
+Recompute = Literal["none", "attention", "layers"]
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
 
@@ -15,7 +17,7 @@ Device = Literal["cpu", "cuda"]
 class Frozen(BaseModel):
     """Base of every configuration here: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ParallelConfig(Frozen):
@@ -89,8 +91,21 @@ class PolicyConfig(Frozen):
     """Optimizer updates per pass over the samples of an iteration."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the samples of an iteration."""
-    loss_aggregation: Literal["token", "sequence"] = "token"
-    """Mean over all response tokens of the mini-batch, or over sequences of each one's mean."""
+    loss_aggregation: Aggregation = "token"
+    """Mean over all response tokens of the mini-batch, or over sequences or prompt groups of the mean of each."""
+    kl_sample: int = Field(default=0, ge=0)
+    """Samples of an iteration on which KL(before || after its updates) is measured, by a forward pass of their own."""
+
+
+class MegatronConfig(Frozen):
+    """How Megatron runs a step. No result depends on it. What does not take effect stops the trainer at its start."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the backward pass computes further ones."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from data-parallel ranks during the next forward pass, instead of after the update."""
+    recompute: Recompute = "none"
+    """Activations that the backward pass computes again instead of keeping them: none, attention's, whole layers'."""
 
 
 class TrainerConfig(Frozen):
@@ -102,8 +117,12 @@ class TrainerConfig(Frozen):
     """Optimizer of the policy phase."""
     policy: PolicyConfig = PolicyConfig()
     """Objective of the policy phase."""
-    micro_batch_size: int = Field(default=8, ge=1)
-    """Sequences per DP rank in one micro-batch."""
+    megatron: MegatronConfig = MegatronConfig()
+    """How Megatron runs a step."""
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Most tokens per DP rank in one micro-batch; a sequence that is longer goes alone."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Most sequences per DP rank in one micro-batch; if not given, as many as fit."""
     precision: Precision = "fp32"
     """Type of weights and activations; bf16 keeps fp32 main weights, moments and gradients."""
     max_length: int = Field(ge=2)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig, ParallelConfig
+from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.records import TensorRecord
 
 Generators = Literal["continued", "restored", "reseeded"]
@@ -29,6 +30,18 @@ class LoadedState:
     """Configuration of the optimizer that the state holds."""
     optimizer_updates: int
     """Updates of that optimizer."""
+    identity: StateIdentity
+    """Of what the ranks hold now, computed from their memory."""
+
+
+@dataclass(frozen=True)
+class SavedFiles:
+    """What one rank has saved."""
+
+    names: tuple[str, ...]
+    """Names of the files that this rank has written and that must be stored."""
+    identity: StateIdentity
+    """Of the state, the same on every rank."""
 
 
 class TrainerProtocol(Protocol):
@@ -54,28 +67,31 @@ class TrainerProtocol(Protocol):
         """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start fresh."""
         ...
 
-    def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
+    def load(self, directory: str) -> LoadedState:
         """Continue from a state that `save` wrote, under the same or another layout.
 
         Under the same layout training continues bit for bit as if it had not been interrupted. Under another one the
-        random generators are reseeded.
+        random generators are reseeded. Under other settings of the optimizer, as in a fork, its moments and the place
+        in its schedule are kept, and the settings are those of this trainer.
 
         Args:
-            directory: local folder with all files of the state; with a fresh optimizer those that
-                `facts.needed_for_weights` names suffice.
-            fresh_optimizer: load only the weights and start this trainer's optimizer from zero.
+            directory: local folder with all files of the state.
 
         Raises:
             StorageError: if there is no state.
-            InputError: if the state's optimizer is configured differently from this trainer's, or Transformer Engine
-                saved it and is not installed here, or vice versa.
+            InputError: if the state has another precision than this trainer, or Transformer Engine saved it and is not
+                installed here, or vice versa.
         """
         ...
 
-    def save(self, directory: str) -> list[str]:
-        """Write weights, optimizer, schedule, step counter and RNG into an empty local folder.
+    def save(self, directory: str) -> SavedFiles:
+        """Write weights, optimizer, step counter and RNG into a local folder, over what was written there before.
 
-        Returns the names of the files that this rank has written and must store.
+        On return the files hold the state, and the trainer may change its own. The next save into the same folder
+        changes the files.
+
+        Raises:
+            StorageUnavailable: there is no room for the files.
         """
         ...
 
@@ -83,7 +99,8 @@ class TrainerProtocol(Protocol):
         """Train on one iteration's samples with the objective of `TrainerConfig.policy` (GRPO).
 
         Advantages are taken within prompt groups; old log-probabilities are this trainer's own. Samples that are not
-        usable are ignored.
+        usable are ignored. A single update is a single pass; several have one scoring pass before them, a reference has
+        one more, and measuring the KL another over `TrainerConfig.policy.kl_sample` samples.
 
         Args:
             samples: all samples of the iteration, on every rank.
@@ -93,7 +110,8 @@ class TrainerProtocol(Protocol):
         Returns:
             The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
             learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
-            KL(before || after), in nats; kl_reference: the same of KL(before || reference), if requested;
+            KL(before || after) on `kl_sample` samples, in nats, if that is not 0; kl_reference: the same of
+            KL(before || reference) on all, if requested;
             engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; tokens: response
             tokens; steps: updates.
 

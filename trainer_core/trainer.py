@@ -9,7 +9,8 @@ from storage.errors import InputError, RatchetError
 from trainer_core.algorithms.grpo import PolicyPhase
 from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
-from trainer_core.batches.sequences import Matrix, Samples, Sequences, SupervisedExamples, as_sequences
+from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
+from trainer_core.batches.sharing import Limits
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
@@ -17,8 +18,8 @@ from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.platform.platform import Platform, quietly
-from trainer_core.protocol import Generators, LoadedState, TrainerProtocol
-from trainer_core.state.checkpoint import Saver, load_state, load_weights
+from trainer_core.protocol import Generators, LoadedState, SavedFiles, TrainerProtocol
+from trainer_core.state.checkpoint import Saver, load_state
 from trainer_core.state.facts import StateFacts, check_modules, read_facts
 from trainer_core.weights.export import export_weights
 from trainer_core.weights.records import TensorRecord
@@ -37,8 +38,8 @@ class Trainer(TrainerProtocol):
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
-        self._passes = Passes(self._model, self._mesh, config.micro_batch_size)
-        self._saver = Saver()
+        self._passes = Passes(self._model, self._mesh, Limits(config.micro_batch_tokens, config.micro_batch_size))
+        self._saver = Saver(self._model, self._mesh)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
         self._reference_identity: str | None = None
@@ -61,46 +62,36 @@ class Trainer(TrainerProtocol):
     def import_model(self) -> None:
         """See `TrainerProtocol.import_model`."""
         self._identity = None
-        with quietly():
+        with self._model.weights(), quietly():
             self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
         self._generators = "continued"
         self._step = 0
 
-    def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
+    def load(self, directory: str) -> LoadedState:
         """See `TrainerProtocol.load`."""
         self._identity = None
         facts = read_facts(directory)
         check_modules(directory, facts, self._transformer_engine)
-        restore_rng = facts.parallel == self._config.parallel and not fresh_optimizer
-        rng.seed_rank(self._config.seed + facts.step)
-        if fresh_optimizer:
-            load_weights(directory, self._model, self._mesh)
-            self._optimizer = Optimizer(self._model, self._config.optimizer)
-        else:
-            self._optimizer = self._continued(facts)
-            load_state(directory, self._model, self._optimizer, self._mesh, restore_rng)
-        self._step = facts.step
-        self._generators = "restored" if restore_rng else "reseeded"
-        return LoadedState(
-            facts.step, self._generators, facts.parallel, facts.optimizer, optimizer_updates=facts.optimizer_updates
-        )
-
-    def _continued(self, facts: StateFacts) -> Optimizer:
         if facts.precision != self._config.precision:
             raise InputError(
                 f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
-                "use the state's precision, or load it with a fresh optimizer"
+                "use the state's precision"
             )
-        if facts.optimizer != self._config.optimizer:
-            raise InputError(
-                f"the state holds the optimizer {facts.optimizer}, but the trainer is to use "
-                f"{self._config.optimizer}; use the state's settings, or load it with a fresh optimizer"
-            )
-        return Optimizer(self._model, self._config.optimizer)
+        restore_rng = facts.parallel == self._config.parallel
+        rng.seed_rank(self._config.seed + facts.step)
+        self._optimizer = Optimizer(self._model, self._config.optimizer)
+        with self._model.weights():
+            load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
+            identity = self._saver.identity(self._optimizer, facts)
+        self._step = facts.step
+        self._generators = "restored" if restore_rng else "reseeded"
+        return LoadedState(
+            facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, identity
+        )
 
-    def save(self, directory: str) -> list[str]:
+    def save(self, directory: str) -> SavedFiles:
         """See `TrainerProtocol.save`."""
         optimizer = self._live_optimizer()
         facts = StateFacts(
@@ -111,7 +102,9 @@ class Trainer(TrainerProtocol):
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )
-        return self._saver.save(directory, self._model, optimizer, self._mesh, facts)
+        with self._model.weights():
+            names, identity = self._saver.save(directory, optimizer, facts)
+        return SavedFiles(tuple(names), identity)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         """See `TrainerProtocol.train_policy`."""
@@ -150,10 +143,9 @@ class Trainer(TrainerProtocol):
         """See `TrainerProtocol.logprobs`."""
         whole = as_sequences(sequences)
         self._check_length(whole)
-        padded = whole.padded()
         with rng.undisturbed():
-            scores = self._passes.score(padded, np.arange(len(sequences)), temperature)
-        return [row[:width] for row, width in zip(scores.logprobs, padded.widths, strict=True)]
+            scores = self._passes.score(whole, np.arange(len(sequences)), temperature)
+        return np.split(scores.logprobs, np.cumsum(whole.response_lengths)[:-1])
 
     def reference(self) -> str | None:
         """See `TrainerProtocol.reference`."""
@@ -163,22 +155,23 @@ class Trainer(TrainerProtocol):
         """See `TrainerProtocol.load_reference`."""
         self._reference_identity = None
         check_modules(directory, read_facts(directory), self._transformer_engine)
-        self._reference = Reference(directory, self._model, self._mesh)
+        self._reference = Reference(directory, self._model)
         self._reference_identity = identity
 
     def export(self, directory: str) -> list[TensorRecord]:
         """See `TrainerProtocol.export`."""
-        return export_weights(directory, self._model, self._mesh)
+        with self._model.weights():
+            return export_weights(directory, self._model, self._mesh)
 
     def close(self) -> None:
         """See `TrainerProtocol.close`."""
         leave()
 
-    def _reference_logprobs(self, samples: Samples, temperature: float) -> Matrix:
+    def _reference_logprobs(self, samples: Samples, temperature: float) -> Vector:
         if self._reference is None:
             raise InputError("a reference is required, but none is loaded; call load_reference first")
         with self._reference.in_place():
-            return self._passes.score(samples.padded(), np.flatnonzero(samples.usable), temperature).logprobs
+            return self._passes.score(samples, np.flatnonzero(samples.usable), temperature).logprobs
 
     def _check_length(self, sequences: Sequences) -> None:
         longest = int(sequences.lengths.max(initial=0))

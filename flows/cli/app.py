@@ -12,13 +12,16 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows.cli import site
+from flows.cli import report, reward, samples, site, store, upkeep
+from flows.cli.check import check_command
+from flows.cli.export import export_command
+from flows.cli.init import init_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
-from flows.cli.store import register
 from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
+from flows.views.trackers import check_trackers
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
@@ -26,7 +29,8 @@ from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config
-from tasks.config.environment import without_secrets
+from tasks.config.environment import prepare_process, without_secrets
+from tasks.config.stored import check_record
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -42,8 +46,11 @@ app = App(
     result_action="return_value",
 )
 
-register(app)
-site.register(app)
+for commands in (store, samples, report, reward, upkeep, site):
+    commands.register(app)
+app.command(export_command, name="export")
+app.command(check_command, name="check")
+app.command(init_command, name="init")
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
@@ -223,6 +230,13 @@ def _carry_out(
     if name is None:
         raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
     check_run_name(name)
+    from tasks.checks import check_config, prepared_stage
+
+    prepare_process()
+    store = open_root(root)
+    check_trackers(config.report)
+    check_config(config, store, prepared_stage(store, name))  # `launch` checks again; it needs seconds for its imports
+    check_record(store, name, config)
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = continuing_command(words, name, settings, replaced, root, json)

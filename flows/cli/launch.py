@@ -10,12 +10,11 @@ from pydantic import BaseModel, ConfigDict
 from flows.cli.memory import MemoryMeter
 from flows.cli.signals import Signals
 from flows.driving import next_iteration
-from flows.run import process_cluster, ready, run
+from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
-from flows.views.curves import store_plot
-from flows.views.history import read_history
 from flows.views.output import Output
 from flows.views.progress import closing_lines
+from flows.views.reports import write_report
 from flows.views.status import RunStatus, read_status
 from storage.backends.root import Root
 from storage.errors import InputError, RatchetError, WorkerLost
@@ -69,14 +68,15 @@ def launch(order: Order, output: Output) -> int:
     Raises:
         RatchetError: whatever stops the run.
     """
-    root, _ = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
+    root = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
     _quieten_prefect()
     signals = Signals()
     try:
         with signals, MemoryMeter() as meter:
             first = next_iteration(root, order.run, order.config)
             if first > order.config.run.iterations:
-                store_plot(root, order.run, read_history(root, order.run))
+                _release(order.run, output)
+                write_report(root, order.run)
             else:
                 output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
                 _run_flow_to_its_end(order, signals, root, output)
@@ -121,6 +121,14 @@ def _run_flow_to_its_end(order: Order, signals: Signals, root: Root, output: Out
         if next_iteration(root, order.run, order.config) <= order.config.run.iterations:
             raise
         output.say(f"{lost}. The run is complete; the page of its flow run is not")
+
+
+def _release(run: str, output: Output) -> None:
+    """What the process that completed the run did not release, if it was killed just then."""
+    try:
+        release_workers(run)
+    except RatchetError as failure:
+        output.say(f"warning: the processes of the run on the cluster, if there are any, stay there: {failure}")
 
 
 def _quieten_prefect() -> None:

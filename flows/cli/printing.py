@@ -3,14 +3,15 @@
 from collections.abc import Collection as Container
 from collections.abc import Iterator, Sequence
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
+from storage import layout
 from storage.manifest import Manifest
 from storage.upkeep.archive import Archive
 from storage.upkeep.catalog import RunSummary
 from storage.upkeep.fork import Forked
 from storage.upkeep.lineage import SampleLineage, Step, WeightsLineage
-from storage.upkeep.retention import Collection
+from storage.upkeep.retention import Collection, Garbage
 from storage.upkeep.verify import Verification
 from tasks.config.reference import Table, default_of
 
@@ -52,6 +53,21 @@ class Shown(BaseModel):
         return cls(root=root, run=run, stages=tuple(stages))
 
 
+class Verifications(BaseModel):
+    """What the verification of every run of a root has found."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: str
+    runs: tuple[Verification, ...]
+
+    @computed_field
+    @property
+    def sound(self) -> bool:
+        """Whether all runs are."""
+        return all(one.sound for one in self.runs)
+
+
 class Unlocked(BaseModel):
     """Whether a run is free, and who held it."""
 
@@ -88,7 +104,7 @@ def of_shown(shown: Shown, in_detail: bool) -> list[str]:
                 stage.digest[:12],
                 str(len(one.parts)),
                 size(sum(part.bytes for part in one.parts)),
-                f"{one.metrics.get('seconds', 0):.2f}",
+                f"{one.metrics.get('seconds') or 0:.2f}",
                 f"{one.finished:%Y-%m-%d %H:%M:%S}",
                 _remarks(stage),
             )
@@ -139,14 +155,36 @@ def of_verification(report: Verification) -> list[str]:
     return [*found, f"run {report.run} is {verdict}: {read}, {len(report.findings)} findings"]
 
 
-def of_collection(found: Collection) -> list[str]:
-    """One line per object, the total, and why there may be more."""
+def of_verifications(found: Verifications) -> list[str]:
+    """The findings and a line for each run, and the total."""
+    total = sum(not one.sound for one in found.runs)
+    each = [line for one in found.runs for line in of_verification(one)]
+    return [*each, f"{len(found.runs)} runs in {found.root}, {total or 'none'} of them not sound"]
+
+
+def of_collection(found: Collection, each: bool = False) -> list[str]:
+    """One line for each stage of an iteration and each reason, or with `each` for each object; the total, and why there
+    may be more."""
     rows = [(one.key, size(one.bytes), one.reason) for one in found.garbage]
+    if not each:
+        rows = [
+            (place, f"{len(some)} objects", size(sum(one.bytes for one in some)), reason)
+            for (place, reason), some in _by_place(found.garbage).items()
+        ]
     verb = "removed" if found.applied else "could be removed; --apply does it"
     unreadable = [f"unreadable, of run {one.run}: {one.reason}" for one in found.unreadable]
     kept = ["No part counts as garbage until these records can be read, because they may name it:", *unreadable]
     total = f"{len(found.garbage)} objects ({size(found.bytes)}) of run {found.run} {verb}"
     return [*table(rows), total, *(kept if unreadable else [])]
+
+
+def _by_place(garbage: Sequence[Garbage]) -> dict[tuple[str, str], list[Garbage]]:
+    found: dict[tuple[str, str], list[Garbage]] = {}
+    for one in garbage:
+        place = layout.place_of(one.key)
+        name = "-" if place is None else f"{place[1]} of iteration {place[0]}"
+        found.setdefault((name, one.reason), []).append(one)
+    return found
 
 
 def of_fork(made: Forked) -> list[str]:

@@ -9,24 +9,27 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from flows.cli import printing as lines
+from flows.cli.bench import bench_train_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
 from storage.ids import check_run_name
+from storage.manifest import find
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
-from storage.upkeep.archive import compact
-from storage.upkeep.catalog import contents, require_run, summaries
+from storage.upkeep.archive import compact, without_texts
+from storage.upkeep.catalog import contents, require_run, runs, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.document import apply_override, parse_config
+from tasks.config.document import apply_override, parse_config, with_functions
 from tasks.config.identity import changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
+from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import WORKFLOW, Stage
 
 _DECIDED = ("model", "data", "warmup")
@@ -45,6 +48,7 @@ def register(app: App) -> None:
     app.command(compact_command, name="compact")
     bench = App(name="bench", help="Measure parts of Ratchet on this machine.")
     bench.command(bench_storage_command, name="storage")
+    bench.command(bench_train_command, name="train")
     app.command(bench)
 
 
@@ -117,7 +121,13 @@ def lineage_command(
     return 0
 
 
-def verify_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+def verify_command(
+    run: str | None = None,
+    *,
+    everything: Annotated[bool, Parameter(name="--all", help="Verify every run of the root.", negative=())] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
     """Read everything a run has stored and name what is damaged, missing or orphaned. Exit code 1 if it is not sound.
 
     Parameters
@@ -125,9 +135,16 @@ def verify_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False
     run
         Id of the run.
     """
-    store = _open(root, run)
-    report = verify(store, run)
+    if (run is None) != everything:
+        raise InputError("give the id of a run, or --all for every run of the root")
+    store = open_root(root)
     with Output(json=json) as output:
+        if run is None:
+            found = lines.Verifications(root=store.url, runs=tuple(verify(store, name) for name in runs(store)))
+            output.result(found, lines.of_verifications(found))
+            return 0 if found.sound else StageFailed.exit_code
+        require_run(store, run)
+        report = verify(store, run)
         output.result(report, lines.of_verification(report))
     return 0 if report.sound else StageFailed.exit_code
 
@@ -140,6 +157,7 @@ def gc_command(
         int | None, Parameter(help="Also keep the states of iterations that this number divides.")
     ] = None,
     apply: Annotated[bool, Parameter(help="Delete; without it nothing is touched.", negative=())] = False,
+    objects: Annotated[bool, Parameter(help="Name each object.", negative=())] = False,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
@@ -162,7 +180,7 @@ def gc_command(
     with hold(store, run, "ratchet gc") if apply else nullcontext() as fence:
         found = collect(store, WORKFLOW, run, retention, apply=apply, fence=fence)
     with Output(json=json) as output:
-        output.result(found, lines.of_collection(found))
+        output.result(found, lines.of_collection(found, each=objects))
     return StageFailed.exit_code if found.unreadable else 0
 
 
@@ -215,14 +233,16 @@ def unlock_command(
 
 
 def compact_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
-    """Write all scored samples of a run to one Parquet file, for other tools.
+    """Write all scored samples of a run, with their texts, to one Parquet file for other tools.
 
     Parameters
     ----------
     run
         Id of the run.
     """
-    archive = compact(open_root(root), WORKFLOW, run)
+    store = _open(root, run)
+    prepared = find(store, run, 0, Stage.PREPARE)
+    archive = compact(store, WORKFLOW, run, without_texts if prepared is None else StoredTexts.of(store, prepared))
     with Output(json=json) as output:
         output.result(archive, lines.of_archive(archive))
     return 0
@@ -257,7 +277,7 @@ def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -
     for setting in settings:
         apply_override(document, setting)
     document["run"]["name"] = run
-    config = parse_config(document, f"of run {parent} with the given settings")
+    config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
     changed = changed_meaning(before.meaning(), config.meaning())
     decided = [line for line in changed if line.startswith(_DECIDED)]
     if decided:

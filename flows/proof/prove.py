@@ -20,6 +20,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
 from storage.kill_points import Point
 from storage.manifest import find
+from storage.upkeep.catalog import names
 from tasks.config.environment import with_faults
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
@@ -142,7 +143,7 @@ def prove(order: ProofOrder, output: Output) -> int:
 
 def _check_empty(url: str, *roots: Root) -> None:
     for root in roots:
-        if RUN in root.folders():
+        if names(root, RUN, 0).manifests:  # without any, a start has failed there, and left nothing to compare
             raise InputError(f"{url} already holds a proof: give another --root, or remove that one")
 
 
@@ -218,7 +219,7 @@ def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparis
 def _sampled_again(root: Root, iterations: int) -> tuple[int, int]:
     rollouts = [find(root, RUN, iteration, Stage.ROLLOUT) for iteration in range(1, iterations + 1)]
     metrics = [manifest.metrics for manifest in rollouts if manifest is not None]
-    again, equal = (sum(one.get(name, 0) for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
+    again, equal = (sum(one.get(name) or 0 for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
     return int(again), int(equal)
 
 

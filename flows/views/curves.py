@@ -2,13 +2,14 @@
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from flows.views.history import PLOT, IterationRecord
+from flows.views.history import PLOT
+from flows.views.table import Row
 from storage import layout
 from storage.backends.root import Root
 
@@ -20,7 +21,7 @@ PIXELS = (int(_SIZE[0] * _DPI), int(_SIZE[1] * _DPI))
 _REWARD, _HELD_OUT, _PLAIN, _SECOND = "tab:blue", "tab:green", "tab:gray", "tab:orange"
 
 
-def draw_curves(history: Sequence[IterationRecord], title: str) -> bytes:
+def draw_curves(rows: Sequence[Row], title: str) -> bytes:
     """PNG of PIXELS: reward and held-out pass rate; KL divergence; entropy and gradient norm."""
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
@@ -28,16 +29,16 @@ def draw_curves(history: Sequence[IterationRecord], title: str) -> bytes:
     for axes in (rewards, divergence, entropy):
         axes.grid(visible=True, alpha=0.3)
     figure.suptitle(title)
-    _curve(rewards, history, lambda record: record.reward, "mean reward of the samples", _REWARD)
-    _curve(rewards, history, lambda record: record.accuracy, "pass rate on held-out prompts", _HELD_OUT)
+    _curve(rewards, rows, "reward/reward_mean", "mean reward of the samples", _REWARD)
+    _curve(rewards, rows, "evaluate/accuracy", "pass rate on held-out prompts", _HELD_OUT)
     rewards.legend(loc="best")
     rewards.set_ylabel("reward")
-    _curve(divergence, history, lambda record: record.kl, "KL", _PLAIN)
-    divergence.set_ylabel("KL divergence [nat/token]")
-    _curve(entropy, history, lambda record: record.entropy, "entropy", _REWARD)
+    _curve(divergence, rows, "train/kl", "KL", _PLAIN)
+    divergence.set_ylabel("KL before||after [nat/token]")
+    _curve(entropy, rows, "train/entropy", "entropy", _REWARD)
     entropy.set_ylabel("entropy [nat/token]", color=_REWARD)
     norm = entropy.twinx()
-    _curve(norm, [record for record in history if record.iteration], lambda record: record.grad_norm, "norm", _SECOND)
+    _curve(norm, [row for row in rows if row.iteration], "train/grad_norm", "norm", _SECOND)
     norm.set_ylabel("gradient norm", color=_SECOND)
     entropy.set_xlabel("iteration")
     entropy.xaxis.get_major_locator().set_params(integer=True)
@@ -46,13 +47,13 @@ def draw_curves(history: Sequence[IterationRecord], title: str) -> bytes:
     return data.getvalue()
 
 
-def store_plot(root: Root, run: str, history: Sequence[IterationRecord]) -> bytes:
+def store_plot(root: Root, run: str, rows: Sequence[Row]) -> bytes:
     """Draw the run and store the PNG with its derived files.
 
     Returns:
         The PNG.
     """
-    png = draw_curves(history, f"run {run}")
+    png = draw_curves(rows, f"run {run}")
     root.replace(layout.report_key(run, PLOT), png)
     return png
 
@@ -62,12 +63,6 @@ def data_uri(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def _curve(
-    axes: Axes,
-    history: Sequence[IterationRecord],
-    figure_of: Callable[[IterationRecord], float | None],
-    label: str,
-    color: str,
-) -> None:
-    points = [(record.iteration, value) for record in history if (value := figure_of(record)) is not None]
+def _curve(axes: Axes, rows: Sequence[Row], column: str, label: str, color: str) -> None:
+    points = [(row.iteration, row.values[column]) for row in rows if column in row.values]
     axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=label, color=color)

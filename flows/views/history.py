@@ -8,6 +8,8 @@ from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
 
+from flows.views.table import Row, row_of
+from flows.views.troubles import Trouble, troubles_of
 from storage.backends.root import Root
 from storage.manifest import Manifest, find, load
 from storage.parallel import each
@@ -22,6 +24,7 @@ ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.
 PLOT = "curves.png"
 """Name of the plot among the run's derived files."""
 
+_UNSCORED = ("errors", "timeouts", "non_finite")
 _READERS = 16
 _WARM = 3
 """First iteration that counts for the median duration: earlier ones also start processes and fill caches."""
@@ -45,13 +48,20 @@ class IterationRecord(BaseModel):
     accuracy: float | None
     """Pass rate on held-out prompts, after the weights of this iteration were synced."""
     kl: float | None
-    """Mean KL divergence of the policy after the step from the one that sampled, nat per token."""
+    """Mean KL divergence of the policy before the step from the one after it, KL(before || after), nat per token. It is
+    measured, whether or not a KL to the reference is in the loss."""
     entropy: float | None
     """Mean entropy of the policy, nat per token."""
     grad_norm: float | None
     """Norm of the gradient before clipping."""
     tokens_per_second: float | None
     """Response tokens per second while sampling."""
+    unscored: dict[str, int] = {}
+    """Samples that have no reward, by the reason: errors, timeouts, non_finite. Empty if all have one."""
+    troubles: tuple[Trouble, ...] = ()
+    """Signs that nothing can be learned from it."""
+    row: Row
+    """All metrics of all its stages."""
 
 
 def stages_of(iteration: int) -> tuple[Stage, ...]:
@@ -135,18 +145,24 @@ def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple
 def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> IterationRecord:
     """One iteration from its manifests and the last manifest of the iteration before."""
     metrics = {manifest.stage: manifest.metrics for manifest in manifests}
+    seconds = _seconds(manifests, before)
     rewards, trained = metrics.get(Stage.REWARD, {}), metrics.get(Stage.TRAIN, {})
     return IterationRecord(
         iteration=manifests[0].iteration,
         done=tuple(Stage(manifest.stage) for manifest in manifests),
-        stage_seconds={Stage(stage): values["seconds"] for stage, values in metrics.items() if "seconds" in values},
-        seconds=_seconds(manifests, before),
+        stage_seconds={
+            Stage(stage): took for stage, values in metrics.items() if (took := values.get("seconds")) is not None
+        },
+        seconds=seconds,
         reward=rewards.get("reward_mean"),
         accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),
         kl=trained.get("kl"),
         entropy=trained.get("entropy"),
         grad_norm=trained.get("grad_norm"),
         tokens_per_second=metrics.get(Stage.ROLLOUT, {}).get("tokens_per_second"),
+        unscored={name: int(count) for name in _UNSCORED if (count := rewards.get(name))},
+        troubles=troubles_of(metrics),
+        row=row_of(manifests, seconds),
     )
 
 

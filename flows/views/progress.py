@@ -1,7 +1,7 @@
 """What the user sees during a run: one live line, and one line for every finished iteration."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from flows.views.history import IterationRecord
 from flows.views.status import RunStatus
+from flows.views.troubles import explanation
 from tasks.stages.names import Stage
 
 _REFRESH_PER_SECOND = 4
@@ -29,6 +30,7 @@ class Progress:
         self._finished = 0
         self._doing = "starting"
         self._since = time.monotonic()
+        self._listeners: list[Callable[[IterationRecord], object]] = []
         self._live = Live(
             get_renderable=self._line,
             console=self._console,
@@ -54,6 +56,10 @@ class Progress:
         self._begin(text)
         self._print(text)
 
+    def note(self, text: str) -> None:
+        """Print a line beside what is being done."""
+        self._print(text)
+
     def begins(self, iteration: int, stage: Stage) -> None:
         """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)
@@ -62,9 +68,21 @@ class Progress:
             self._print(f"iteration 0: {stage}")  # the start is slow: processes, warm-up
 
     def finished(self, record: IterationRecord) -> None:
-        """Print the line of a finished iteration."""
+        """Print the line of a finished iteration and why nothing can be learned from it, and tell the listeners."""
         self._finished = record.iteration
         self._print(iteration_line(record, self._iterations))
+        for trouble in record.troubles:
+            self.warn(f"iteration {record.iteration}: {explanation(trouble)}")
+        for listener in self._listeners:
+            listener(record)
+
+    def on_finished(self, listener: Callable[[IterationRecord], object]) -> None:
+        """Call `listener` with each finished iteration."""
+        self._listeners.append(listener)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self._print(f"warning: {text}")
 
     def _begin(self, doing: str) -> None:
         self._doing, self._since = doing, time.monotonic()
@@ -90,13 +108,15 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
     figures = [
         ("reward", record.reward, ".3f"),
         ("held-out", record.accuracy, ".3f"),
-        ("kl", record.kl, ".2e"),
+        ("KL before||after", record.kl, ".2e"),
         ("entropy", record.entropy, ".3f"),
         ("grad norm", record.grad_norm, ".3f"),
         ("tokens/s", record.tokens_per_second, ".0f"),
     ]
+    reasons = ", ".join(f"{reason} {count}" for reason, count in record.unscored.items())
     width = len(str(iterations))
     shown = [f"{name} {value:{form}}" for name, value, form in figures if value is not None]
+    shown += [f"without reward {sum(record.unscored.values())} ({reasons})"] if reasons else []
     stages = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in record.stage_seconds.items())
     return " | ".join(
         [f"iteration {record.iteration:{width}d}/{iterations}", *shown, f"{record.seconds:.1f} s ({stages})"]
@@ -111,6 +131,7 @@ def closing_lines(status: RunStatus) -> list[str]:
         f"held-out pass rate  {_change(status.first_accuracy, status.last_accuracy)}",
         f"stored in           {status.root}/{status.run}",
         *([f"plot                {status.report}"] if status.report else []),
+        *(f"warning             {text}" for text in status.warnings),
     ]
 
 

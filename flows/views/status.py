@@ -14,6 +14,7 @@ from flows.views.history import (
     seconds_per_iteration,
     stages_of,
 )
+from flows.views.troubles import run_troubles
 from storage import layout
 from storage.backends.root import Root
 from storage.ids import check_run_name
@@ -57,6 +58,8 @@ class RunStatus(BaseModel):
     """Held-out pass rate of the last evaluation."""
     seconds_per_iteration: float | None
     """Median duration of the RL iterations after the second."""
+    warnings: tuple[str, ...]
+    """Why the run may not learn, a line each."""
     report: str | None
     """URL of the plot, once there is one."""
     history: tuple[IterationRecord, ...]
@@ -90,6 +93,7 @@ def read_status(root: Root, run: str) -> RunStatus:
         first_accuracy=first_accuracy,
         last_accuracy=last_accuracy,
         seconds_per_iteration=seconds_per_iteration(history),
+        warnings=run_troubles([(one.iteration, one.troubles) for one in history if Stage.ROLLOUT in one.done]),
         report=f"{root.url}/{key}" if root.exists(key) else None,
         history=tuple(history),
     )

@@ -228,7 +228,8 @@ def durability(root: Root, run: str) -> dict[str, float]:
     done: dict[int, list[dict[str, float]]] = {}
     for one in contents(root, run).newest:
         if one.iteration and "storage_seconds" in one.metrics:
-            done.setdefault(one.iteration, []).append(one.metrics)
+            figures = {name: value for name, value in one.metrics.items() if value is not None}
+            done.setdefault(one.iteration, []).append(figures)
     if not done:
         raise InputError(
             f"no RL iteration of run {run!r} in {root.url} records its time in the store: run one with this version"
@@ -240,13 +241,13 @@ def durability(root: Root, run: str) -> dict[str, float]:
             for stages in done.values()
         )
 
-    figures = {
+    shares = {
         "durability_share": share("storage_seconds", "save_seconds"),
         "durability_behind_share": share("upload_seconds"),
     }
     every = [stage for stages in done.values() for stage in stages]
     resumed = [stage["process_to_gradient_s"] for stage in every if "process_to_gradient_s" in stage]
-    return figures | ({"resume_to_first_gradient_s": statistics.median(resumed)} if resumed else {})
+    return shares | ({"resume_to_first_gradient_s": statistics.median(resumed)} if resumed else {})
 
 
 def main() -> int:

@@ -29,6 +29,7 @@ CHUNK_BYTES = 1 << 20
 _NEWEST = 2  # a process publishes iteration by iteration: what it did not flush is in the last two folders
 _flushed: set[Path] = set()  # folders whose names this process has flushed, and those of all folders above them
 _flushing = threading.Lock()
+_WRITABLE = 0o644
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
 
 
@@ -72,6 +73,18 @@ def replace(target: Path, data: memoryview) -> None:
     _sync(target.parent)
 
 
+def append(target: Path, data: bytes) -> None:
+    """Add to the end of a file that is not stored for good, in one write; it is made if it is not there."""
+    _make_folders(target.parent)
+    descriptor = os.open(target, os.O_CREAT | os.O_RDONLY, _WRITABLE)
+    try:
+        os.fchmod(descriptor, _WRITABLE)  # `replace` makes files that cannot be written
+    finally:
+        os.close(descriptor)
+    with target.open("ab", buffering=0) as file:
+        file.write(data)
+
+
 def make_young(target: Path) -> None:
     """Set a file's time to now. Raises PermissionError if it belongs to another user."""
     os.utime(target)
@@ -104,6 +117,15 @@ def files(folder: Path) -> Iterator[os.DirEntry[str]]:
 def folders(folder: Path) -> list[str]:
     """Names of the folders in `folder` and of links to folders, sorted; raises as `files`."""
     return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder and those in it, as far as they hold no file."""
+    for entry in _entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            remove_empty(Path(entry.path))
+    with contextlib.suppress(OSError):  # it holds something, or is gone
+        folder.rmdir()
 
 
 def flush_newest(folder: Path) -> None:

@@ -136,10 +136,28 @@ class Root:
             else:
                 self._retried(lambda: self.fs.pipe_file(self.full(key), bytes(data)))
 
+    def append(self, key: str, data: bytes) -> None:
+        """Add to the end of a derived file, which is made if it is not there. Only local storage can do that.
+
+        A crash may leave a part of `data` at its end.
+
+        Raises:
+            StorageError: the backend cannot append.
+        """
+        if self.protocol != "file":
+            raise StorageError(f"{self.url}/{key}: {self.protocol} cannot append to an object; replace it instead")
+        with _explained(self, key):
+            self._retried(lambda: local.append(Path(self.full(key)), data))
+
     def remove(self, key: str) -> None:
         """Remove an object that nothing names; it may already be gone."""
         with contextlib.suppress(FileNotFoundError):
             self._read(key, lambda: self.fs.rm_file(self.full(key)))
+
+    def remove_empty(self, prefix: str) -> None:
+        """Remove the folders at and below `prefix` that hold no file; object stores have none."""
+        if self.protocol == "file":
+            self._read(prefix, lambda: local.remove_empty(Path(self.full(prefix))))
 
     def make_young(self, key: str) -> bool:
         """Give an object the age of a new one, so that gc counts it as in use; False if that was not possible.
@@ -243,7 +261,7 @@ class Root:
         Raises:
             StorageUnavailable: the root cannot be written, or the second write succeeded.
         """
-        key, probed = layout.probe_key(uuid.uuid4().hex), self.patient(_CHECK_SECONDS)
+        key, probed = layout.probe_key(uuid.uuid4().hex), self._existing().patient(_CHECK_SECONDS)
         probed.put_if_absent(key, b"ratchet")
         twice = probed.put_if_absent(key, b"Ratchet")
         probed.remove(key)
@@ -252,6 +270,13 @@ class Root:
                 f"{self.url} ignores conditional writes (If-None-Match: *): two writers would overwrite each other. "
                 "Use a store that honours them"
             )
+
+    def _existing(self) -> "Root":
+        """The nearest folder that is there: what is only checked makes none."""
+        if self.protocol != "file":
+            return self
+        folder = Path(self.path)
+        return replace(self, path=str(next(one for one in (folder, *folder.parents) if os.path.lexists(one))))
 
     def _make_young(self, key: str) -> None:
         path = self.full(key)

@@ -4,8 +4,9 @@ zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLI
 significance side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
 """
 
+import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,9 +26,21 @@ from storage.upkeep.catalog import contents, require_run
 
 TABLE = "samples"
 _FLOATS = ("logprobs",)
-_SCORES = ("reward", "status", "detail")
-SAMPLES = pa.schema([*ROLLOUT, *(REWARD.field(name).with_nullable(True) for name in _SCORES)])
-"""Columns of the archive: the rollout table and the scores; null where a sample is not scored yet."""
+_SCORES = [name for name in REWARD.names if name not in ROLLOUT.names]
+_TEXTS = [
+    pa.field("prompt", pa.string(), metadata={"meaning": "text of the prompt", "unit": ""}),
+    pa.field("response", pa.string(), metadata={"meaning": "text of the response, no special tokens", "unit": ""}),
+]
+SAMPLES = pa.schema([*ROLLOUT, *(REWARD.field(name).with_nullable(True) for name in _SCORES), *_TEXTS])
+"""Columns of the archive: the rollout table, the scores (null where a sample is not scored yet) and the texts."""
+
+Texts = Callable[[pa.Table], tuple[pa.Array, pa.Array]]
+"""Texts of the prompts and responses of a rollout table, a row each."""
+
+
+def without_texts(samples: pa.Table) -> tuple[pa.Array, pa.Array]:
+    """For a run whose tokenizer is not known."""
+    return pa.nulls(samples.num_rows, pa.string()), pa.nulls(samples.num_rows, pa.string())
 
 
 class Archive(BaseModel):
@@ -47,7 +60,7 @@ class Archive(BaseModel):
     """Size of the parts with the same content."""
 
 
-def compact(root: Root, workflow: Workflow, run: str) -> Archive:
+def compact(root: Root, workflow: Workflow, run: str, texts: Texts = without_texts) -> Archive:
     """Write the archive of all iterations that have a rollout; the same content gives the same file.
 
     Raises:
@@ -62,7 +75,7 @@ def compact(root: Root, workflow: Workflow, run: str) -> Archive:
     span = range(rollouts[0].iteration, rollouts[-1].iteration + 1)
     with tempfile.TemporaryDirectory(prefix="ratchet-archive-") as folder:
         path = Path(folder, f"{TABLE}.parquet")
-        rows = write_archive(path, (_scored(root, one, rewards.get(one.iteration)) for one in rollouts))
+        rows = write_archive(path, (scored(root, one, rewards.get(one.iteration), texts) for one in rollouts))
         digest, size = file_digest(path)
         key = layout.archive_key(run, TABLE, span, digest)
         root.put_file_if_absent(key, path)
@@ -74,8 +87,8 @@ def compact(root: Root, workflow: Workflow, run: str) -> Archive:
 def write_archive(path: Path, tables: Iterator[pa.Table]) -> int:
     """Write tables of the schema SAMPLES to a Parquet file, each in its own row groups; returns the number of rows."""
     rows = 0
-    leaves = [_leaf(field) for field in SAMPLES]
-    floats = {_leaf(SAMPLES.field(name)): "BYTE_STREAM_SPLIT" for name in _FLOATS}
+    leaves = list(itertools.chain.from_iterable(map(_leaves, SAMPLES)))
+    floats = {leaf: "BYTE_STREAM_SPLIT" for name in _FLOATS for leaf in _leaves(SAMPLES.field(name))}
     dictionaries = [leaf for leaf in leaves if leaf not in floats]
     options = {"compression": "zstd", "use_dictionary": dictionaries, "column_encoding": floats}
     with pq.ParquetWriter(path, SAMPLES, **options) as writer:
@@ -85,20 +98,22 @@ def write_archive(path: Path, tables: Iterator[pa.Table]) -> int:
     return rows
 
 
-def _leaf(field: pa.Field) -> str:
-    return f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+def _leaves(field: pa.Field) -> list[str]:
+    if pa.types.is_map(field.type):
+        return [f"{field.name}.key_value.{side}" for side in ("key", "value")]
+    return [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name]
 
 
-def _scored(root: Root, rollout: Manifest, reward: Manifest | None) -> pa.Table:
-    """Samples of one iteration, each with its own score."""
+def scored(root: Root, rollout: Manifest, reward: Manifest | None, texts: Texts = without_texts) -> pa.Table:
+    """Samples of one iteration, each with its own score, in the rollout's order and the schema SAMPLES."""
     samples = read_stored_table(root, rollout)
     if reward is None:
         scores = [pa.nulls(samples.num_rows, REWARD.field(name).type) for name in _SCORES]
     else:
-        scored = read_stored_table(root, reward)
-        rows = pc.index_in(_names(samples), value_set=_names(scored))  # pyright: ignore[reportAttributeAccessIssue]
-        scores = [scored[name].take(rows) for name in _SCORES]
-    return pa.table([*samples.columns, *scores], schema=SAMPLES)
+        found = read_stored_table(root, reward)
+        rows = pc.index_in(_names(samples), value_set=_names(found))  # pyright: ignore[reportAttributeAccessIssue]
+        scores = [found[name].take(rows) for name in _SCORES]
+    return pa.table([*samples.columns, *scores, *texts(samples)], schema=SAMPLES)
 
 
 def _names(table: pa.Table) -> pa.Array:

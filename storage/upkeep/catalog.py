@@ -1,5 +1,6 @@
 """What a root holds: runs, their manifests, and which parts anything names. For display and cleaning."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -51,6 +52,17 @@ class Retired(BaseModel):
     """When (UTC)."""
     rule: str
     """Why, in words."""
+
+
+class Removal(BaseModel):
+    """Record that a run is being removed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = 1
+    """Version of this record's own format."""
+    time: datetime
+    """When that was begun (UTC)."""
 
 
 @dataclass(frozen=True)
@@ -148,20 +160,36 @@ class RunSummary(BaseModel):
 
 def runs(root: Root) -> list[str]:
     """Names of all runs, sorted."""
+    return [name for name, is_run in _folders(root).items() if is_run]
+
+
+def _folders(root: Root) -> dict[str, bool]:
+    """What may be runs by their names, sorted, and whether each is one."""
     candidates = [name for name in root.folders() if is_run_name(name)]
     there = each(lambda name: root.exists(layout.run_config_key(name)), candidates, _READERS)
-    return [name for name, is_run in zip(candidates, there, strict=True) if is_run]
+    return dict(zip(candidates, there, strict=True))
 
 
 def require_run(root: Root, run: str) -> None:
-    """Refuse a run that does not exist.
+    """Refuse a run that does not exist, or is being removed.
 
     Raises:
         InputError: it names the runs that exist.
     """
-    if not root.exists(layout.run_config_key(check_run_name(run))):
+    check_not_removed(root, check_run_name(run))
+    if not root.exists(layout.run_config_key(run)):
         there = ", ".join(runs(root)) or "no run at all"
         raise InputError(f"there is no run {run!r} in {root.url}, only {there}: check --root and the name")
+
+
+def check_not_removed(root: Root, run: str) -> None:
+    """Refuse a run whose removal was begun.
+
+    Raises:
+        InputError: it was.
+    """
+    if root.exists(layout.removal_key(run)):
+        raise InputError(f"run {run!r} is being removed: finish that with `ratchet rm {run}`, or take another name")
 
 
 def names(root: Root, run: str, iteration: int | None = None) -> Names:
@@ -231,8 +259,18 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
 
 
 def summaries(root: Root) -> list[RunSummary]:
-    """All runs of a root, sorted by name. Reads the manifests of the first stage and last iteration of each."""
-    return each(lambda run: _summary(root, run), runs(root), _READERS)
+    """All runs of a root, sorted by name. Reads the manifests of the first stage and last iteration of each.
+
+    Runs whose removal was begun are among them.
+    """
+    found = _folders(root)
+    there, others = ([name for name, is_run in found.items() if is_run is wanted] for wanted in (True, False))
+    left = each(lambda name: root.exists(layout.removal_key(name)), others, _READERS)
+    text = "its removal was begun and is not finished: `ratchet rm {}` finishes it"
+    gone = [
+        RunSummary(run=name, iteration=None, damaged=text.format(name)) for name in itertools.compress(others, left)
+    ]
+    return sorted([*each(lambda run: _summary(root, run), there, _READERS), *gone], key=lambda one: one.run)
 
 
 def _summary(root: Root, run: str) -> RunSummary:

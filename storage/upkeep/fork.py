@@ -9,7 +9,7 @@ from storage.backends.root import Root
 from storage.errors import CommitConflict, InputError, StorageError
 from storage.ids import Workflow, check_run_name
 from storage.manifest import Manifest, Origin, commit, load
-from storage.upkeep.catalog import Contents, Names, Retired, contents, names, require_run
+from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, contents, names, require_run
 
 
 class Forked(BaseModel):
@@ -52,6 +52,7 @@ def fork(
     for copy in copies:
         _publish(root, copy, run)
     _take_over_retirements(root, workflow, past, copies, iteration)
+    check_not_removed(root, parent)  # after the copies: a removal that begins later sees them
     key = layout.run_config_key(run)
     # compared, because the answer to our own write may have been lost
     if not records.publish(root, key, config) and root.read_bytes(key) != records.seal(config):
@@ -66,12 +67,13 @@ def check_unused(root: Root, run: str) -> None:
     Raises:
         InputError: a fork under this name was interrupted before it became a run, or its `run.json` was removed.
     """
+    check_not_removed(root, run)
     there = names(root, run).manifests
     if there:
         raise InputError(
             f"run {run!r} has no {layout.run_config_key(run)} in {root.url}, but {len(there)} manifests, such as "
             f"{there[0]}: a fork that was interrupted. Complete it with the same `ratchet fork ... --run {run}`, or "
-            f"remove the folder {run}, or give the new run another name with --run"
+            f"remove it with `ratchet rm {run}`, or give the new run another name with --run"
         )
 
 

@@ -324,6 +324,12 @@ def _leftovers(root: Root, run: str, moment: datetime) -> Iterator[Garbage]:
             yield Garbage(key=one.key, bytes=0, reason="an upload that a crash ended", upload=one.id)
 
 
+def abort_uploads(root: Root, run: str) -> None:
+    """Drop every upload of a run that was not finished."""
+    for one in _uploads(root, run):
+        root.abort_upload(one.key, one.id)
+
+
 def _uploads(root: Root, run: str) -> list[Upload]:
     try:
         return root.uploads(run)

@@ -1,8 +1,13 @@
 """The table `[data]`: prompts."""
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+import string
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from tasks.config.section import Section, without_credentials
+
+Format = Literal["jsonl", "csv", "parquet"]
 
 
 class GeneratedAddition(Section):
@@ -26,33 +31,169 @@ class GeneratedAddition(Section):
         return self
 
 
-class DataSection(Section):
-    """Prompts: JSONL or Parquet on fsspec, one record per prompt; or generated."""
+class DataSource(Section):
+    """One source of prompts. What is not set here is as in `[data]`."""
 
-    train: str | None = None
-    """URL of the training prompts."""
-    held_out: str | None = None
-    """URL of the prompts for evaluation."""
-    warmup: str | None = None
-    """URL of solved examples for the supervised warm-up."""
+    source: str
+    """Path, pattern (`part-*.jsonl`) or URL of files, or the id of a data set of the hub (`org/name[@revision]`)."""
+    name: str | None = None
+    """Goes before the ids of its prompts if there are several sources; by default from `source`."""
+    weight: float | None = Field(default=None, gt=0, le=10000)
+    """Its share of the prompts that are drawn. If no source has one, each pass draws every prompt of all sources once;
+    else a source without one has 1."""
+    subset: str | None = None
+    """Configuration of a data set of the hub, such as `main`."""
+    split: str | None = None
+    """Split of a data set of the hub; required for one."""
+    format: Format | None = None
+    """What the files are; by default what their names end in (.jsonl, .csv, .tsv, .parquet), else JSONL."""
+    id_field: str | None = None
+    """Field with the prompt's id."""
+    prompt_field: str | None = None
+    """Field with the prompt: a text, or messages."""
+    answer_field: str | None = None
+    """Field with the solved answer."""
+    prompt: str | None = None
+    """Template of the prompt's text, over the record's fields."""
+    system: str | None = None
+    """System prompt."""
+    chat: bool | None = None
+    """Whether a text is given to the model as a user's message."""
+
+    @field_validator("source")
+    @classmethod
+    def _public(cls, url: str, info: ValidationInfo) -> str:
+        without_credentials(url, "data source", info)
+        if not url:
+            raise ValueError("source is empty: give a path, a URL or the id of a data set")
+        return url
+
+    @field_validator("prompt")
+    @classmethod
+    def _fields_in_braces(cls, text: str | None) -> str | None:
+        return _template(text)
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, name: str | None) -> str | None:
+        if name is not None and (not name or "/" in name):
+            raise ValueError(f"name {name!r} goes before prompt ids, as name/id: give a text without '/'")
+        return name
+
+
+def _template(text: str | None) -> str | None:
+    """A template, if it is one: a text with fields in braces and nothing more in them."""
+    if text is None:
+        return None
+    try:
+        fields = [piece[1:] for piece in string.Formatter().parse(text) if piece[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a template ({error}): write {{{{ and }}}} for braces themselves") from None
+    if not fields or any(not name or form or conversion for name, form, conversion in fields):
+        raise ValueError(
+            f"{text!r}: put the name of a field in braces, such as {{question}}, and {{{{ for a brace itself"
+        )
+    return text
+
+
+def _form(value: Any) -> str:
+    return "text" if isinstance(value, str) else "list"
+
+
+def _listed(value: Any) -> Any:
+    """`[data.train]` as one of `[[data.train]]`, and a text in a list as the source of a table."""
+    if value is None or isinstance(value, str):
+        return value
+    tables = [value] if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
+    if not tables:
+        raise ValueError(
+            f"{value!r} names no source: give a path, a URL, the id of a data set, or tables with a source"
+        )
+    return [{"source": one} if isinstance(one, str) else one for one in tables]
+
+
+Sources = Annotated[
+    Annotated[str, Tag("text")] | Annotated[tuple[DataSource, ...], Tag("list")],
+    Discriminator(_form),
+]
+"""One source by its path or URL, or tables with more about each."""
+
+
+class DataSection(Section):
+    """Prompts: one record for each, in JSONL, CSV or Parquet files or a data set of the hub; or generated."""
+
+    train: Sources | None = None
+    """Training prompts: path, pattern, URL or id of a data set; or `[[data.train]]` tables, one for each source."""
+    held_out: Sources | None = None
+    """Prompts for evaluation, in the same forms."""
+    warmup: Sources | None = None
+    """Solved examples for the supervised warm-up, in the same forms."""
     generate: GeneratedAddition | None = None
     """Generate an addition data set instead."""
+    hold_out: int = Field(default=0, ge=0)
+    """Split this many prompts off the training prompts for evaluation; neither an id nor a text is in both."""
     id_field: str = "id"
     """Field with the prompt's id; a missing one is replaced by the record's number."""
     prompt_field: str = "prompt"
-    """Field with the prompt's text."""
+    """Field with the prompt: a text, or messages (a list of tables with role and content; in CSV as JSON)."""
     answer_field: str = "answer"
-    """Field with the solved answer, for the warm-up."""
+    """Field with the solved answer, for the warm-up; if the last message is the assistant's, that is the answer."""
+    prompt: str | None = None
+    """Template of the prompt's text, over the record's fields: `"{question}\\nAnswer with a number."`."""
+    system: str | None = None
+    """System prompt, for messages that do not begin with one. A text becomes a user's message after it."""
+    chat: bool = False
+    """Whether a text is given to the model as a user's message, by its chat template; else it is the whole prompt."""
+    download: bool = False
+    """Whether data sets of the hub may be downloaded; otherwise they are looked for in its cache on this machine."""
+    overlong: Literal["refuse", "drop"] = "refuse"
+    """What becomes of prompts that leave no room for a response in the context: refused, or dropped and counted."""
     shuffle: bool = True
     """Whether each pass over the prompts has its own order (from the run's seed)."""
 
+    @field_validator("train", "held_out", "warmup", mode="before")
+    @classmethod
+    def _tables(cls, value: Any) -> Any:
+        return _listed(value)
+
     @field_validator("train", "held_out", "warmup")
     @classmethod
-    def _public(cls, url: str | None, info: ValidationInfo) -> str | None:
-        return without_credentials(url, f"data.{info.field_name}", info)
+    def _public(cls, given: Any, info: ValidationInfo) -> Any:
+        return without_credentials(given, f"data.{info.field_name}", info) if isinstance(given, str) else given
+
+    @field_validator("prompt")
+    @classmethod
+    def _fields_in_braces(cls, text: str | None) -> str | None:
+        return _template(text)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "DataSection":
         if (self.train is None) == (self.generate is None):
             raise ValueError("give exactly one of data.train and data.generate")
         return self
+
+    @model_validator(mode="after")
+    def _held_out_once(self) -> "DataSection":
+        if self.hold_out and (self.generate is not None or self.held_out is not None):
+            other = "data.held_out" if self.generate is None else "data.generate.held_out"
+            raise ValueError(f"data.hold_out = {self.hold_out} and {other} exclude each other: give one of them")
+        return self
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out prompts."""
+        return self.generate is not None or self.held_out is not None or self.hold_out > 0
+
+    def sources(self, table: str) -> tuple[DataSource, ...]:
+        """The sources of a table (train, held_out or warmup), each with what `[data]` says for all."""
+        given = {"train": self.train, "held_out": self.held_out, "warmup": self.warmup}[table]
+        listed = (DataSource(source=given),) if isinstance(given, str) else given or ()
+        return tuple(self._complete(one) for one in listed)
+
+    def _complete(self, one: DataSource) -> DataSource:
+        names = ("id_field", "prompt_field", "answer_field", "prompt", "system", "chat")
+        shared = {name: value for name, value in dict(self).items() if name in names}
+        own = {name: value for name, value in dict(one).items() if value is not None}
+        if "prompt_field" in own:
+            shared["prompt"] = None  # its own field counts, not the template of all
+        return one.model_copy(update={**shared, **own})

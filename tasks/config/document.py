@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,11 +11,16 @@ from pydantic import BaseModel, ValidationError
 
 from storage.errors import InputError
 from tasks.config.credentials import shown, shown_setting, shown_text
+from tasks.config.functions import located_function
 from tasks.config.located import folder_of, located
 from tasks.config.run import RunConfig
 
 _FILES = {"model": ("source",), "data": ("train", "held_out", "warmup")}
 """The settings that name files."""
+_NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
+
+_FORMS = ("text", "list")
+"""Names of the forms that a setting may have, which pydantic puts into the place of an error."""
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -81,28 +86,81 @@ def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     for section, keys in _FILES.items():
         table = document.get(section)
         if isinstance(table, dict):
-            given = {key: table[key] for key in keys if isinstance(table.get(key), str)}
-            document[section] = {**table, **{key: located(name, folder) for key, name in given.items()}}
-    return document
+            given = {key: _found(table[key], folder) for key in keys if key in table}
+            document[section] = {**table, **given}
+    return with_functions(document, folder)
+
+
+def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """A parsed document in which the files of reward functions have absolute paths.
+
+    Args:
+        folder: of the configuration; None if that is no local file.
+
+    Raises:
+        InputError: there is no such file, or beside the configuration is another one than in the working directory.
+    """
+    reward = document.get("reward")
+    return document if reward is None else {**document, "reward": _located_reward(reward, folder)}
+
+
+def _located_reward(reward: Any, folder: Path | None) -> Any:
+    if not isinstance(reward, dict):
+        return reward
+    found = dict(reward)
+    if isinstance(reward.get("function"), str):
+        found["function"] = located_function(reward["function"], folder, "reward.function")
+    if isinstance(reward.get("functions"), list):
+        found["functions"] = [_located_reward(one, folder) for one in reward["functions"]]
+    return found
+
+
+def _found(named: Any, folder: Path | None) -> Any:
+    """Files that a setting names: by a text, by a table with a source, or by a list of these."""
+    if isinstance(named, list):
+        return [_found(one, folder) for one in named]
+    if isinstance(named, dict) and "source" in named:
+        return {**named, "source": _found(named["source"], folder)}
+    return located(named, folder) if isinstance(named, str) else named
 
 
 def _explain(item: dict[str, Any]) -> str:
-    place = ".".join(str(step) for step in item["loc"]) or "document"
+    item["loc"] = tuple(step for step in item["loc"] if step not in _FORMS)
+    place = ".".join(str(step) for step in _keys(item)) or "document"
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(item["loc"][-1]), _names_at(item["loc"][:-1]), n=1, cutoff=0.0)
-        return f"{place}: unknown key; did you mean {'.'.join([*map(str, item['loc'][:-1]), *near])!r}?"
+        return f"{place}: unknown key; {_repair(item['loc'])}"
     if item["type"] == "missing":
         return f"{place}: this key is required"
     if item["type"] == "value_error":  # ours: it includes the input
         text = item["msg"].removeprefix("Value error, ")
-        return text if text.startswith(place) else f"{place}: {text}"
+        return text if text.startswith(place) or not item["loc"] else f"{place}: {text}"
     return f"{place}: {item['msg']} (given: {shown(item['input'], str(item['loc'][-1]))!r})"
+
+
+def _keys(item: dict[str, Any]) -> Sequence[str | int]:
+    """Where a flaw is; inside free values pydantic adds the type of each."""
+    free = item["type"] == "finite_number" and item["loc"][-1] == "float"
+    return [step for step in item["loc"] if step not in ("list", "dict", "float")] if free else item["loc"]
+
+
+def _repair(location: Sequence[str | int]) -> str:
+    known = _names_at(location[:-1])
+    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=_NEAR)
+    if near:
+        return f"did you mean {'.'.join([*map(str, location[:-1]), *near])!r}?"
+    return f"remove it, or use one of {', '.join(known)}"
 
 
 def _names_at(location: Sequence[str | int]) -> list[str]:
     model: type[BaseModel] = RunConfig
     for step in location:
-        annotation = model.model_fields[str(step)].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
+        if str(step) in model.model_fields:  # else the number of an element, or the name of an alternative
+            model = next(_models_in(model.model_fields[str(step)].annotation), model)
     return list(model.model_fields)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)

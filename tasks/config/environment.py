@@ -203,6 +203,12 @@ def site_environment(home: Path, api: str, auth: str, database: str | None = Non
     }
 
 
+def downloading_environment(token: str | None) -> dict[str, str]:
+    """The whole environment for a child process that may contact the hub, with the token given or the user's own."""
+    online = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
+    return {**child_python_path(), **online, **({} if token is None else {"HF_TOKEN": token})}
+
+
 def with_faults(folder: Path) -> dict[str, str]:
     """The whole environment for a `ratchet` process in which the faults of `folder` happen; its children inherit it."""
     return {**child_python_path(), _FAULTS: str(folder)}

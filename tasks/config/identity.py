@@ -11,9 +11,13 @@ from pydantic import JsonValue
 
 from storage.digest import value_digest
 from tasks.config.credentials import MASK, is_secret, referenced, shown
+from tasks.config.functions import without_folder
 
 Document = Mapping[str, JsonValue]
 """A configuration, or a section of one, as plain JSON types."""
+
+_SOURCES: dict[str, Any] = {"source": True, "subset": True, "split": True, "format": True}
+"""Of the tables of a list of sources: where the content is and in which form; what it is, `prepare` records."""
 
 _RUNTIME_1: dict[str, Any] = {
     "run": {"name": True, "iterations": True},
@@ -22,20 +26,38 @@ _RUNTIME_1: dict[str, Any] = {
     "storage": True,
     "evaluate": True,
     "model": {"source": True},
-    "data": {"train": True, "held_out": True, "warmup": True},
+    "data": {"train": _SOURCES, "held_out": _SOURCES, "warmup": _SOURCES},
     "train": {"parallel": True, "micro_batch_size": True},
     "reward": {"deadline_s": True, "processes": True},
     "rollout": {"groups_per_part": True},
 }
-# the probe and its limits decide whether a sync is accepted, not what it delivers
 _RUNTIME_2 = {
     **_RUNTIME_1,
     "run": {**_RUNTIME_1["run"], "retries": True, "outage_s": True},
+    # the probe and its limits decide whether a sync is accepted, not what it delivers
     "sync": True,
     "workers": True,
+    "report": True,
+    "model": {"source": True, "download": True, "token": True},
+    "data": {**_RUNTIME_1["data"], "download": True},
+    "train": {
+        "parallel": True,
+        "megatron": True,
+        "micro_batch_size": True,
+        "micro_batch_tokens": True,
+        "policy": {"kl_sample": True},
+    },
+    "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True},
+}
+# the engine's precision decides what is sampled
+_RUNTIME_3 = {
+    **_RUNTIME_2,
+    "engine": dict.fromkeys(
+        ("count", "max_model_len", "max_num_seqs", "kv_cache_mib", "gpu_memory_utilization", "cuda_graphs"), True
+    ),
 }
 
-_RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2}
+_RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2, 3: _RUNTIME_3}
 """The runtime settings, which decide no result, by version of the rules. An entry only ever gains keys."""
 
 RULES = max(_RUNTIME)
@@ -45,8 +67,10 @@ FIRST_RULES = min(_RUNTIME)
 
 
 def meaning(document: Document, rules: int = RULES) -> dict[str, JsonValue]:
-    """The keys in `document` that decide the result: all but the runtime settings."""
-    return _without(document, _RUNTIME[rules])
+    """The keys in `document` that decide the result: all but the runtime settings, and without the folders of files."""
+    reward = document.get("reward")
+    placeless = {**document, "reward": _placeless(reward)} if isinstance(reward, dict) else document
+    return _without(placeless, _RUNTIME[rules])
 
 
 def meaning_digest(document: Document, rules: int = RULES) -> str:
@@ -75,10 +99,23 @@ def is_runtime(path: Sequence[str]) -> bool:
         rules = rules.get(name, {})
         if rules is True:
             return True
-    return False
+    return rules is _SOURCES
+
+
+def _placeless(reward: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """`[reward]`, or one of its functions, without the folders of functions."""
+    named, several = reward.get("function"), reward.get("functions")
+    found = dict(reward)
+    if isinstance(named, str):
+        found["function"] = without_folder(named)
+    if isinstance(several, list):
+        found["functions"] = [_placeless(one) if isinstance(one, dict) else one for one in several]
+    return found
 
 
 def _same(old: JsonValue, new: JsonValue) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return not changed_meaning(old, new)
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(_same, old, new))
     # a URL whose credentials an earlier version recorded is given by reference now
@@ -89,6 +126,9 @@ def _without(document: Document, runtime: Mapping[str, Any]) -> dict[str, JsonVa
     kept: dict[str, JsonValue] = {}
     for key, value in document.items():
         rule = runtime.get(key)
-        if rule is not True:
+        if rule is _SOURCES:
+            if isinstance(value, list):
+                kept[key] = [_without(one, _SOURCES) if isinstance(one, dict) else one for one in value]
+        elif rule is not True:
             kept[key] = _without(value, rule) if rule and isinstance(value, dict) else value
     return kept

@@ -2,6 +2,7 @@
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from tasks.config.credentials import referenced
 from tasks.config.section import Section, without_credentials
 
 
@@ -34,7 +35,12 @@ class ModelSection(Section):
     """The model that is trained: exactly one of `source` and `generate`."""
 
     source: str | None = None
-    """Local path or URL of a Hugging Face directory (config.json, safetensors, tokenizer.json)."""
+    """Hugging Face directory (config.json, safetensors, tokenizer): a local path, a URL, or `org/name[@revision]` in
+    the hub's cache; an existing folder comes first."""
+    download: bool = False
+    """Fetch `source` from the hub when the run is prepared; otherwise the hub is never contacted."""
+    token: str | None = None
+    """Token for the hub, by reference: "env:NAME"."""
     generate: GeneratedModel | None = None
     """Generate a small one instead."""
 
@@ -42,6 +48,13 @@ class ModelSection(Section):
     @classmethod
     def _public(cls, url: str | None, info: ValidationInfo) -> str | None:
         return without_credentials(url, "model.source", info)
+
+    @field_validator("token")
+    @classmethod
+    def _by_reference(cls, token: str | None) -> str | None:
+        if token is not None and referenced(token) is None:
+            raise ValueError('model.token would be stored with the run: give it by reference, as "env:NAME"')
+        return token
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "ModelSection":

@@ -5,7 +5,7 @@ import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, JsonValue, RootModel
@@ -16,7 +16,14 @@ from tasks.config.run import RunConfig
 
 MEANING, RUNTIME = "meaning", "runtime"
 
-_KINDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
+_KINDS: dict[Any, str] = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    dict: "table",
+    tuple: "list of tables",
+}
 _EXAMPLES = {"train.max_length": "128", "train.optimizer.learning_rate": "1e-5"}
 _FORMS = {"text": '"..."', "whole number": "1", "number": "1.0"}
 _WIDTH = 118
@@ -84,9 +91,22 @@ def tables() -> list[Table]:
     return list(_tables(RunConfig, (), None))
 
 
+def listed_tables() -> list[Table]:
+    """The tables of which a setting takes a list, each kind once, after the first setting that does."""
+    places = {model: place for place, model in reversed(list(_listed(RunConfig, ())))}
+    return [
+        Table(
+            f"[{'.'.join(place)}]",
+            _text(model.__doc__),
+            tuple(_key(model, name, place, None) for name in model.model_fields),
+        )
+        for model, place in sorted(places.items(), key=lambda item: item[1])
+    ]
+
+
 def markdown() -> str:
     """The page `docs/configuration.md`."""
-    return _HEAD + "".join(_section(table) for table in tables())
+    return _HEAD + "".join(_section(table) for table in (*tables(), *listed_tables()))
 
 
 def example() -> str:
@@ -106,7 +126,7 @@ def _tables(model: type[BaseModel], path: tuple[str, ...], default: BaseModel | 
     below = {name: section for name, field in model.model_fields.items() if (section := _section_of(field))}
     keys = [_key(model, name, path, default) for name in model.model_fields if name not in below]
     if path:
-        yield Table(".".join(path), " ".join((model.__doc__ or "").split()), tuple(keys))
+        yield Table(".".join(path), _text(model.__doc__), tuple(keys))
     for name, section in below.items():
         inner = model.model_fields[name].default if default is None else dict(default)[name]
         yield from _tables(section, (*path, name), inner if isinstance(inner, BaseModel) else None)
@@ -128,22 +148,48 @@ def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: Base
         default=_toml(value) if known else None,
         required=field.is_required(),
         role=RUNTIME if is_runtime(place) else MEANING,
-        text=" ".join((field.description or "").split()),
+        text=_text(field.description),
     )
+
+
+def _listed(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """Settings that take a list of tables, with what such a table is."""
+    for name, field in model.model_fields.items():
+        section = _section_of(field)
+        if section is not None:
+            yield from _listed(section, (*path, name))
+        for choice in _choices(field.annotation):
+            inner = get_args(choice)[0] if get_origin(choice) is tuple else None
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield (*path, name), inner
 
 
 def _choices(annotation: Any) -> list[Any]:
     """The alternatives of a type, without None; those of a Literal are its values."""
+    if get_origin(annotation) is Annotated:
+        return _choices(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType, Literal):
         return [choice for part in get_args(annotation) if part is not type(None) for choice in _choices(part)]
     return [annotation]
 
 
 def _kind(annotation: Any) -> str:
-    return " or ".join(
-        f'"{choice}"' if isinstance(choice, str) else _KINDS[get_origin(choice) or choice]
-        for choice in _choices(annotation)
-    )
+    return " or ".join(map(_kind_of, _choices(annotation)))
+
+
+def _kind_of(choice: Any) -> str:
+    if isinstance(choice, str):
+        return f'"{choice}"'
+    if get_origin(choice) is not tuple:
+        return _KINDS[get_origin(choice) or choice]
+    inner = get_args(choice)[0]
+    if isinstance(inner, type) and issubclass(inner, BaseModel):
+        return "list of tables"
+    return f"list of {' or '.join(f'{_kind_of(part)}s' for part in _choices(inner))}"
+
+
+def _text(given: str | None) -> str:
+    return " ".join((given or "").split())
 
 
 def _limits(field: FieldInfo) -> Iterator[str]:
@@ -182,7 +228,12 @@ def _example_of(table: Table) -> Iterator[str]:
         value = key.default or _EXAMPLES.get(key.path)
         facts = [key.kind, *(["required"] if key.required else []), *([RUNTIME] if key.role == RUNTIME else [])]
         yield from _comment(f"{key.text} ({'; '.join(facts)})")
-        yield f"{key.name} = {value}" if value else f"# {key.name} = {_FORMS[key.kind.partition(',')[0]]}"
+        yield f"{key.name} = {value}" if value else f"# {key.name} = {_form(key.kind)}"
+
+
+def _form(kind: str) -> str:
+    first = kind.partition(" or ")[0].partition(",")[0]
+    return "[...]" if first.startswith("list") else _FORMS[first]
 
 
 def _comment(text: str) -> list[str]:

@@ -1,30 +1,112 @@
 """The table `[reward]`: how responses are scored."""
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator
+from typing import Annotated
+
+from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, field_validator, model_validator
 
 from tasks.config.credentials import literal_secrets
 from tasks.config.section import FROM_STORAGE, Section
 
+Arguments = dict[str, JsonValue]
+Weights = dict[str, FiniteFloat]
 
-class RewardSection(Section):
-    """How responses are scored."""
+_DEFAULT = "exact_match"
 
-    function: str = "exact_match"
-    """Name of an entry point in the group `ratchet.rewards`, or `package.module:function`."""
-    arguments: dict[str, JsonValue] = Field(default={})
-    """Keyword arguments bound to the function. A secret is given as "env:NAME", a reference to the environment."""
-    deadline_s: float = Field(default=5.0, gt=0)
-    """Seconds after which a sample is recorded as timed out; enforced only in separate scoring processes."""
-    processes: int = Field(default=0, ge=0)
-    """Scoring processes; 0 scores in the calling process, allowed only for built-in functions that cannot hang."""
+
+class RewardFunction(Section):
+    """One function of several, whose weighted sum is the reward."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,40}$")]
+    """Name of the component: `reward/NAME` among the metrics."""
+    function: str
+    """As `reward.function`."""
+    weight: FiniteFloat = 1.0
+    """Factor in the reward; 0 records the component without rewarding it."""
+    arguments: Arguments = Field(default={})
+    """As `reward.arguments`."""
+    weights: Weights = Field(default={})
+    """As `reward.weights`."""
+    batch: bool = False
+    """As `reward.batch`."""
+
+    @property
+    def key(self) -> str:
+        """The setting that names it, for messages."""
+        return f"reward.functions ({self.name}): function" if self.name else "reward.function"
 
     @field_validator("arguments")
     @classmethod
-    def _no_secrets(cls, arguments: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        found = [] if info.context == FROM_STORAGE else list(literal_secrets(arguments, "reward.arguments"))
-        if found:
+    def _no_secrets(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
+        return _by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}", info)
+
+
+class RewardSection(Section):
+    """How responses are scored: by a function `(record, response)`, or `(record, response, sample)`, which returns a
+    number or a table of named numbers."""
+
+    function: str = _DEFAULT
+    """Name of an entry point in the group `ratchet.rewards`, `package.module:function`, or `file.py:function` with a
+    file beside the configuration or in the working directory. Of a file only the name is meaning, not the folder and
+    not the content: a changed file applies to the iterations that are not scored yet."""
+    arguments: Arguments = Field(default={})
+    """Keyword arguments bound to the function. A secret is given as "env:NAME", a reference to the environment."""
+    weights: Weights = Field(default={})
+    """For a function that returns named components: their factors in the reward; 1 for those that are not named."""
+    batch: bool = False
+    """Call the function once for all samples of an iteration, in one process: with lists, `(records, responses)`. It
+    returns a result for each."""
+    functions: tuple[RewardFunction, ...] = ()
+    """Several functions instead of one, as tables `[[reward.functions]]` with `name` and `function`, and optionally
+    `weight`, `arguments`, `weights` and `batch`. The reward is the weighted sum."""
+    max_failures: float = Field(default=0.1, ge=0, le=1)
+    """Share of an iteration's responses that may remain without a score (error, time-out, number that is not finite).
+    Above it the stage fails before anything is trained."""
+    deadline_s: float = Field(default=5.0, gt=0)
+    """Seconds after which a sample is recorded as timed out; enforced only in separate scoring processes. A batch has
+    as many for each of its samples."""
+    start_deadline_s: float = Field(default=60.0, gt=0)
+    """Seconds for importing the function in a scoring process."""
+    processes: int = Field(default=0, ge=0)
+    """Scoring processes; 0 scores in the calling process, which only built-in functions that cannot hang do: others
+    get one process."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _no_secrets(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
+        return _by_reference(arguments, "reward.arguments", info)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "RewardSection":
+        if not self.functions:
+            return self
+        if self.function != _DEFAULT or self.arguments or self.weights or self.batch:
             raise ValueError(
-                f"{' and '.join(found)} would be stored with the run, and looks like a secret: give it by reference, "
-                'as "env:NAME", and export NAME'
+                "reward.functions excludes reward.function, arguments, weights and batch: give these for each function"
             )
-        return arguments
+        names = [one.name for one in self.functions]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"reward.functions has two functions with the name {twice!r}: give each its own")
+        return self
+
+    @property
+    def parts(self) -> tuple[RewardFunction, ...]:
+        """The functions, also if it is one, whose name is then empty."""
+        one = RewardFunction.model_construct(
+            name="",
+            function=self.function,
+            weight=1.0,
+            arguments=self.arguments,
+            weights=self.weights,
+            batch=self.batch,
+        )
+        return self.functions or (one,)
+
+
+def _by_reference(arguments: Arguments, place: str, info: ValidationInfo) -> Arguments:
+    found = [] if info.context == FROM_STORAGE else list(literal_secrets(arguments, place))
+    if found:
+        raise ValueError(
+            f"{' and '.join(found)} would be stored with the run, and looks like a secret: give it by reference, "
+            'as "env:NAME", and export NAME'
+        )
+    return arguments

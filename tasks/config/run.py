@@ -1,15 +1,17 @@
 """The configuration of a run: frozen models. Imports without torch."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
 from tasks.config.identity import meaning
 from tasks.config.model import ModelSection
+from tasks.config.numbers import unusable_numbers
+from tasks.config.report import ReportSection
 from tasks.config.reward import RewardSection
-from tasks.config.section import Section
+from tasks.config.section import FROM_STORAGE, Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 
 
@@ -58,6 +60,9 @@ class RolloutSection(Section):
     """Nucleus mass."""
     max_tokens: int = Field(default=16, ge=1)
     """Limit on response tokens."""
+    stop_tokens: tuple[int | str, ...] | None = None
+    """Tokens that end a response, as texts or ids; by default all that config.json, generation_config.json and the
+    tokenizer name."""
     groups_per_part: int = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
 
@@ -77,7 +82,7 @@ class EvaluateSection(Section):
     """Greedy answers to held-out prompts."""
 
     every: int = Field(default=1, ge=0)
-    """Evaluate every N iterations, and after the last; 0 disables evaluation."""
+    """Evaluate every N iterations, and after the last; 0 disables it, as does a run without held-out prompts."""
     prompts: int = Field(default=256, ge=1)
     """Number of held-out prompts, counted from the first."""
 
@@ -94,7 +99,7 @@ class EngineSection(Section):
     kv_cache_mib: int = Field(default=128, ge=1)
     """Key-value cache, MiB."""
     precision: Precision = "fp32"
-    """Type of the engine's weights and activations. It decides what is sampled: no rollout mixes two of them."""
+    """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engine may use; the trainer needs the rest. No effect on CPU."""
     cuda_graphs: bool = False
@@ -150,6 +155,25 @@ class RunConfig(Section):
     workers: WorkersSection = WorkersSection()
     device: DeviceSection = DeviceSection()
     storage: StorageSection = StorageSection()
+    report: ReportSection = ReportSection()
+
+    @model_validator(mode="after")
+    def _usable_numbers(self, info: ValidationInfo) -> "RunConfig":
+        if info.context != FROM_STORAGE and (found := list(unusable_numbers(self.model_dump()))):
+            raise ValueError("\n  ".join(found))
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_held_out(cls, document: Any) -> Any:
+        """Without held-out prompts nothing is evaluated, unless `evaluate.every` is given: then that is an error."""
+        data = document.get("data") if isinstance(document, dict) else None
+        if not isinstance(data, dict) or data.get("train") is None or data.get("held_out") or data.get("hold_out"):
+            return document
+        evaluate = document.get("evaluate", {})
+        if not isinstance(evaluate, dict) or "every" in evaluate:
+            return document
+        return {**document, "evaluate": {**evaluate, "every": 0}}
 
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one.

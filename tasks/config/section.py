@@ -12,7 +12,9 @@ class Section(BaseModel):
     """A table of the configuration: immutable, and an unknown key is an error."""
 
     # pydantic's own messages would repeat the input, secrets included
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
 
 
 def without_credentials(url: str | None, key: str, info: ValidationInfo) -> str | None:

@@ -12,6 +12,8 @@ from pydantic import Field, JsonValue, ValidationError
 from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import InputError, NotCommitted, SchemaMismatch
+from storage.manifest import Fence, load
+from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown
 from tasks.config.document import explained
@@ -78,8 +80,14 @@ def stored_config(root: Root, run: str) -> RunConfig:
     return read_config(root, run).config
 
 
-def record_config(root: Root, run: str, config: RunConfig) -> str:
+def record_config(root: Root, run: str, config: RunConfig, fence: Fence | None = None) -> str:
     """Record what a run is made from, or check that it is continued unchanged.
+
+    A record binds the run once a manifest was made under it. Until then the holder of the lease may replace it: nothing
+    was made from it, because the start that wrote it failed.
+
+    Args:
+        fence: the run's lease. Without one an existing record is never replaced.
 
     Returns:
         The digest that its manifests carry: that of the record made when the run was started.
@@ -87,12 +95,54 @@ def record_config(root: Root, run: str, config: RunConfig) -> str:
     Raises:
         InputError: the run was started with other settings that decide its result, or something else has left manifests
             under its name.
+        LeaseLost: from the fence; nothing was replaced.
     """
-    record = ConfigRecord.of(config)
-    if not root.exists(layout.run_config_key(run)):
-        check_unused(root, run)
-    if records.publish(root, layout.run_config_key(run), record):
+    record, key = _record(run, config), layout.run_config_key(run)
+    _is_there(root, run)
+    if records.publish(root, key, record):
         return record.digest
+    if fence is not None and _is_unused(root, run, record):
+        fence.check()
+        root.remove(key)
+        records.publish(root, key, record)  # if another process was faster, its record is compared like any
+    return _continued(root, run, config)
+
+
+def check_record(root: Root, run: str, config: RunConfig) -> None:
+    """Refuse early what `record_config` would refuse under the run's lease; records nothing.
+
+    Raises:
+        InputError: as `record_config`.
+    """
+    if _is_there(root, run) and not _is_unused(root, run, _record(run, config)):
+        _continued(root, run, config)
+
+
+def _is_there(root: Root, run: str) -> bool:
+    """Whether the run has a record. Raises InputError if nothing may begin or continue under its name."""
+    check_not_removed(root, run)
+    there = root.exists(layout.run_config_key(run))
+    if not there:
+        check_unused(root, run)
+    return there
+
+
+def _record(run: str, config: RunConfig) -> ConfigRecord:
+    named = config.run.model_copy(update={"name": run})
+    return ConfigRecord.of(config.model_copy(update={"run": named}))
+
+
+def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
+    """Whether no manifest was made under the stored record, so that `record` may take its place.
+
+    If a holder that has lost the lease replaces the record of its successor, the successor's manifests show it: then
+    the record that they were made under may return.
+    """
+    made = {load(root, key).config_digest for key in names(root, run, 0).manifests}
+    return not made or (made == {record.digest} and read_config(root, run).digest != record.digest)
+
+
+def _continued(root: Root, run: str, config: RunConfig) -> str:
     stored = read_config(root, run)
     changed = changed_meaning(stored.config.meaning(), config.meaning())
     if changed:

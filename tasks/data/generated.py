@@ -17,9 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from storage.errors import InputError
 from tasks.config.data import GeneratedAddition
 from tasks.config.model import GeneratedModel
-from tasks.data.prompts import Record
+from tasks.data.backends import GENERATED, PAD, STOP, UNKNOWN
+from tasks.data.files import Record
 
-PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-= "
 _ROPE_THETA = 10000.0
 
@@ -43,7 +43,7 @@ def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
             f"{tokenizer.get_vocab_size()}: raise it"
         )
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(), indent=1))
+    (directory / "tokenizer_config.json").write_text(json.dumps(GENERATED, indent=1))
     (directory / "config.json").write_text(json.dumps(model_config(spec), indent=1))
 
 
@@ -151,40 +151,33 @@ def _demonstrations(train: list[Record], section: GeneratedAddition, rng: random
     return shown
 
 
-def _weights(spec: GeneratedModel, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    rng = np.random.default_rng([seed, 1])
-
-    def matrix(rows: int, columns: int) -> NDArray[np.float32]:
-        return rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(spec.initializer_range)
-
-    def norm(size: int) -> NDArray[np.float32]:
-        return np.ones(size, dtype=np.float32)
-
+def shapes(spec: GeneratedModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the model's weights, in the order in which they are drawn."""
     hidden, queries, keys = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield "model.embed_tokens.weight", matrix(spec.vocabulary, hidden)
+    yield "model.embed_tokens.weight", (spec.vocabulary, hidden)
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}"
-        yield f"{prefix}.self_attn.q_proj.weight", matrix(queries, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", matrix(keys, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", matrix(keys, hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, queries)
-        yield f"{prefix}.self_attn.q_norm.weight", norm(spec.head_dim)
-        yield f"{prefix}.self_attn.k_norm.weight", norm(spec.head_dim)
-        yield f"{prefix}.mlp.gate_proj.weight", matrix(spec.intermediate, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", matrix(spec.intermediate, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", matrix(hidden, spec.intermediate)
-        yield f"{prefix}.input_layernorm.weight", norm(hidden)
-        yield f"{prefix}.post_attention_layernorm.weight", norm(hidden)
-    yield "model.norm.weight", norm(hidden)
+        yield f"{prefix}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
+        yield f"{prefix}.self_attn.q_norm.weight", (spec.head_dim,)
+        yield f"{prefix}.self_attn.k_norm.weight", (spec.head_dim,)
+        yield f"{prefix}.mlp.gate_proj.weight", (spec.intermediate, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (spec.intermediate, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, spec.intermediate)
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
     if not spec.tied_embeddings:
-        yield "lm_head.weight", matrix(spec.vocabulary, hidden)
+        yield "lm_head.weight", (spec.vocabulary, hidden)
 
 
-def _tokenizer_config() -> dict[str, object]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": STOP,
-        "unk_token": UNKNOWN,
-        "clean_up_tokenization_spaces": False,
-    }
+def _weights(spec: GeneratedModel, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Random matrices; the vectors are norms, which begin as ones."""
+    rng = np.random.default_rng([seed, 1])
+    for name, shape in shapes(spec):
+        if len(shape) == 1:
+            yield name, np.ones(shape, dtype=np.float32)
+        else:
+            yield name, rng.standard_normal(shape, dtype=np.float32) * np.float32(spec.initializer_range)

@@ -1,158 +1,208 @@
-"""Prompt datasets: reading records, making the stored prompt table, and drawing from it by a cursor."""
+"""The stored tables of prompts: rendered and tokenized once, a batch at a time, in files mapped into memory."""
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
+import xxhash
+from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.schema import PROMPTS
-from tasks.config.data import DataSection
-from tasks.config.environment import resolve, without_secrets
+from tasks.data.files import Record
+from tasks.data.rendering import Rendered, Renderer
 from tasks.data.tokenizer import TextCodec
 
-Record = Mapping[str, Any]
+_ROWS = 1024
+_HOLD_OUT = 2  # of the random streams derived from a run's seed
 
 
-def read_records(url: str) -> list[Record]:
-    """Records of a JSONL or Parquet file on any fsspec filesystem; `url` may be a reference to it, `env:NAME`.
+@dataclass(frozen=True)
+class Room:
+    """How long a prompt may be."""
+
+    context: int
+    """Longest sequence that engine and model take, in tokens."""
+    max_tokens: int
+    """What a response may take of it."""
+    max_length: int | None = None
+    """Longest sequence that the trainer takes, for prompts with solved answers."""
+    drop: bool = False
+    """Whether longer ones are dropped, not refused."""
+
+
+def mapped(batches: Iterable[pa.RecordBatch]) -> pa.Table:
+    """Batches of the prompt schema as a table whose memory is a file: it takes none until it is read."""
+    with tempfile.NamedTemporaryFile(prefix="ratchet-prompts-") as file:
+        with pa.OSFile(file.name, "wb") as sink, pa.ipc.new_file(sink, PROMPTS) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        return pa.ipc.open_file(pa.memory_map(file.name)).read_all()  # the mapping outlives the file's name
+
+
+def prompt_batches(
+    records: Iterable[Record], renderer: Renderer, room: Room, qualifier: str = ""
+) -> Iterator[pa.RecordBatch]:
+    """The rows of one source, without those that `room` drops.
+
+    Args:
+        qualifier: goes before every id.
 
     Raises:
-        InputError: it is missing, empty, or a line is malformed (the message gives the line number).
+        InputError: naming the record: its prompt is missing, empty, too long or of tokens that the model lacks.
     """
-    try:
-        with fsspec.open(address := str(resolve(url, "the URL of a dataset")), "rb") as file:
-            data: bytes = file.read()  # pyright: ignore[reportAttributeAccessIssue]
-    except FileNotFoundError:
-        raise InputError(f"dataset {url} does not exist: give the URL of a JSONL or Parquet file") from None
-    except (OSError, ImportError, ValueError) as error:
-        raise InputError(f"dataset {url} cannot be read: {without_secrets(str(error))}") from None
-    records = _parquet(url, data) if _is_parquet(address) else _jsonl(url, data)
-    if not records:
-        raise InputError(f"dataset {url} is empty: give at least one record")
-    return records
+    numbered = enumerate(records, 1)
+    for some in itertools.batched(numbered, _ROWS):
+        rendered = [renderer.render(record, number) for number, record in some]
+        ids = [qualifier + _id(record, str(renderer.source.id_field), number) for number, record in some]
+        batch = _batch(ids, rendered, [record for _, record in some], renderer.codec)
+        yield _fitting(batch, renderer, room)
 
 
-def prompt_table(records: Sequence[Record], section: DataSection, codec: TextCodec, where: str) -> pa.Table:
-    """The stored table of prompts, tokenized once.
+def check_unique(table: pa.Table, where: str) -> None:
+    """Refuse a table in which an id occurs twice.
 
     Raises:
-        InputError: a record has no prompt field, or two records have the same id.
+        InputError: naming the first such id.
     """
-    prompts = [_field(record, section.prompt_field, number, where) for number, record in enumerate(records, 1)]
-    ids = [str(record.get(section.id_field, number)) for number, record in enumerate(records, 1)]
-    _refuse_duplicates(ids, where)
-    answers = [_text(record.get(section.answer_field)) for record in records]
-    stop = codec.stop_tokens[0]
-    columns = [
-        pa.array(ids, pa.string()),
-        pa.array(prompts, pa.string()),
-        pa.array(codec.encode_batch(prompts), pa.list_(pa.int32())),
-        pa.array(answers, pa.string()),
-        pa.array([None if a is None else [*codec.encode(a), stop] for a in answers], pa.list_(pa.int32())),
-        pa.array([json.dumps(record, default=str) for record in records], pa.string()),
-    ]
-    return pa.Table.from_arrays(columns, schema=PROMPTS)
+    keys = _keys(table["prompt_id"])
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    if (counts > 1).any():
+        name = table["prompt_id"][int(first[counts > 1].min())].as_py()
+        second = int(np.flatnonzero(keys == keys[first[counts > 1].min()])[1])
+        raise InputError(f"{where}, record {second + 1}: id {name!r} occurs twice. Make ids unique")
+
+
+def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Table, NDArray[np.bool_]]:
+    """Split `count` prompts off a table, so that no text is in both parts.
+
+    Which ones follows from `seed` and the texts alone. Of equal texts one is held out, and none is left.
+
+    Returns:
+        What is left, what was split off, and for each row of the table whether it is left.
+
+    Raises:
+        InputError: nothing would be left.
+    """
+    texts, first, which = np.unique(_keys(table["prompt"]), return_index=True, return_inverse=True)
+    if count >= len(texts):
+        raise InputError(
+            f"data.hold_out = {count} leaves none of the {len(texts)} different prompts for training: lower it"
+        )
+    chosen = np.zeros(len(texts), dtype=bool)
+    chosen[np.random.default_rng([seed, _HOLD_OUT]).permutation(len(texts))[:count]] = True
+    held, left = np.zeros(table.num_rows, dtype=bool), ~chosen[which]
+    held[first[chosen]] = True
+    return _chosen(table, left), _chosen(table, held), left
 
 
 def check_lengths(table: pa.Table, context: int, max_tokens: int, where: str) -> None:
-    """Refuse prompts that leave no room for a response.
+    """Refuse a stored table with prompts that leave no room for a response.
 
     Raises:
-        InputError: naming the first prompt that is too long.
+        InputError: naming the first.
     """
-    lengths = table["prompt_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
-    for bad, reason in ((lengths + max_tokens > context, "too long"), (lengths == 0, "empty")):
-        if bad.any():
-            row = int(bad.argmax())
+    lengths, room = _lengths(table["prompt_tokens"].combine_chunks()), Room(context, max_tokens)
+    if (lengths + max_tokens > context).any():
+        row = int((lengths + max_tokens > context).argmax())
+        raise InputError(_too_long(where, table["prompt_id"][row].as_py(), int(lengths[row]), room))
+
+
+def _batch(ids: list[str], rendered: list[Rendered], records: list[Record], codec: TextCodec) -> pa.RecordBatch:
+    prompts = codec.encode_batch([one.text for one in rendered])
+    answers = iter(codec.encode_batch([one.turn for one in rendered if one.turn is not None]))
+    columns = [
+        pa.array(ids, pa.string()),
+        pa.array([one.text for one in rendered], pa.string()),
+        pa.array(
+            [ids if one.chat else codec.opened(ids) for ids, one in zip(prompts, rendered, strict=True)],
+            pa.list_(pa.int32()),
+        ),
+        pa.array([one.answer for one in rendered], pa.string()),
+        pa.array(
+            [None if one.turn is None else _closed(next(answers), one, codec) for one in rendered], pa.list_(pa.int32())
+        ),
+        pa.array([json.dumps(record, default=str) for record in records], pa.string()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=PROMPTS)
+
+
+def _closed(tokens: list[int], one: Rendered, codec: TextCodec) -> list[int]:
+    return codec.closed(tokens) if one.chat else [*tokens, codec.stop_tokens[0]]
+
+
+def _fitting(batch: pa.RecordBatch, renderer: Renderer, room: Room) -> pa.RecordBatch:
+    where, lengths = renderer.where, _lengths(batch.column("prompt_tokens"))
+    if not lengths.all():
+        row = int(lengths.argmin())
+        name = batch.column("prompt_id")[row].as_py()
+        raise InputError(f"{where}: prompt {name!r} is empty: fix or remove the record")
+    _check_known(batch, renderer)
+    long = lengths + room.max_tokens > room.context
+    if room.max_length is not None:
+        long |= lengths + _lengths(batch.column("answer_tokens")) > room.max_length
+    if not long.any():
+        return batch
+    if not room.drop:
+        row = int(long.argmax())
+        solved = int(lengths[row]) + int(_lengths(batch.column("answer_tokens"))[row])
+        raise InputError(
+            _too_long(where, batch.column("prompt_id")[row].as_py(), int(lengths[row]), room, solved)
+            + ', or drop such prompts with data.overlong = "drop"'
+        )
+    return batch.filter(pa.array(~long))
+
+
+def _check_known(batch: pa.RecordBatch, renderer: Renderer) -> None:
+    rows = renderer.codec.vocabulary
+    for name in ("prompt_tokens", "answer_tokens"):
+        largest = int(batch.column(name).flatten().to_numpy(zero_copy_only=False).max(initial=0))
+        if rows is not None and largest >= rows:
+            text = renderer.codec.visible([largest])[0]
             raise InputError(
-                f"{where}: prompt {table['prompt_id'][row].as_py()!r} is {reason}: {lengths[row]} tokens, and with "
-                f"rollout.max_tokens = {max_tokens} it must fit into a context of {context}. Shorten it, lower "
-                "rollout.max_tokens or raise engine.max_model_len"
+                f"{renderer.where}: the tokenizer makes token {largest} ({text!r}) of a prompt, but the model has "
+                f"embeddings for {rows} (vocab_size in config.json): tokenizer and model do not belong together"
             )
 
 
-def draw(rows: int, cursor: int, count: int, seed: int, shuffle: bool) -> np.ndarray:
-    """Row numbers of the next `count` prompts of an endless stream over a table of `rows` rows.
-
-    Each pass has its own order, derived from `seed` and the number of the pass, so the cursor alone is the state.
-
-    Args:
-        cursor: how many prompts were drawn before.
-
-    Returns:
-        (count,) int64.
-    """
-    positions = np.arange(cursor, cursor + count)
-    orders = {
-        int(turn): np.random.default_rng([seed, int(turn)]).permutation(rows) if shuffle else np.arange(rows)
-        for turn in np.unique(positions // rows)
-    }
-    return np.array([orders[int(position // rows)][position % rows] for position in positions], dtype=np.int64)
-
-
-def repetitions(rows: np.ndarray) -> np.ndarray:
-    """How often each entry of `rows` occurs before it: where two passes meet, a draw may contain a prompt twice.
-
-    Returns:
-        (count,) int64.
-    """
-    order = np.argsort(rows, kind="stable")
-    places, found = np.arange(len(rows)), np.empty(len(rows), dtype=np.int64)
-    starts = np.r_[True, rows[order][1:] != rows[order][:-1]] if len(rows) else np.empty(0, dtype=bool)
-    found[order] = places - np.maximum.accumulate(np.where(starts, places, 0))
-    return found
-
-
-def _is_parquet(address: str) -> bool:
-    return address.partition("?")[0].endswith(".parquet")  # a signed URL continues after the name
-
-
-def _jsonl(url: str, data: bytes) -> list[Record]:
-    records: list[Record] = []
-    for number, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"dataset {url}, line {number}: not valid JSON ({error}). Fix or remove the line"
-            ) from None
-        if not isinstance(record, dict):
-            raise InputError(f"dataset {url}, line {number}: a {type(record).__name__} where an object is expected")
-        records.append(record)
-    return records
-
-
-def _parquet(url: str, data: bytes) -> list[Record]:
-    try:
-        return pyarrow.parquet.read_table(pa.BufferReader(data)).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise InputError(f"dataset {url} is not a Parquet file: {error}") from None
-
-
-def _field(record: Record, field: str, number: int, where: str) -> str:
-    value = record.get(field)
-    if not isinstance(value, str) or not value:
-        raise InputError(
-            f"{where}, record {number}: field {field!r} is {value!r}, but a text is expected. "
-            "Name the right field with data.prompt_field or fix the record"
+def _too_long(where: str, name: str, length: int, room: Room, solved: int | None = None) -> str:
+    if length + room.max_tokens > room.context:
+        return (
+            f"{where}: prompt {name!r} is too long: {length} tokens, and with rollout.max_tokens = {room.max_tokens} "
+            f"it must fit into a context of {room.context}. Shorten it, lower rollout.max_tokens or raise "
+            "engine.max_model_len"
         )
-    return value
+    return (
+        f"{where}: prompt {name!r} is too long: {solved} tokens with its answer, but train.max_length = "
+        f"{room.max_length}. Shorten it or raise train.max_length"
+    )
 
 
-def _refuse_duplicates(ids: Sequence[str], where: str) -> None:
-    seen: set[str] = set()
-    for number, name in enumerate(ids, 1):
-        if name in seen:
-            raise InputError(f"{where}, record {number}: id {name!r} occurs twice. Make ids unique")
-        seen.add(name)
+def _lengths(column: pa.ListArray) -> NDArray[np.int64]:
+    return column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
+def _id(record: Record, field: str, number: int) -> str:
+    found = record.get(field)
+    return str(number if found is None else found)
+
+
+def _keys(column: pa.ChunkedArray) -> NDArray[np.uint64]:
+    """One number for each text, equal for equal texts: 8 bytes a row instead of the texts."""
+    keys = (xxhash.xxh3_64_intdigest(text.encode()) for chunk in column.chunks for text in _texts(chunk))
+    return np.fromiter(keys, dtype=np.uint64, count=len(column))
+
+
+def _texts(chunk: pa.Array) -> Iterator[str]:
+    for start in range(0, len(chunk), _ROWS):
+        yield from chunk.slice(start, _ROWS).to_pylist()
+
+
+def _chosen(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:
+    batches: Sequence[pa.RecordBatch] = table.to_batches()
+    ends = np.cumsum([batch.num_rows for batch in batches])
+    return mapped(batch.filter(pa.array(mask)) for batch, mask in zip(batches, np.split(rows, ends[:-1]), strict=True))

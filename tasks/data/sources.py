@@ -1,25 +1,55 @@
-"""Where a run's model and prompts come from: folders and files on any fsspec filesystem, or generated."""
+"""What a run is made from: the tokenizer of its model, and its prompts, read or generated, as tables to be stored."""
 
+import functools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import fsspec
+import numpy as np
 import pyarrow as pa
 
+from storage.digest import value_digest
 from storage.errors import InputError
-from tasks.config.data import DataSection
-from tasks.config.environment import resolve
+from tasks.config.data import DataSource, GeneratedAddition
 from tasks.config.model import ModelSection
 from tasks.config.run import RunConfig
-from tasks.data.generated import generate_addition, generate_model, generate_tokenizer
-from tasks.data.prompts import Record, check_lengths, prompt_table, read_records
+from tasks.data.drawing import whole_weights
+from tasks.data.files import name_of, opened, state
+from tasks.data.generated import generate_addition, generate_tokenizer
+from tasks.data.model_files import TEXT_FILES
+from tasks.data.models import copy_files
+from tasks.data.prompts import Room, check_unique, mapped, prompt_batches, split_off
+from tasks.data.rendering import Renderer
 from tasks.data.tokenizer import TextCodec
 
-_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+TABLES = ("train", "held_out", "warmup")
 
 
-def text_codec(section: ModelSection) -> TextCodec:
+@dataclass(frozen=True)
+class Counted:
+    """One source of a table."""
+
+    name: str
+    rows: int
+    """Prompts of it in the table."""
+    dropped: int = 0
+    """Prompts of it that were too long."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The tables of prompts a run is made from, tokenized."""
+
+    tables: Mapping[str, pa.Table]
+    """train, held_out and warmup, as far as the run has them."""
+    counts: Mapping[str, tuple[Counted, ...]]
+    """The sources of each table, in the order of its rows."""
+    digests: Mapping[str, tuple[str, ...]]
+    """Digests of the sources' content, for each table that is read."""
+
+
+def text_codec(section: ModelSection, stop_tokens: Sequence[int | str] | None = None) -> TextCodec:
     """The tokenizer of the model that a run starts from, without reading the weights.
 
     Raises:
@@ -30,67 +60,136 @@ def text_codec(section: ModelSection) -> TextCodec:
         if section.generate is not None:
             generate_tokenizer(directory, section.generate)
         else:
-            copy_files(str(section.source), directory, lambda name: name in _MODEL_FILES)
-        return TextCodec.from_directory(directory)
+            copy_files(str(section.source), directory, lambda name: name in TEXT_FILES)
+        return TextCodec.from_directory(directory, stop_tokens)
 
 
-def prompt_tables(config: RunConfig, codec: TextCodec) -> dict[str, pa.Table]:
-    """The tables of prompts a run is made from, tokenized.
+def prompts_of(config: RunConfig, codec: TextCodec) -> Prompts:
+    """The prompts of a run. In one process equal content is read and tokenized once.
 
     Raises:
-        InputError: a data set is missing, empty or malformed, or a prompt does not fit into the context.
+        InputError: a source is missing, empty or malformed, or a prompt does not fit into the context.
     """
-    context = min(config.engine.max_model_len, codec.context)
+    seen = [state(source) for table in TABLES for source in config.data.sources(table)]
+    decides = [
+        config.data.model_dump(mode="json"),
+        config.run.seed,
+        codec.identity,
+        [config.engine.max_model_len, config.rollout.max_tokens, config.train.max_length],
+        seen,
+    ]
+    return _made(_Order(value_digest(decides), config, codec))
+
+
+@dataclass(frozen=True)
+class _Order:
+    identity: str
+    config: RunConfig = field(compare=False)
+    codec: TextCodec = field(compare=False)
+
+    def room(self, table: str) -> Room:
+        config = self.config
+        return Room(
+            context=min(config.engine.max_model_len, self.codec.context),
+            max_tokens=config.rollout.max_tokens,
+            max_length=config.train.max_length if table == "warmup" else None,
+            drop=config.data.overlong == "drop",
+        )
+
+
+@functools.lru_cache(maxsize=1)  # the command line, the flow and `prepare` ask for the same
+def _made(order: _Order) -> Prompts:
+    data = order.config.data
+    if data.generate is not None:
+        return _generated(order, data.generate)
+    read = {table: _read(order, table) for table in TABLES if data.sources(table)}
+    made = Prompts(
+        tables={name: one.tables[name] for name, one in read.items()},
+        counts={name: one.counts[name] for name, one in read.items()},
+        digests={name: one.digests[name] for name, one in read.items()},
+    )
+    whole_weights([source.weight or 1.0 for source in data.sources("train")])
+    return _with_held_out(made, data.hold_out, order.config.run.seed) if data.hold_out else made
+
+
+def _generated(order: _Order, section: GeneratedAddition) -> Prompts:
+    source = order.config.data.model_copy(update={"train": "generated"}).sources("train")[0]
     tables: dict[str, pa.Table] = {}
-    for name, records in _records(config.data, config.run.seed).items():
-        tables[name] = prompt_table(records, config.data, codec, name)
-        check_lengths(tables[name], context, config.rollout.max_tokens, name)
-    return tables
+    for name, records in generate_addition(section, order.config.run.seed).items():
+        tables[name] = mapped(prompt_batches(records, Renderer(source, order.codec, name), order.room(name)))
+    return Prompts(tables, {name: (Counted("generated", table.num_rows),) for name, table in tables.items()}, {})
 
 
-def fill_model_directory(directory: Path, section: ModelSection, seed: int) -> list[str]:
-    """Copy or generate the model that a run starts from; returns the names of its files, sorted."""
-    if section.generate is not None:
-        generate_model(directory, section.generate, seed)
-    else:
-        copy_model(str(section.source), directory)
-    return sorted(path.name for path in directory.iterdir())
+def _read(order: _Order, table: str) -> Prompts:
+    """One table from its sources."""
+    sources = order.config.data.sources(table)
+    names = _names(sources, table)
+    counts: list[Counted] = []
+    digests: list[str] = []
+    made = mapped(_batches(order, table, names, counts, digests))
+    check_unique(made, table)
+    return Prompts({table: made}, {table: tuple(counts)}, {table: tuple(digests)})
 
 
-def copy_model(source: str, directory: Path) -> None:
-    """Copy the files of a Hugging Face directory (local or any fsspec URL) to `directory`.
-
-    Raises:
-        InputError: the directory does not exist or holds no weights.
-    """
-    names = copy_files(source, directory, lambda name: name in _MODEL_FILES or _is_weights(name))
-    if not any(map(_is_weights, names)):
-        raise InputError(f"model.source {source} holds no safetensors files: convert the weights first")
-
-
-def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> list[str]:
-    """Copy the files with wanted names from a folder on any fsspec filesystem to `directory`; returns their names.
-
-    Raises:
-        InputError: there is no such folder.
-    """
-    fs, path = fsspec.core.url_to_fs(str(resolve(source, "model.source")))
-    try:
-        names = sorted({str(name).rsplit("/", 1)[-1] for name in fs.ls(path, detail=False)})
-    except FileNotFoundError:
-        raise InputError(f"model.source {source} does not exist: give a Hugging Face directory") from None
-    chosen = [name for name in names if wanted(name)]
-    for name in chosen:
-        fs.get_file(f"{path}/{name}", str(directory / name))
-    return chosen
+def _batches(
+    order: _Order, table: str, names: Sequence[str], counts: list[Counted], digests: list[str]
+) -> Iterator[pa.RecordBatch]:
+    """The rows of all sources of a table; adds to `counts` and `digests` what is known at the end of each source."""
+    for source, name in zip(order.config.data.sources(table), names, strict=True):
+        where = table if len(names) == 1 else f"{table}, source {name!r}"
+        rows, tally = 0, _Tally()
+        with opened(source, order.config.data.download) as content:
+            records = tally.count(content.records())
+            qualifier = "" if len(names) == 1 else f"{name}/"
+            for batch in prompt_batches(records, Renderer(source, order.codec, where), order.room(table), qualifier):
+                rows += batch.num_rows
+                yield batch
+        _check_some(source, where, rows, tally.records)
+        counts.append(Counted(name, rows, tally.records - rows))
+        digests.append(content.digest)
 
 
-def _records(section: DataSection, seed: int) -> Mapping[str, Sequence[Record]]:
-    if section.generate is not None:
-        return generate_addition(section.generate, seed)
-    urls = {"train": section.train, "held_out": section.held_out, "warmup": section.warmup}
-    return {table: read_records(url) for table, url in urls.items() if url is not None}
+@dataclass
+class _Tally[T]:
+    records: int = 0
+
+    def count(self, records: Iterator[T]) -> Iterator[T]:
+        for record in records:
+            self.records += 1
+            yield record
 
 
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json"))
+def _check_some(source: DataSource, where: str, rows: int, records: int) -> None:
+    if not records:
+        raise InputError(f"dataset {source.source} is empty: give at least one record")
+    if not rows:
+        raise InputError(
+            f'{where}: all {records} prompts are too long, so data.overlong = "drop" leaves none: lower '
+            "rollout.max_tokens or raise engine.max_model_len"
+        )
+
+
+def _names(sources: Sequence[DataSource], table: str) -> list[str]:
+    names = [name_of(source) for source in sources]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if len(names) > 1 and twice is not None:
+        raise InputError(f"data.{table}: two sources are called {twice!r}: give each its own name")
+    return names
+
+
+def _with_held_out(made: Prompts, count: int, seed: int) -> Prompts:
+    """Split held-out prompts off the training prompts."""
+    train, held_out, left = split_off(made.tables["train"], count, seed)
+    before = made.counts["train"]
+    ends = np.cumsum([0, *(one.rows for one in before)])
+    counts = tuple(
+        Counted(one.name, int(left[start:end].sum()), one.dropped)
+        for one, start, end in zip(before, ends, ends[1:], strict=False)
+    )
+    if not all(one.rows for one in counts):
+        raise InputError(f"data.hold_out = {count} leaves nothing of a source of data.train: lower it")
+    return Prompts(
+        tables={**made.tables, "train": train, "held_out": held_out},
+        counts={**made.counts, "train": counts, "held_out": (Counted("hold_out", count),)},
+        digests=made.digests,
+    )

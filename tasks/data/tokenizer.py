@@ -1,73 +1,179 @@
-"""Text to token ids and back, by the tokenizer files of the model directory. Imports neither torch nor transformers."""
+"""Text to token ids and back, by the tokenizer of the model directory as its makers meant it."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
+from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError
 from storage.reader import row_views
+from tasks.data.backends import Backend, Messages, read_backend
+from tasks.data.model_files import TEXT_FILES
 
 TokenRow = Sequence[int] | NDArray[Any]
 """The token ids of one text."""
 
 _BATCH_TOKENS = 1 << 15  # 1 MB as Python integers; other threads can run between two batches
+_PROBE = "a"
 
 
 @dataclass(frozen=True)
 class TextCodec:
     """The tokenizer of one model directory."""
 
-    tokenizer: Tokenizer
+    backend: Backend
     stop_tokens: tuple[int, ...]
     context: int
+    """Longest sequence the model supports, in tokens."""
+    begin: tuple[int, ...] = ()
+    """What the tokenizer puts before a plain text, such as the BOS token."""
+    vocabulary: int | None = None
+    """Rows of the model's embedding."""
+    identity: str = ""
+    """Digest of the files it was read from, and of the stop tokens."""
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "TextCodec":
-        """Read `tokenizer.json`, and the stop tokens and context length from `config.json`.
+    def from_directory(cls, directory: Path, stop_tokens: Sequence[int | str] | None = None) -> "TextCodec":
+        """The tokenizer of a directory, read once per process.
+
+        Args:
+            stop_tokens: texts or ids that end a response, instead of all that the directory names: `eos_token_id` of
+                config.json and of generation_config.json, and the tokenizer's.
 
         Raises:
-            InputError: a file is missing, or no stop token is configured.
+            InputError: a file is missing or cannot be used, or there is no stop token.
         """
-        for name in ("tokenizer.json", "config.json"):
-            if not (directory / name).exists():
-                raise InputError(f"model directory {directory} has no {name}: give a Hugging Face directory")
-        config = json.loads((directory / "config.json").read_text())
-        stop = config.get("eos_token_id")
-        if stop is None:
-            raise InputError(f"{directory}/config.json names no eos_token_id, so no response would ever stop")
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        return cls(tokenizer, tuple(stop if isinstance(stop, list) else [stop]), config["max_position_embeddings"])
+        digests = {name: bytes_digest((directory / name).read_bytes()) for name in _present(directory)}
+        identity = value_digest(digests)
+        if identity not in _read:
+            _read[identity] = _from_files(directory, identity)
+        return _read[identity]._stopping_at(stop_tokens)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self.backend.has_template
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens added."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """`encode` for each text."""
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return self.backend.encode(texts)
+
+    def opened(self, tokens: list[int]) -> list[int]:
+        """Token ids of a plain text after what the tokenizer puts before it, unless they begin with that."""
+        count = len(self.begin)
+        return tokens if tuple(tokens[:count]) == self.begin else [*self.begin, *tokens]
+
+    def render(self, messages: Messages, answering: bool) -> str:
+        """Messages as text, by the chat template.
+
+        Args:
+            answering: whether the text ends where the assistant's turn begins.
+
+        Raises:
+            InputError: there is no chat template, or it refuses the messages.
+        """
+        return self.backend.render(messages, answering)
+
+    def closed(self, tokens: list[int]) -> list[int]:
+        """Token ids of an answer up to its last stop token; one is added if there is none."""
+        last = max((place for place, token in enumerate(tokens) if token in self.stop_tokens), default=None)
+        return [*tokens, self.stop_tokens[0]] if last is None else tokens[: last + 1]
+
+    def visible(self, tokens: TokenRow) -> list[str]:
+        """The text of each token, special ones included."""
+        return self.backend.decode([[int(token)] for token in tokens], special=True)
 
     def decode_batch(self, rows: Iterable[TokenRow]) -> list[str]:
         """Texts of rows of token ids, without special tokens.
 
         The tokenizer requires lists; these never hold more than `_BATCH_TOKENS` tokens at once, or one row.
         """
-        texts: list[str] = []
-        for batch in _batches(rows):
-            texts += self.tokenizer.decode_batch(batch, skip_special_tokens=True)
-        return texts
+        return [text for batch in _batches(rows) for text in self.backend.decode(batch, special=False)]
 
     def decode_column(self, column: pa.ChunkedArray | pa.ListArray) -> list[str]:
         """`decode_batch` of a list column of a table or record batch: (N rows,) -> N texts."""
         return self.decode_batch(
             row_views(column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column]))
         )
+
+    def _stopping_at(self, given: Sequence[int | str] | None) -> "TextCodec":
+        stop = self.stop_tokens if given is None else tuple(self._stop_token(one) for one in given)
+        if not stop:
+            raise InputError(
+                "no stop token is known, so no response would ever end: config.json, generation_config.json and the "
+                "tokenizer name none (eos_token_id). Set rollout.stop_tokens"
+            )
+        return replace(self, stop_tokens=stop, identity=value_digest([self.identity, list(stop)]))
+
+    def _stop_token(self, given: int | str) -> int:
+        token = self.backend.token_id(given) if isinstance(given, str) else given
+        if token is None or not 0 <= token < (self.vocabulary or self.backend.size):
+            raise InputError(
+                f"rollout.stop_tokens: {given!r} is not a token of the model: give a single token's text or its id"
+            )
+        return token
+
+
+_read: dict[str, TextCodec] = {}
+
+
+def configured_stop_tokens(directory: Path) -> tuple[int, ...]:
+    """Those of config.json alone, which runs of the first version were stored with."""
+    return _ids(_json(directory, "config.json").get("eos_token_id"))
+
+
+def _from_files(directory: Path, identity: str) -> TextCodec:
+    config = _json(directory, "config.json")
+    backend = read_backend(directory)
+    context = config.get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise InputError(
+            f"config.json of the model has max_position_embeddings = {context!r}: add the longest sequence"
+        )
+    vocabulary = config.get("vocab_size") if isinstance(config.get("vocab_size"), int) else None
+    generation = _json(directory, "generation_config.json", optional=True)
+    named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.stop))
+    stop = tuple(token for token in dict.fromkeys(named) if vocabulary is None or token < vocabulary)
+    return TextCodec(backend, stop, context, _begin(backend.encode, backend), vocabulary, identity)
+
+
+def _begin(bare: Callable[[list[str]], list[list[int]]], backend: Backend) -> tuple[int, ...]:
+    """What is put before a text; what is put after it, such as EOS, would end the prompt before the response."""
+    (plain,), (whole,) = bare([_PROBE]), backend.encode([_PROBE], special=True)
+    places = (place for place in range(len(whole)) if whole[place : place + len(plain)] == plain)
+    return tuple(whole[: next(places, 0)]) if plain else ()
+
+
+def _present(directory: Path) -> list[str]:
+    return [name for name in TEXT_FILES if (directory / name).is_file()]
+
+
+def _json(directory: Path, name: str, optional: bool = False) -> Mapping[str, Any]:
+    try:
+        found = json.loads((directory / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise InputError(f"the model directory has no {name}: give a Hugging Face directory") from None
+    except ValueError as error:
+        raise InputError(f"{name} of the model is not valid JSON ({error}): restore the file") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{name} of the model is a {type(found).__name__}, not an object: restore the file")
+    return found
+
+
+def _ids(named: Any) -> tuple[int, ...]:
+    return tuple(one for one in (named if isinstance(named, list) else [named]) if isinstance(one, int))
 
 
 def _batches(rows: Iterable[TokenRow]) -> Iterator[list[list[int]]]:

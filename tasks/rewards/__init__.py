@@ -1,1 +1,4 @@
-"""Rewards: pure functions `(prompt record, response text) -> score`, found by entry point or dotted name."""
+"""Rewards: functions `(prompt record, response text) -> score`, found by file, dotted name or entry point.
+
+Functions that are not Ratchet's own run in processes of their own (`pool`, `worker`, `scorer`), never in the caller's.
+"""

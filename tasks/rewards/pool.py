@@ -1,119 +1,266 @@
-"""Scoring in separate processes, with a deadline per sample.
+"""Scoring in processes of their own, with a deadline for each sample.
 
-A signal alarm does not work outside the main thread, and a function that hangs or crashes in our own process would take
-the run down. So each scoring process is a child that is killed when it overruns, and the next one continues.
+A signal alarm does not work outside the main thread, and a function that hangs, exits or crashes in our own process
+would take the run down. Processes are started for a stage and end with it: none holds an older version of a file.
 """
 
 import json
-import queue
+import os
+import select
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from numpy.typing import NDArray
 
 from storage.errors import StageFailed
-from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.environment import child_python_path
+from tasks.config.environment import child_python_path, without_secrets
+from tasks.rewards.resolve import Target, secrets_of, values_of
+from tasks.rewards.sample import Reason, Sample, Score, failed
 
-START_DEADLINE_S = 60.0
-
-Sample = tuple[Mapping[str, Any], str]
+_LOOK_S = 0.2
+_SLACK_S = 60.0  # a worker keeps the deadline itself; this only ends the wait for one that was stopped
+_END_S = 15.0
+_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
-class Score:
-    """One sample's result. `reward` is None unless `status` is ok."""
+class Response:
+    """One response to score."""
 
-    reward: float | None
-    status: str
-    detail: str
+    record: Mapping[str, Any]
+    """The prompt's record."""
+    text: str
+    prompt_id: str = ""
+    sample_id: int = 0
+    iteration: int = 0
+    finish_reason: str = ""
+    tokens: Sequence[int] | NDArray[Any] = ()
+
+    @property
+    def sample(self) -> Sample:
+        """What a function that takes a third argument is given."""
+        tokens = tuple(int(token) for token in self.tokens)
+        return Sample(self.prompt_id, self.sample_id, self.iteration, self.finish_reason, tokens)
 
 
 @dataclass(frozen=True)
 class ScoringOrder:
     """What scoring processes are started with."""
 
-    function: str
+    target: Target
     arguments: Mapping[str, Any]
+    """As configured: secrets are looked up when a process starts."""
+    weights: Mapping[str, float]
+    batch: bool
     deadline_s: float
+    start_deadline_s: float
+
+    def document(self) -> dict[str, Any]:
+        """As a worker reads it."""
+        target, values = self.target, values_of(self.arguments)
+        return {
+            "place": target.place,
+            "attribute": target.attribute,
+            "text": target.text,
+            "arguments": values,
+            "secrets": list(secrets_of(dict(self.arguments), values)),
+            "weights": dict(self.weights),
+            "start_deadline_s": self.start_deadline_s,
+        }
 
 
-def score_in_processes(order: ScoringOrder, samples: Sequence[Sample], processes: int) -> list[Score]:
-    """Score `samples` in order, in `processes` children at a time."""
-    size = -(-len(samples) // processes) if samples else 1
-    chunks = [samples[start : start + size] for start in range(0, len(samples), size)]
-    with ThreadPoolExecutor(processes) as threads:
-        return [score for scores in threads.map(lambda chunk: _score_chunk(order, chunk), chunks) for score in scores]
+class Refused(Exception):
+    """The function cannot be used: it is not there, cannot be imported, or cannot be called as it would be."""
 
 
-def _score_chunk(order: ScoringOrder, samples: Sequence[Sample]) -> list[Score]:
-    scores: list[Score] = []
-    while len(scores) < len(samples):
-        with _Child(order) as child:
-            for record, response in samples[len(scores) :]:
-                score = child.score(record, response)
-                scores.append(score)
-                if score.status in ("timeout", "crash"):
-                    break
-    return [Score(None, "error", s.detail) if s.status == "crash" else s for s in scores]
+class Stopped(Exception):
+    """Another thread has ended the scoring."""
 
 
-class _Child:
-    """One scoring process and the thread that reads its answers."""
+class Worker:
+    """A scoring process (`tasks.rewards.worker`), used by one thread."""
 
-    def __init__(self, order: ScoringOrder) -> None:
-        self._order = order
-        self._answers: queue.Queue[str] = queue.Queue()
+    def __init__(self, order: ScoringOrder, stop: threading.Event | None = None) -> None:
+        self._order, self._stop = order, stop or threading.Event()
+        self.source = ""
+        """Digest of the file that the function is from."""
+        self._wants_sample = False
 
-    def __enter__(self) -> "_Child":
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tasks.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=PROJECT_ROOT,
-            env=child_python_path(),
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self._send({"function": self._order.function, "arguments": dict(self._order.arguments)})
-        ready = self._answer(START_DEADLINE_S)
-        if ready.status != "ready":
-            self.__exit__()
-            raise StageFailed(f"a scoring process for {self._order.function!r} did not start: {ready.detail}")
+    def __enter__(self) -> Self:
+        self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        with suppress(BrokenPipeError):
+            self._input.close()  # it kills what it started, and ends
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0 if self._lost else _END_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
         self._process.wait()
-        self._reader.join()
+        self._output.close()
 
-    def score(self, record: Mapping[str, Any], response: str) -> Score:
-        self._send({"record": dict(record), "response": response})
-        return self._answer(self._order.deadline_s)
+    def score(self, responses: Sequence[Response]) -> list[Score]:
+        """Scores of one response, or of a batch.
 
-    def _answer(self, deadline_s: float) -> Score:
+        Raises:
+            Refused: the function could not be imported again.
+            Stopped: another thread has ended the scoring.
+        """
+        if self._lost:
+            self.__exit__()
+            self._start()
+        deadline_s = self._order.deadline_s * len(responses)
+        asked = {
+            "batch": self._order.batch,
+            "records": [dict(one.record) for one in responses],
+            "responses": [one.text for one in responses],
+            **({"samples": [asdict(one.sample) for one in responses]} if self._wants_sample else {}),
+        }
+        self._send(f"{deadline_s}\t{json.dumps(asked)}\n")
+        answer = self._answer(deadline_s + self._order.start_deadline_s + _SLACK_S)
+        if answer["status"] == "refused":
+            raise Refused(without_secrets(answer["detail"]))
+        if answer["status"] == "scored":
+            return [_safe(Score(**score)) for score in answer["scores"]]
+        return [_safe(failed(answer["reason"], answer["detail"]))] * len(responses)
+
+    def _start(self) -> None:
+        self._lost = False
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "tasks.rewards.worker",
+            ],  # -P: nothing in the working directory hides our modules
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=child_python_path(),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
         try:
-            line = self._answers.get(timeout=deadline_s)
-        except queue.Empty:
-            return Score(None, "timeout", f"no score within {deadline_s} s")
-        if not line:
-            return Score(None, "crash", f"the scoring process ended with code {self._process.wait()}")
-        return Score(**json.loads(line))
+            self._send(f"{json.dumps(self._order.document())}\n")
+            hello = self._answer(self._order.start_deadline_s + _SLACK_S)
+            self._greeted(hello)
+        except BaseException:
+            self.__exit__()
+            raise
 
-    def _send(self, value: dict[str, Any]) -> None:
-        if self._process.stdin is None:
-            raise StageFailed("the scoring process has no standard input")
+    def _greeted(self, hello: Mapping[str, Any]) -> None:
+        if hello["status"] != "ready" or self.source not in ("", hello["source"]):
+            raise Refused(without_secrets(hello.get("detail", "its file has changed while the stage was scoring")))
+        self.source, self._wants_sample = hello["source"], hello["wants_sample"]
+
+    def _send(self, text: str) -> None:
+        data = memoryview(text.encode())
+        with suppress(BrokenPipeError):  # its end is noticed where the answer is awaited
+            while data:
+                data = data[self._input.write(data[:_CHUNK]) or 0 :]
+
+    def _answer(self, patience_s: float) -> dict[str, Any]:
+        until = time.monotonic() + patience_s
+        received = bytearray()
+        while not received.endswith(b"\n"):  # one line for each that was sent
+            if self._stop.is_set():
+                raise Stopped
+            if time.monotonic() > until:
+                return self._gone("timeout", "its scoring process was stopped and did not answer")
+            poll = select.poll()  # a descriptor may be above what select takes
+            poll.register(self._output, select.POLLIN)
+            if poll.poll(_LOOK_S * 1000):
+                data = os.read(self._output.fileno(), _CHUNK)
+                if not data:
+                    return self._gone("exit", f"its scoring process ended with code {self._process.wait()}")
+                received += data
         try:
-            self._process.stdin.write(json.dumps(value) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return  # the reader sees the end of the process and reports it
+            return json.loads(received)
+        except ValueError:
+            return self._gone("exit", "it wrote to a descriptor of its scoring process")
 
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._answers.put(line)
-        self._answers.put("")
+    def _gone(self, reason: Reason, detail: str) -> dict[str, Any]:
+        self._lost = True
+        return {"status": "failed", "reason": reason, "detail": detail}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The result of a function for all responses."""
+
+    scores: list[Score | None]
+    """In order; None where scoring ended before, because too many had failed."""
+    source: str
+    """Digest of the file that the function is from."""
+
+
+def score_in_processes(
+    order: ScoringOrder, responses: Sequence[Response], processes: int, allowed: int | None = None
+) -> Scored:
+    """Score all responses, in so many processes at a time; a batch in one.
+
+    Args:
+        allowed: failures after which no more are scored; None scores all.
+
+    Raises:
+        StageFailed: the function cannot be imported, or its file has changed meanwhile.
+    """
+    work = _Work(order, responses, allowed)
+    count = 1 if order.batch else max(1, min(processes, len(responses)))
+    with ThreadPoolExecutor(count) as threads:
+        futures = [threads.submit(work.carry_out) for _ in range(count)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future.done():
+                    future.result()
+        except Refused as reason:
+            raise StageFailed(f"reward function {order.target.name!r} cannot be used: {reason}") from None
+        finally:
+            work.stop.set()
+    if len(work.sources) > 1:
+        raise StageFailed(f"the file of reward function {order.target.name!r} has changed while it was scoring")
+    return Scored(work.scores, next(iter(work.sources), ""))
+
+
+class _Work:
+    """What the threads share."""
+
+    def __init__(self, order: ScoringOrder, responses: Sequence[Response], allowed: int | None) -> None:
+        self._order, self._responses, self._allowed = order, responses, allowed
+        size = max(len(responses), 1) if order.batch else 1
+        self._left = deque(range(0, len(responses), size))
+        self._size, self._failures = size, 0
+        self.scores: list[Score | None] = [None] * len(responses)
+        self.sources: set[str] = set()
+        self.stop = threading.Event()
+
+    def carry_out(self) -> None:
+        with suppress(Stopped), Worker(self._order, self.stop) as worker:
+            self.sources.add(worker.source)
+            while (first := self._next()) is not None:
+                some = worker.score(self._responses[first : first + self._size])
+                self.scores[first : first + self._size] = some
+                self._failures += sum(score.reward is None for score in some)
+
+    def _next(self) -> int | None:
+        if self._allowed is not None and self._failures > self._allowed:
+            return None
+        with suppress(IndexError):  # empty
+            return self._left.popleft()
+        return None
+
+
+def _safe(score: Score) -> Score:
+    return score if not score.detail else Score(**{**vars(score), "detail": without_secrets(score.detail)})

@@ -1,56 +1,123 @@
-"""From the name of a reward to its function."""
+"""From the name of a reward to where its function is. Nothing of the user's is imported here."""
 
 import functools
 import importlib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
 
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.credentials import referenced
 from tasks.config.environment import resolve
+from tasks.config.functions import in_a_file, without_folder
 
 GROUP = "ratchet.rewards"
 
-Reward = Callable[[Mapping[str, Any], str], float]
+VERSIONS: Mapping[str, int] = {
+    "tasks.rewards.match:exact_match": 1,
+    "tasks.rewards.match:characters": 1,
+    "tasks.rewards.match:regex": 1,
+    "tasks.rewards.math:math_verify": 1,
+}
+"""Our own functions. A change that makes one score differently raises its version."""
+
+_CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters"}
 
 
-def resolve_reward(name: str, arguments: Mapping[str, Any]) -> Reward:
-    """The function called `name` (an entry point's name or `package.module:function`), with `arguments` bound.
+@dataclass(frozen=True)
+class Target:
+    """Where a function is."""
 
-    An argument `env:NAME` is replaced by that variable of this process's environment.
+    name: str
+    """As records name it: `my_reward.py:score`, `package.module:function`, or the name of an entry point."""
+    place: str
+    """Module, or path of a file."""
+    attribute: str
+    """Name of the function there."""
+    text: str | None = None
+    """Content of the file: all processes of a stage run the same, whatever happens to the file meanwhile."""
+
+    @property
+    def version(self) -> int | None:
+        """Of one of our own functions; None for others."""
+        return VERSIONS.get(f"{self.place}:{self.attribute}")
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether it must not run in the calling process: it may hang, crash or change that process."""
+        return f"{self.place}:{self.attribute}" not in _CANNOT_HANG
+
+
+def find_reward(name: str, key: str = "reward.function") -> Target:
+    """Where the function called `name` is.
 
     Raises:
-        InputError: there is no such entry point, the module or function cannot be imported, or a variable is not set.
+        InputError: there is no such entry point or file, or no function is named. A module is not looked for.
     """
-    target = name if ":" in name else _entry_point(name)
-    module, _, attribute = target.partition(":")
+    if (parts := in_a_file(name)) is not None:
+        return Target(without_folder(name), parts[0], _attribute(name, parts[1], key), _text(name, parts[0], key))
+    if name.endswith(".py"):
+        raise InputError(f"{key} {name!r} names no function in the file: give {Path(name).name}:FUNCTION")
+    module, _, attribute = (name if ":" in name else _entry_point(name, key)).partition(":")
+    return Target(name, module, _attribute(name, attribute, key))
+
+
+def own_function(target: Target) -> Callable[..., Any]:
+    """One of our own functions, imported."""
+    return vars(importlib.import_module(target.place))[target.attribute]
+
+
+def values_of(arguments: Mapping[str, Any], key: str = "reward.arguments") -> dict[str, Any]:
+    """The arguments with each `env:NAME` replaced by that variable of this process's environment.
+
+    Raises:
+        InputError: a variable is not set.
+    """
+    return {name: resolve(value, f"{key}.{name}") for name, value in arguments.items()}
+
+
+def secrets_of(arguments: JsonValue, values: JsonValue) -> Iterator[str]:
+    """The values that references in `arguments` were replaced by."""
+    if isinstance(arguments, dict) and isinstance(values, dict):
+        for name, value in arguments.items():
+            yield from secrets_of(value, values[name])
+    elif isinstance(arguments, list) and isinstance(values, list):
+        for value, found in zip(arguments, values, strict=True):
+            yield from secrets_of(value, found)
+    elif referenced(arguments) is not None:
+        yield str(values)
+
+
+def _attribute(name: str, attribute: str, key: str) -> str:
+    if not attribute.isidentifier():
+        raise InputError(f"{key} {name!r}: {attribute!r} is not the name of a function. Give file.py:FUNCTION")
+    return attribute
+
+
+def _text(name: str, file: str, key: str) -> str:
     try:
-        function: Any = vars(importlib.import_module(module))[attribute]
-    except ImportError as error:
-        raise InputError(
-            f"reward.function {name!r} cannot be imported: {error}. Give an installed entry point of {GROUP} or "
-            "package.module:function, with the package on PYTHONPATH"
-        ) from error
-    except KeyError:
-        raise InputError(f"reward.function {name!r}: module {module} has no {attribute!r}") from None
-    if not callable(function):
-        raise InputError(f"reward.function {name!r} is a {type(function).__name__}, not a function")
-    values = {key: resolve(value, f"reward.arguments.{key}") for key, value in arguments.items()}
-    return cast(Reward, functools.partial(function, **values))
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{key} {name!r}: {file} cannot be read ({error}). Give the path of a Python file") from None
 
 
-def _entry_point(name: str) -> str:
+def _entry_point(name: str, key: str) -> str:
     known = _own_entry_points() | {point.name: point.value for point in entry_points(group=GROUP)}
     if name not in known:
         raise InputError(
-            f"reward.function {name!r} is unknown: installed are {', '.join(sorted(known))}; "
-            "or give package.module:function"
+            f"{key} {name!r} is unknown: installed are {', '.join(sorted(known))}; "
+            "or give file.py:function or package.module:function"
         )
     return known[name]
 
 
+@functools.cache
 def _own_entry_points() -> dict[str, str]:
     """Our own, even where the project is on PYTHONPATH but not installed."""
     project = PROJECT_ROOT / "pyproject.toml"

@@ -1,17 +1,110 @@
-"""Scores of samples by a run's reward function, in this process or in others."""
+"""Scores of responses by a run's reward functions, in this process or in others."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from tasks.config.reward import RewardSection
-from tasks.rewards.pool import Sample, Score, ScoringOrder, score_in_processes
-from tasks.rewards.resolve import resolve_reward
-from tasks.rewards.worker import score
+from tasks.config.environment import without_secrets
+from tasks.config.reward import RewardFunction, RewardSection
+from tasks.rewards.calling import Caller
+from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processes
+from tasks.rewards.resolve import find_reward, own_function, values_of
+from tasks.rewards.sample import Score, failed
+from tasks.rewards.value import NotFinite, weighted
+
+EXAMPLES = 3
+"""Failures that a message shows; so many are collected before scoring ends early."""
+
+_ROUNDING = 1e-6  # 0.29 * 100 is below 29
 
 
-def score_samples(section: RewardSection, samples: Sequence[Sample]) -> list[Score]:
-    """Scores of (prompt record, response text) pairs, in order."""
-    if section.processes:
-        order = ScoringOrder(section.function, section.arguments, section.deadline_s)
-        return score_in_processes(order, samples, section.processes)
-    function = resolve_reward(section.function, section.arguments)
-    return [Score(**score(function, dict(record), response)) for record, response in samples]
+@dataclass(frozen=True)
+class Scores:
+    """The result of scoring."""
+
+    scores: list[Score | None]
+    """In the order of the responses; None where scoring ended before, because too many had failed."""
+    sources: Mapping[str, str]
+    """By name of a function: the digest of its file, or the version of one of ours."""
+
+
+def score_responses(section: RewardSection, responses: Sequence[Response], patient: bool = False) -> Scores:
+    """Score all responses with all functions of the section.
+
+    Args:
+        patient: go on when more have failed than `reward.max_failures` allows.
+
+    Raises:
+        InputError: a function cannot be found, or a secret is not set.
+        StageFailed: a function cannot be imported.
+    """
+    allowed = None if patient else max(failures_allowed(section.max_failures, len(responses)), EXAMPLES - 1)
+    found = {part.name: _scored(section, part, responses, allowed) for part in section.parts}
+    sources = {find_reward(part.function).name: found[part.name].source for part in section.parts}
+    if not section.functions:
+        return Scores(found[""].scores, sources)
+    together = zip(*(found[part.name].scores for part in section.parts), strict=True)
+    return Scores([_summed(section.parts, scores) for scores in together], sources)
+
+
+def failures_allowed(share: float, responses: int) -> int:
+    """How many responses may remain without a score."""
+    return math.floor(share * responses + _ROUNDING)
+
+
+def order_of(section: RewardSection, part: RewardFunction) -> ScoringOrder:
+    """What processes for one function of the section are started with.
+
+    Raises:
+        InputError: the function cannot be found.
+    """
+    target = find_reward(part.function, part.key)
+    return ScoringOrder(target, part.arguments, part.weights, part.batch, section.deadline_s, section.start_deadline_s)
+
+
+def notices(section: RewardSection) -> list[str]:
+    """What a person should know about how responses will be scored."""
+    named = [find_reward(part.function) for part in section.parts]
+    alone = [target.name for target in named if target.needs_process] if section.processes == 0 else []
+    if not alone:
+        return []
+    which = "it runs in a process" if len(alone) == 1 else "each runs in a process"
+    return [f"reward.processes is 0, but {', '.join(alone)} may hang or crash: {which} of its own, with the deadline"]
+
+
+def _scored(section: RewardSection, part: RewardFunction, responses: Sequence[Response], allowed: int | None) -> Scored:
+    order = order_of(section, part)
+    version = order.target.version
+    if section.processes or order.target.needs_process:
+        scored = score_in_processes(order, responses, max(section.processes, 1), allowed)
+    else:
+        scored = Scored(_scored_here(order, responses), "")
+    return scored if version is None else replace(scored, source=f"version {version}")
+
+
+def _scored_here(order: ScoringOrder, responses: Sequence[Response]) -> list[Score | None]:
+    caller = Caller(own_function(order.target), values_of(order.arguments), order.weights)
+    if order.batch:
+        scores = caller.batch([one.record for one in responses], [one.text for one in responses], None)
+    else:
+        scores = [caller.one(one.record, one.text, None) for one in responses]
+    return [replace(score, detail=without_secrets(score.detail)) if score.detail else score for score in scores]
+
+
+def _summed(parts: Sequence[RewardFunction], scores: Sequence[Score | None]) -> Score | None:
+    named = dict(zip((part.name for part in parts), scores, strict=True))
+    for name, score in named.items():
+        if score is None or score.reward is None:
+            return None if score is None else replace(score, detail=f"{name}: {score.detail}", components=None)
+    values = {part.name: (score.reward or 0.0, part.weight) for part, score in zip(parts, scores, strict=True) if score}
+    inner = {
+        f"{name}/{key}": value
+        for name, score in named.items()
+        if score
+        for key, value in (score.components or {}).items()
+    }
+    components = {**{name: value for name, (value, _) in values.items()}, **inner}
+    try:
+        return Score(weighted(values), "ok", components=components)
+    except NotFinite as flaw:
+        return failed("non_finite", str(flaw))

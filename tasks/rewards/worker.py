@@ -1,58 +1,221 @@
-"""A scoring process: JSON lines in, JSON lines out. Started by tasks.rewards.pool."""
+"""A scoring process: starts the process in which the function runs, keeps its deadline, and leaves no process behind.
 
+Started by `tasks.rewards.pool`, which writes one line for each response or batch and reads one for each. The first line
+is the order. It ends, and everything that the function started with it, when its standard input does.
+"""
+
+import ctypes
 import json
-import math
 import os
-import reprlib
-import sys
-from typing import Any, TextIO
+import select
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
-from tasks.config.environment import without_secrets
-from tasks.rewards.resolve import Reward, resolve_reward
+import psutil
 
-_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
+from tasks.rewards import scorer
+from tasks.rewards.words import hide, storable
+
+_CHILD_SUBREAPER = 36
+_CHUNK = 1 << 16
+_SAID = 8192
+_PATIENCE_S = 10.0
+
+
+class OwnerGone(Exception):
+    """Nobody waits for an answer any more."""
+
+
+class Ended(Exception):
+    """The process in which the function runs has ended."""
+
+
+class Scorer:
+    """The process in which the function runs."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        (take, self._samples), (self._answers, give), (self._said, say) = os.pipe(), os.pipe(), os.pipe()
+        self._ends = [self._samples, self._answers, self._said]
+        self.pid = os.fork()
+        if self.pid == 0:
+            for end in self._ends:
+                os.close(end)
+            scorer.serve(order, take, give, say)
+        for end in (take, give, say):
+            os.close(end)
+        self._life = os.pidfd_open(self.pid)
+        self._open = {self._answers, self._said, self._life, 0}
+        self._received, self._last = bytearray(), b""
+        self.fresh = True
+        os.set_blocking(self._samples, False)
+
+    def ask(self, line: bytes, deadline_s: float) -> bytes | None:
+        """The answer to a line; None if there is none within the deadline.
+
+        Raises:
+            Ended: the process has ended without an answer.
+            OwnerGone: nobody waits for it any more.
+        """
+        until, pending = time.monotonic() + deadline_s, memoryview(line)
+        while (left := until - time.monotonic()) > 0:
+            readable, writable, _ = select.select(self._open, [self._samples] if pending else [], [], left)
+            if 0 in readable:
+                raise OwnerGone
+            if writable:
+                pending = self._write(pending)
+            if (answer := self._read(readable)) is not None:
+                self.fresh = False
+                return answer
+            if self._life in readable and self._answers not in readable:
+                raise Ended
+        return None
+
+    def end(self) -> str:
+        """How it ended, in words; it is killed, with everything that it started, if it runs."""
+        code = _killed_with_descendants(self.pid)
+        os.set_blocking(self._said, False)
+        with suppress(BlockingIOError):
+            self._last += os.read(self._said, _CHUNK)
+        for end in (*self._ends, self._life):
+            os.close(end)
+        words = storable(self._last.decode(errors="replace").strip(), last=True)
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        return f"its process ended {how}" + (f"; it said last: {words}" if words else "")
+
+    def _write(self, pending: memoryview) -> memoryview:
+        try:
+            return pending[os.write(self._samples, pending[:_CHUNK]) :]
+        except BrokenPipeError:
+            return pending[:0]  # its end is noticed by its descriptor
+
+    def _read(self, readable: list[int]) -> bytes | None:
+        if self._said in readable:
+            data = os.read(self._said, _CHUNK)
+            self._last = (self._last + data)[-_SAID:]
+            self._open -= set() if data else {self._said}
+        if self._answers in readable:
+            data = os.read(self._answers, _CHUNK)
+            self._open -= set() if data else {self._answers}
+            end, self._received = data.find(b"\n"), self._received + data
+            if end >= 0:  # the last byte: nothing is asked before the answer
+                line, self._received = bytes(self._received), bytearray()
+                return line.rstrip(b"\n")
+        return None
+
+
+class Keeper:
+    """Answers one line after another, by one scorer after another."""
+
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        self._order, self._scorer, self._source = order, None, None
+
+    def ready(self) -> bytes:
+        """The first line: what was imported, or why nothing was."""
+        try:
+            self._started()
+        except ValueError as reason:
+            return _line(status="refused", detail=str(reason))
+        return self._hello
+
+    def answer(self, deadline_s: float, line: bytes) -> bytes:
+        """The answer to one line. A death counts only in a fresh process: it may be due to an earlier sample."""
+        while True:
+            try:
+                current = self._started()
+            except ValueError as reason:
+                return _line(status="refused", detail=str(reason))
+            fresh = current.fresh
+            try:
+                answer = current.ask(line, deadline_s)
+            except Ended:
+                how = self._end()
+                if fresh:
+                    return _line(status="failed", reason="exit", detail=how)
+                continue
+            if answer is None:
+                self._end()
+                return _line(status="failed", reason="timeout", detail=f"no score within {deadline_s:g} s")
+            return answer
+
+    def _started(self) -> Scorer:
+        """The scorer. Raises ValueError if the function cannot be imported."""
+        if self._scorer is not None:
+            return self._scorer
+        self._scorer = Scorer(self._order)
+        try:
+            hello = self._scorer.ask(b"", self._order["start_deadline_s"])
+        except Ended:
+            raise ValueError(f"while it was imported, {self._end()}") from None
+        if hello is None:
+            self._end()
+            raise ValueError(f"it was not imported within {self._order['start_deadline_s']:g} s")
+        said = json.loads(hello)
+        if said["status"] != "ready":
+            self._end()
+            raise ValueError(said["detail"])
+        if self._source not in (None, said["source"]):
+            self._end()
+            raise ValueError("its file has changed while the stage was scoring")
+        self._source, self._hello, self._scorer.fresh = said["source"], hello + b"\n", True
+        return self._scorer
+
+    def _end(self) -> str:
+        ended, self._scorer = self._scorer, None
+        return ended.end() if ended is not None else ""
 
 
 def main() -> None:
-    """Read the function's name and arguments, then one sample per line; answer each as soon as it is scored."""
-    # what the function prints must not mix with the answers
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    order = json.loads(sys.stdin.readline())
-    function = resolve_reward(order["function"], order["arguments"])
-    _answer(answers, {"status": "ready", "reward": None, "detail": ""})
-    for line in sys.stdin:
-        sample = json.loads(line)
-        _answer(answers, score(function, sample["record"], sample["response"]))
+    """Read the order, then lines of a deadline in seconds, a tab and what is to be scored."""
+    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the function starts stays below this process
+    with suppress(OwnerGone, BrokenPipeError):
+        order = json.loads(_next_line())
+        hide(order["secrets"])
+        keeper = Keeper(order)
+        _write(keeper.ready())
+        while True:
+            deadline, _, line = _next_line().partition(b"\t")
+            _write(keeper.answer(float(deadline), line + b"\n").rstrip(b"\n") + b"\n")
+    _killed_with_descendants(None)
 
 
-def score(function: Reward, record: dict[str, Any], response: str) -> dict[str, Any]:
-    """Score one sample; what the function raises or returns instead of a number is recorded, never a silent 0."""
-    try:
-        return {"status": "ok", "reward": finite(function(record, response)), "detail": ""}
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything, and it is recorded
-        # stored, so it must contain no secret and nothing that UTF-8 cannot encode
-        detail = without_secrets(f"{type(error).__name__}: {error}").encode(errors="backslashreplace").decode()
-        return {"status": "error", "reward": None, "detail": detail}
+def _next_line() -> bytes:
+    """The next line, without its end. The owner writes one, and then waits for the answer."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        data = os.read(0, _CHUNK)  # without a buffer, which a fork would copy
+        if not data:
+            raise OwnerGone
+        line += data
+    return bytes(line[:-1])
 
 
-def finite(value: object) -> float:
-    """`value` as a number that the reward table can hold.
-
-    Raises:
-        TypeError, ValueError: it is not a number, or not finite as float32.
-    """
-    if isinstance(value, str | bytes | bytearray):
-        raise TypeError(f"the reward function returned {reprlib.repr(value)}, which is not a number")
-    number = float(value)  # pyright: ignore[reportArgumentType] - raises for anything that is not a number
-    if not math.isfinite(number) or abs(number) > _LARGEST:
-        raise ValueError(f"the reward function returned {reprlib.repr(value)}, which is not finite as float32")
-    return number
+def _write(data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(1, left) :]
 
 
-def _answer(stream: TextIO, value: dict[str, Any]) -> None:
-    stream.write(json.dumps(value) + "\n")
-    stream.flush()
+def _line(**values: str) -> bytes:
+    return f"{json.dumps(values)}\n".encode()
+
+
+def _killed_with_descendants(pid: int | None) -> int:
+    """Kill everything below this process until nothing is left; the exit code of `pid`, negative for a signal."""
+    code, until = 0, time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
+        for one in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(ended[1]) if ended[0] == pid else code
+        except ChildProcessError:
+            break
+        time.sleep(0.002)
+    return code
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ def unannounced(_iteration: int, _stage: Stage) -> None:
     """Announce nothing."""
 
 
+def unheard(_text: str) -> None:
+    """Say nothing."""
+
+
 @dataclass(frozen=True)
 class RunContext:
     """Passed to every stage along with the manifests. It holds no result of a stage."""
@@ -55,3 +59,8 @@ class RunContext:
     """How a stage runs: as a Prefect task in a flow, else directly."""
     announce: Callable[[int, Stage], None] = unannounced
     """Called before each stage."""
+    memory: Path | None = None
+    """Folder in shared memory for the state that is on its way to storage; without one, or where it has no room, it is
+    in `scratch`."""
+    say: Callable[[str], None] = unheard
+    """Tells people one line."""

@@ -1,12 +1,16 @@
 """Stage `evaluate`: greedy answers to held-out prompts with the weights just served. It changes nothing."""
 
+from collections.abc import Sequence
+
 import pyarrow as pa
 
 from storage.schema import EVALUATION, fingerprint
 from tasks.engine.protocol import Sampling, token_rows
-from tasks.rewards.scoring import score_samples
+from tasks.rewards.sample import Score
+from tasks.rewards.scoring import score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
+from tasks.stages.scored import COLUMNS, SOURCE, accepted, columns, metrics, responses_of
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Evaluated, Prepared, Served
@@ -14,32 +18,53 @@ from tasks.stages.views import Evaluated, Prepared, Served
 
 @stage(Stage.EVALUATE, ("prepare", "weights"), Evaluated)
 def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
-    """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward."""
+    """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward.
+
+    `accuracy` is the mean over the answers that have a score; the others are counted beside it.
+    """
+    section = work.config.reward
     table = prompts(work.context, prepared, "held_out").slice(0, work.config.evaluate.prompts)
     if not table.num_rows:
         return StageOutput()
-    codec = text_codec(work.context, prepared)
+    answers = _answered(work, prepared, served, table)
+    texts = text_codec(work.context, prepared).decode_column(answers["response_tokens"])
+    responses = responses_of(answers, texts, records_of(table), work.iteration)
+    scored = score_responses(section, responses)
+    scores = accepted(scored.scores, responses, section.max_failures, f"evaluate of iteration {work.iteration}")
+    return StageOutput(
+        parts=(work.writer.write_table("answers.arrow", _table(answers, scores), EVALUATION),),
+        schema_fingerprint=fingerprint(EVALUATION),
+        facts={SOURCE: dict(scored.sources)},
+        metrics={"accuracy": _mean(scores), "prompts": float(len(scores)), **metrics(scores)},
+    )
+
+
+def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:
+    """The greedy answers of the engine, as `responses_of` takes them."""
     greedy = Sampling(
-        temperature=0, top_p=1, max_tokens=work.config.rollout.max_tokens, stop_token_ids=codec.stop_tokens
+        temperature=0,
+        top_p=1,
+        max_tokens=work.config.rollout.max_tokens,
+        stop_token_ids=text_codec(work.context, prepared).stop_tokens,
     )
     engine = ensure_served(work.context, prepared, served)[0]
     batch = engine.generate(token_rows(table["prompt_tokens"]), [0] * table.num_rows, greedy)
-    texts = codec.decode_column(batch.column("response_tokens"))
-    records = records_of(table)
-    names = table["prompt_id"].to_pylist()
-    scores = score_samples(work.config.reward, [(records[name], text) for name, text in zip(names, texts, strict=True)])
-    result = pa.Table.from_arrays(
-        [
-            table["prompt_id"].combine_chunks(),
-            batch.column("response_tokens").cast(EVALUATION.field("response_tokens").type),
-            pa.array([score.reward for score in scores], pa.float32()),
-            pa.array([score.status for score in scores], pa.string()),
-        ],
-        schema=EVALUATION,
+    return pa.table(
+        {
+            "prompt_id": table["prompt_id"].combine_chunks(),
+            "sample_id": pa.array([0] * table.num_rows, pa.int32()),
+            "response_tokens": batch.column("response_tokens").cast(EVALUATION.field("response_tokens").type),
+            "finish_reason": batch.column("finish_reason"),
+        }
     )
-    accuracy = sum(score.reward or 0.0 for score in scores) / len(scores)
-    return StageOutput(
-        parts=(work.writer.write_table("answers.arrow", result, EVALUATION),),
-        schema_fingerprint=fingerprint(EVALUATION),
-        metrics={"accuracy": accuracy, "prompts": float(len(scores))},
-    )
+
+
+def _table(answers: pa.Table, scores: Sequence[Score]) -> pa.Table:
+    given = {name: answers[name].combine_chunks() for name in ("prompt_id", "response_tokens")}
+    every = {**given, **dict(zip(COLUMNS, columns(scores), strict=True))}
+    return pa.Table.from_arrays([every[name] for name in EVALUATION.names], schema=EVALUATION)
+
+
+def _mean(scores: Sequence[Score]) -> float:
+    rewards = [score.reward for score in scores if score.reward is not None]
+    return sum(rewards) / len(rewards)

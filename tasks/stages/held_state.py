@@ -1,26 +1,31 @@
 """The trainer ranks as the stages use them: holding exactly the state that a manifest names."""
 
-import json
+import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import JsonValue
 
+from storage.errors import CommitConflict, DigestMismatch, StorageError, StorageUnavailable
 from storage.layout import STATE
 from storage.manifest import Part, need
-from storage.parts import PartWriter, materialize, read_part
+from storage.parts import PartWriter, materialize
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
 from tasks.stages.stage import StageOutput, Work
-from tasks.stages.views import Prepared, Trained
+from tasks.stages.views import IDENTITY, Prepared, Trained
 from tasks.workers.trainers import TrainerGroup
-from trainer_core.config import OptimizerConfig
+from trainer_core.protocol import LoadedState, SavedFiles
 from trainer_core.state.facts import needed_for_weights
+
+logger = logging.getLogger(__name__)
+
+_FOLDER, _SAVED = "state", "saved.digest"
 
 
 def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
@@ -37,18 +42,74 @@ def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
 def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> TrainerGroup:
     """Trainer ranks that hold the train state `state`, loaded from storage unless they hold it already.
 
-    What a rank holds is used only when its identity is the digest of the manifest. A state that a fork shares
-    with its parent was made under another configuration: if the optimizer differs, the fork starts with a fresh one.
+    What a rank holds is used only when its identity is the digest of the manifest. What it has loaded is identified
+    again, in its memory, and compared with what the manifest records. A state that a fork shares with its parent may
+    have been made with other settings of the optimizer: its moments continue under the settings of the fork.
+
+    Raises:
+        DigestMismatch: the ranks hold something else than the manifest records after they have loaded it.
     """
     group = trainers(context, prepared)
     if group.identity() != state.digest:
-        context.outbox.settle()  # ranks that died may have left a state that is not stored yet
-        forked = state.manifest.origin is not None
-        fresh = forked and _optimizer_of(context, state) != context.config.train.optimizer
-        with local_copy(context, state, weights_only=fresh) as folder:
-            group.load(folder, fresh)
+        if not _loaded_from_memory(context, group, state):
+            context.outbox.settle()  # ranks that died may have left a state that is not stored yet
+            stored = _stored(context, state)
+            with local_copy(context, stored) as folder:
+                loaded = group.load(folder)
+            _compare(stored, loaded)
         group.adopt(state.digest)
     return group
+
+
+def _loaded_from_memory(context: RunContext, group: TrainerGroup, state: Trained) -> bool:
+    """Load what ranks that are gone have saved in shared memory, if it is this state and whole.
+
+    They may have been ended while they wrote, and the process that drove the run too; what was loaded decides.
+    """
+    folder = context.memory / _FOLDER if context.memory is not None else None
+    if folder is None or state.identity is None or _saved_in(folder) != state.digest:
+        return False
+    try:
+        _compare(state, group.load(folder))
+    except StorageError as error:
+        logger.warning("the state in %s is not used, it is loaded from the store: %s", folder, error)
+        return False
+    logger.info("the state of iteration %d was loaded from shared memory", state.manifest.iteration)
+    return True
+
+
+def _saved_in(folder: Path) -> str | None:
+    """Digest of the manifest of the state in a folder; None while it is written, or if there is none."""
+    try:
+        return (folder / _SAVED).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def _stored(context: RunContext, state: Trained) -> Trained:
+    """The state as it is published: the view that its stage returned may be from before its files were stored."""
+    if state.manifest.parts:
+        return state
+    published = Trained(need(context.root, state.manifest.run, state.manifest.iteration, Stage.TRAIN))
+    if published.digest != state.digest:
+        raise CommitConflict(
+            f"the state of iteration {state.manifest.iteration} was published as {published.digest}, but this process "
+            f"had trained {state.digest}: another process has done the stage. Start again to continue from its result"
+        )
+    return published
+
+
+def _compare(state: Trained, loaded: LoadedState) -> None:
+    recorded = state.identity
+    if recorded is None:
+        return  # of an earlier version, which identified a state by its files; those were verified
+    differing = recorded.differences(loaded.identity, generators=loaded.rng == "restored")
+    if differing:
+        raise DigestMismatch(
+            f"the state of iteration {state.manifest.iteration} of run {state.manifest.run} is not what its manifest "
+            f"records: {' and '.join(differing)} differ after it was loaded ({loaded.identity.model_dump()} against "
+            f"{recorded.model_dump()}). It was damaged before it was stored: fork the run at an earlier iteration"
+        )
 
 
 def ensure_reference(context: RunContext, prepared: Prepared, group: TrainerGroup) -> None:
@@ -62,51 +123,60 @@ def ensure_reference(context: RunContext, prepared: Prepared, group: TrainerGrou
 
 
 def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metrics: Mapping[str, float]) -> StageOutput:
-    """The output of a stage that ends with a train state: the ranks write it to disk now, and it is stored later.
+    """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later.
 
-    The ranks adopt the state's identity as soon as its manifest has one, which may be before the state is stored;
-    whatever is made from it is behind it in the outbox.
+    The ranks adopt the state's identity as soon as its manifest has one, which is before the state is stored; whatever
+    is made from it is behind it in the outbox. At most one state is on its way: the files of the next are the same.
     """
-    state = write_state(work, group)
+    waited = _wait_for_the_previous(work.context)
+    clock = time.perf_counter()
+    folder, files = _write(work.context, group)
     return StageOutput(
-        parts=state.parts,
-        facts=facts,
-        metrics={**metrics, "save_seconds": state.seconds},
-        store=state.store,
-        identified=group.adopt,
+        facts={**facts, IDENTITY: files.identity.model_dump(mode="json")},
+        metrics={**metrics, "save_seconds": time.perf_counter() - clock, "state_wait_seconds": waited},
+        content=IDENTITY,
+        store=partial(_store, work.writer, folder, files.names),
+        identified=partial(_identified, group, folder),
     )
 
 
-@dataclass(frozen=True)
-class WrittenState:
-    """A state that the ranks have written to a local folder, and that storage does not hold yet."""
-
-    folder: Path
-    writer: PartWriter
-    parts: tuple[Part, ...]
-    seconds: float
-    """How long the ranks took; reading the files afterwards counts as storage."""
-
-    def store(self) -> None:
-        """Store the files and remove the folder."""
-        self.writer.store_files(self.folder, self.parts, STATE)
-        shutil.rmtree(self.folder)
+def _identified(group: TrainerGroup, folder: Path, digest: str) -> None:
+    """Tell the ranks, and whoever finds the folder after them, what state they have saved."""
+    (folder / _SAVED).write_text(digest, encoding="utf-8")
+    group.adopt(digest)
 
 
-def write_state(work: Work, group: TrainerGroup) -> WrittenState:
-    """Let the ranks write their state into a local folder."""
-    clock, writer = time.perf_counter(), work.writer
-    folder = work.context.scratch / f"save-{writer.iteration:06d}"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    names = group.save(folder)
-    seconds = time.perf_counter() - clock
-    return WrittenState(folder, writer, writer.describe_files(folder, names, STATE), seconds)
+def _wait_for_the_previous(context: RunContext) -> float:
+    """Wait until no state is on its way to storage; returns the seconds."""
+    clock = time.perf_counter()
+    if not context.outbox.idle:
+        context.outbox.settle()
+    return time.perf_counter() - clock
 
 
-def _optimizer_of(context: RunContext, state: Trained) -> OptimizerConfig:
-    facts = json.loads(read_part(context.root, state.manifest.part(f"{STATE}trainer.json")))
-    return OptimizerConfig.model_validate(facts["optimizer"])
+def _write(context: RunContext, group: TrainerGroup) -> tuple[Path, SavedFiles]:
+    """Let the ranks write their state: into shared memory, or where that has no room, once and for all, to scratch."""
+    on_disk = context.scratch / _FOLDER
+    if context.memory is not None and not on_disk.exists():
+        try:
+            return context.memory / _FOLDER, group.save(_made(context.memory / _FOLDER))
+        except StorageUnavailable as error:
+            logger.warning("train states are written to %s before they are stored: %s", on_disk, error)
+            shutil.rmtree(context.memory / _FOLDER)
+    return on_disk, group.save(_made(on_disk))
+
+
+def _made(folder: Path) -> Path:
+    """The folder, which from now on holds no state, until one is written into it and identified."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _SAVED).unlink(missing_ok=True)
+    return folder
+
+
+def _store(writer: PartWriter, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:
+    parts = writer.describe_files(folder, names, STATE)
+    writer.store_files(folder, parts, STATE)
+    return parts
 
 
 @contextmanager

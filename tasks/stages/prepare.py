@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from storage.schema import PROMPTS, fingerprint
-from tasks.data.sources import fill_model_directory, prompt_tables
+from tasks.data.models import fill_model_directory
+from tasks.data.sources import Prompts, prompts_of
 from tasks.data.tokenizer import TextCodec
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
@@ -22,12 +23,26 @@ def prepare(work: Work) -> StageOutput:
     with tempfile.TemporaryDirectory(prefix="ratchet-model-") as folder:
         directory = Path(folder)
         names = fill_model_directory(directory, config.model, config.run.seed)
-        tables = prompt_tables(config, TextCodec.from_directory(directory))
+        codec = TextCodec.from_directory(directory, config.rollout.stop_tokens)
+        prompts = prompts_of(config, codec)
         model = [part.model_copy(update={"name": MODEL + part.name}) for part in writer.write_files(directory, names)]
-    data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in tables.items()]
+    data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in prompts.tables.items()]
     return StageOutput(
         parts=(*model, *data),
         schema_fingerprint=fingerprint(PROMPTS),
-        facts={"cursor": 0},
-        metrics={f"{name}_records": float(table.num_rows) for name, table in tables.items()},
+        facts={
+            "cursor": 0,
+            "stop_tokens": list(codec.stop_tokens),
+            "data_digests": {name: list(digests) for name, digests in prompts.digests.items()},
+            "train_sources": [[one.name, one.rows] for one in prompts.counts["train"]],
+        },
+        metrics=_metrics(prompts),
     )
+
+
+def _metrics(prompts: Prompts) -> dict[str, float]:
+    dropped = {name: sum(one.dropped for one in counts) for name, counts in prompts.counts.items()}
+    return {
+        **{f"{name}_records": float(table.num_rows) for name, table in prompts.tables.items()},
+        **{f"{name}_dropped": float(count) for name, count in dropped.items() if count},
+    }

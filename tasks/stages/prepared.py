@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +11,9 @@ from storage.backends.root import Root
 from storage.manifest import Part
 from storage.parts import materialize, read_parts
 from storage.schema import PROMPTS
-from tasks.data.tokenizer import TextCodec
+from tasks.config.data import DataSection
+from tasks.data.drawing import Share
+from tasks.data.tokenizer import TextCodec, configured_stop_tokens
 from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
 
@@ -30,8 +33,10 @@ def model_directory(context: RunContext, prepared: Prepared) -> Path:
 
 
 def text_codec(context: RunContext, prepared: Prepared) -> TextCodec:
-    """The tokenizer of the run's base model."""
-    return TextCodec.from_directory(model_directory(context, prepared))
+    """The tokenizer of the run's base model, with the stop tokens that the run was prepared with."""
+    directory = model_directory(context, prepared)
+    stop = prepared.stop_tokens
+    return TextCodec.from_directory(directory, configured_stop_tokens(directory) if stop is None else stop)
 
 
 def prompts(context: RunContext, prepared: Prepared, table: str) -> pa.Table:
@@ -42,9 +47,33 @@ def prompts(context: RunContext, prepared: Prepared, table: str) -> pa.Table:
     return _stored(context.root, manifest.part(name))  # pyright: ignore[reportArgumentType] - frozen, so hashable
 
 
-def records_of(table: pa.Table) -> dict[str, dict[str, object]]:
-    """Whole dataset records by prompt id."""
-    return dict(zip(table["prompt_id"].to_pylist(), map(json.loads, table["record"].to_pylist()), strict=True))
+def records_of(table: pa.Table) -> Mapping[str, dict[str, object]]:
+    """Whole dataset records by prompt id, each parsed when it is asked for."""
+    return _Records(table)
+
+
+def shares(prepared: Prepared, config: DataSection) -> tuple[Share, ...]:
+    """The sources that training prompts are drawn from by weight; none if they are one stream."""
+    sources = config.sources("train")
+    if all(source.weight is None for source in sources) or prepared.train_rows is None:
+        return ()
+    pairs = zip(prepared.train_rows, sources, strict=True)
+    return tuple(Share(rows, 1.0 if source.weight is None else source.weight) for rows, source in pairs)
+
+
+class _Records(Mapping[str, dict[str, object]]):
+    def __init__(self, table: pa.Table) -> None:
+        self._rows = {name: row for row, name in enumerate(table["prompt_id"].to_pylist())}
+        self._records = table["record"]
+
+    def __getitem__(self, name: str) -> dict[str, object]:
+        return json.loads(self._records[self._rows[name]].as_py())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 @functools.lru_cache(maxsize=_TABLES)  # four stages of every iteration read one, and a part never changes

@@ -1,49 +1,55 @@
 """Stage `reward`: every stored response gets a score, or a record of why it has none."""
 
-import pyarrow as pa
+from collections.abc import Mapping
 
-from storage.errors import StageFailed
+import numpy as np
+import pyarrow as pa
+from pydantic import JsonValue
+
+from storage.manifest import find
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
-from tasks.rewards.scoring import score_samples
+from tasks.rewards.scoring import score_responses
+from tasks.rewards.spread import equal_groups
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
+from tasks.stages.scored import REPLACED, SOURCE, accepted, columns, metrics, responses_of
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rewards, Rollouts
+
+_NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason"]
 
 
 @stage(Stage.REWARD, ("prepare", "rollout"), Rewards)
 def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     """Score the responses of one rollout stage."""
-    table = read_table(work.root, rollouts.manifest, ROLLOUT, ["prompt_id", "sample_id", "response_tokens"])
-    records = records_of(prompts(work.context, prepared, "train"))
+    section = work.config.reward
+    table = read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED)
     texts = text_codec(work.context, prepared).decode_column(table["response_tokens"])
-    samples = [(records[name], text) for name, text in zip(table["prompt_id"].to_pylist(), texts, strict=True)]
-    scores = score_samples(work.config.reward, samples)
-    result = pa.Table.from_arrays(
-        [
-            *(table[name].combine_chunks() for name in ("prompt_id", "sample_id")),
-            pa.array([score.reward for score in scores], pa.float32()),
-            pa.array([score.status for score in scores], pa.string()),
-            pa.array([score.detail for score in scores], pa.string()),
-        ],
-        schema=REWARD,
-    )
+    records = records_of(prompts(work.context, prepared, "train"))
+    responses = responses_of(table, texts, records, work.iteration)
+    scored = score_responses(section, responses)
+    scores = accepted(scored.scores, responses, section.max_failures, f"reward of iteration {work.iteration}")
+    names = [table[name].combine_chunks() for name in ("prompt_id", "sample_id")]
+    result = pa.Table.from_arrays([*names, *columns(scores)], schema=REWARD)
+    mean = np.mean(result["reward"].drop_null().to_numpy())
     return StageOutput(
         parts=(work.writer.write_table("rewards.arrow", result, REWARD),),
         schema_fingerprint=fingerprint(REWARD),
-        metrics=_metrics(result),
+        facts=_facts(work, scored.sources),
+        metrics={"reward_mean": float(mean), "equal_groups": equal_groups(result), **metrics(scores)},
     )
 
 
-def _metrics(rewards: pa.Table) -> dict[str, float]:
-    scored = rewards["reward"].drop_null().to_numpy()
-    if not scored.size:
-        first = rewards["detail"][0].as_py() if rewards.num_rows else "there are no samples"
-        raise StageFailed(f"none of {rewards.num_rows} responses could be scored; the first error: {first}")
-    counts = {row["values"]: row["counts"] for row in rewards["status"].value_counts().to_pylist()}
-    return {
-        "reward_mean": float(scored.mean()),
-        "errors": float(counts.get("error", 0)),
-        "timeouts": float(counts.get("timeout", 0)),
-    }
+def _facts(work: Work, sources: Mapping[str, str]) -> dict[str, JsonValue]:
+    """What the functions were made of, and what has changed since the iteration before, which is said."""
+    earlier = find(work.root, work.context.run, work.iteration - 1, Stage.REWARD) if work.iteration > 1 else None
+    before = earlier.facts.get(SOURCE) if earlier is not None else None
+    known = before if isinstance(before, dict) else {}
+    replaced = {name: known[name] for name in sources if name in known and known[name] != sources[name]}
+    for name, old in replaced.items():
+        work.context.say(
+            f"reward function {name} has changed ({str(old)[:12]} -> {sources[name][:12]}): it applies from iteration "
+            f"{work.iteration}, and earlier ones stay scored as they are"
+        )
+    return {SOURCE: dict(sources), **({REPLACED: replaced} if replaced else {})}

@@ -19,10 +19,10 @@ from storage.parallel import each
 from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
 from storage.unfinished import find_piece, keep_piece
-from tasks.data.prompts import draw, repetitions
+from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Sampling, token_rows
 from tasks.stages.names import Stage
-from tasks.stages.prepared import prompts, text_codec
+from tasks.stages.prepared import prompts, shares, text_codec
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rollouts, Served
@@ -99,8 +99,9 @@ class Piece:
 def drawn(work: Work, prepared: Prepared, served: Served) -> list[Groups]:
     """The next prompts, cut into pieces of `rollout.groups_per_part` groups."""
     table, section = prompts(work.context, prepared, "train"), work.config.rollout
-    seed, shuffle = work.config.run.seed, work.config.data.shuffle
-    rows = draw(table.num_rows, served.cursor, section.prompts, seed, shuffle)
+    seed, data = work.config.run.seed, work.config.data
+    sources = shares(prepared, data)
+    rows = draw(table.num_rows, served.cursor, section.prompts, seed, data.shuffle, sources)
     repeats = repetitions(rows)
     places = [slice(start, start + section.groups_per_part) for start in range(0, len(rows), section.groups_per_part)]
     return [Groups(table.take(rows[place]), repeats[place], served.cursor + place.start) for place in places]

@@ -21,7 +21,7 @@ from storage.attempts import begin
 from storage.backends.root import Root
 from storage.errors import CommitConflict
 from storage.kill_points import Point
-from storage.manifest import Fence, Manifest, Part, commit, find
+from storage.manifest import Fence, Manifest, Part, commit, find, finite_or_null
 from storage.parts import PartWriter
 from tasks.config.code_version import code_version
 from tasks.config.run import RunConfig
@@ -58,8 +58,10 @@ class StageOutput:
     schema_fingerprint: str | None = None
     facts: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    store: Callable[[], None] | None = None
-    """Stores the parts, if they are not stored yet; called once, by the outbox."""
+    content: str | None = None
+    """Name of the fact that identifies what the parts hold, if that is known before they are."""
+    store: Callable[[], tuple[Part, ...]] | None = None
+    """Stores the parts and returns them, if a fact identifies them; called once, by the outbox."""
     identified: Callable[[str], None] | None = None
     """Called with the digest of the manifest once it is known and being published."""
 
@@ -146,6 +148,8 @@ class _Attempt:
 
     def manifest(self, output: StageOutput, inputs: dict[str, str], config_digest: str) -> Manifest:
         return Manifest(
+            format_version=1 if output.content is None else 2,
+            content=output.content,
             run=self.writer.run,
             iteration=self.writer.iteration,
             stage=self.writer.stage,
@@ -156,7 +160,7 @@ class _Attempt:
             code_version=code_version(),
             facts=dict(output.facts),
             metrics={
-                **output.metrics,
+                **finite_or_null(output.metrics),
                 "seconds": time.perf_counter() - self.clock,
                 "storage_seconds": meter.seconds() - self.waited,
             },
@@ -167,12 +171,14 @@ class _Attempt:
         )
 
 
-def _publish(writer: PartWriter, manifest: Manifest, store: Callable[[], None] | None, fence: Fence | None) -> Manifest:
+def _publish(
+    writer: PartWriter, manifest: Manifest, store: Callable[[], tuple[Part, ...]] | None, fence: Fence | None
+) -> Manifest:
     if store is not None:
         clock = time.perf_counter()
-        store()
+        parts = store()
         metrics = {**manifest.metrics, "upload_seconds": time.perf_counter() - clock}
-        manifest = manifest.model_copy(update={"metrics": metrics})
+        manifest = manifest.model_copy(update={"parts": parts, "metrics": metrics})
     kill_points.reached(Point.PARTS_DONE, _key(writer))
     published = commit(writer.root, manifest, fence)
     kill_points.reached(Point.COMMITTED, _key(writer))

@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
-from storage.errors import StorageError
+from pydantic import JsonValue, ValidationError
+
+from storage.errors import SchemaMismatch, StorageError
 from storage.manifest import Manifest
+from trainer_core.state.facts import STATE_SCHEME, StateIdentity
+
+IDENTITY = "state"
+"""Name of the fact that identifies a train state by what it holds."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,12 @@ class View:
         if not isinstance(value, str):
             raise self._unexpected(fact, "a text")
         return value
+
+    def _numbers(self, fact: str, found: JsonValue) -> list[int]:
+        numbers = [one for one in found if isinstance(one, int)] if isinstance(found, list) else []
+        if not isinstance(found, list) or len(numbers) != len(found):
+            raise self._unexpected(fact, "a list of whole numbers")
+        return numbers
 
     def _unexpected(self, fact: str, kind: str) -> StorageError:
         one = self.manifest
@@ -55,6 +67,22 @@ class Performed:
 class Prepared(View):
     """Model directory and prompt tables, as parts."""
 
+    @property
+    def stop_tokens(self) -> tuple[int, ...] | None:
+        """Token ids that end a response; None if the run was stored before these were recorded."""
+        found = self.manifest.facts.get("stop_tokens")
+        return None if found is None else tuple(self._numbers("stop_tokens", found))
+
+    @property
+    def train_rows(self) -> tuple[int, ...] | None:
+        """Training prompts of each source, in the order of the table; None if these were not recorded."""
+        found = self.manifest.facts.get("train_sources")
+        if found is None:
+            return None
+        if not isinstance(found, list) or not all(isinstance(one, list) and len(one) == 2 for one in found):
+            raise self._unexpected("train_sources", "a list of names with numbers of rows")
+        return tuple(self._numbers("train_sources", [one[1] for one in found if isinstance(one, list)]))
+
 
 @dataclass(frozen=True)
 class Rollouts(View):
@@ -79,6 +107,28 @@ class Rewards(View):
 @dataclass(frozen=True)
 class Trained(View):
     """A train state."""
+
+    @property
+    def identity(self) -> StateIdentity | None:
+        """What it holds; None if an earlier version made it, which identified a state by its files.
+
+        Raises:
+            SchemaMismatch: a later version made it, by other rules.
+            StorageError: it is recorded in another way.
+        """
+        recorded = self.manifest.facts.get(IDENTITY)
+        if recorded is None:
+            return None
+        try:
+            found = StateIdentity.model_validate(recorded)
+        except ValidationError:
+            raise self._unexpected(IDENTITY, "the identity of a state") from None
+        if found.scheme > STATE_SCHEME:
+            raise SchemaMismatch(
+                f"the state of iteration {self.manifest.iteration} of run {self.manifest.run} is identified by the "
+                f"rules {found.scheme}; this version of Ratchet knows those up to {STATE_SCHEME}. Use a newer Ratchet"
+            )
+        return found
 
     @property
     def cursor(self) -> int:

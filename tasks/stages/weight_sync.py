@@ -74,13 +74,17 @@ def agree(engine: Logprobs, trainer: Logprobs, section: SyncSection) -> Agreemen
 
 
 def probe_sequences(context: RunContext, prepared: Prepared) -> list[np.ndarray]:
-    """The fixed probe: the first held-out (or training) prompts with their answers, as int32 token ids."""
+    """The fixed probe: the first held-out (or training) prompts with their answers, as int32 token ids.
+
+    A prompt without an answer is repeated instead. What is longer than the engine takes is cut.
+    """
     table = prompts(context, prepared, "held_out")
     table = (table if table.num_rows else prompts(context, prepared, "train")).slice(
         0, context.config.sync.probe_sequences
     )
     pairs = zip(table["prompt_tokens"].to_pylist(), table["answer_tokens"].to_pylist(), strict=True)
-    return [np.array([*prompt, *(answer or prompt)], dtype=np.int32) for prompt, answer in pairs]
+    longest = context.config.engine.max_model_len - 1  # the engine samples one token beyond what it scores
+    return [np.array([*prompt, *(answer or prompt)][:longest], dtype=np.int32) for prompt, answer in pairs]
 
 
 def _check_change(before: Logprobs, after: Logprobs, weights_changed: bool) -> None:

@@ -5,7 +5,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import ray
 import ray.exceptions
@@ -18,6 +18,8 @@ _GRACE_S = 5.0  # time the others get to end their part of a call after one memb
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive
 _ATTACH_S = 10.0
 _START = "the start"
+TOKEN_CHARACTERS = 8
+"""Of the part of a group's name that no other group has."""
 
 
 class WorkerDied(WorkerLost):
@@ -58,6 +60,11 @@ class WorkerGroup:
         self._starting: list[Any] = []
         self._start_deadline_s = 0.0
         self._ended = False
+
+    @classmethod
+    def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
+        """A group that an earlier flow process has started, by its name."""
+        return cls(labels, actors)
 
     def start(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> None:
         """Have each member make its object from its own arguments. Does not wait; the first call does."""
@@ -189,8 +196,13 @@ def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached
 
 def fresh_names(prefix: str, count: int) -> list[str]:
     """Names for a new group below `prefix`: no name is used twice, because a dead actor frees its name late."""
-    token = uuid.uuid4().hex[:8]
+    token = uuid.uuid4().hex[:TOKEN_CHARACTERS]
     return [f"{prefix}/{token}/{index}" for index in range(count)]
+
+
+def group_name(name: str) -> str:
+    """The group of the actor with that name, as `find_groups` gives it."""
+    return name.rpartition("/")[0]
 
 
 def find_groups(prefix: str) -> dict[str, list[Any]]:
@@ -198,8 +210,8 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
     groups: dict[str, dict[int, Any]] = {}
     for name in ray.util.list_named_actors():
         if name.startswith(f"{prefix}/"):
-            group, _, index = name.rpartition("/")
-            groups.setdefault(group, {})[int(index)] = ray.get_actor(name, namespace=NAMESPACE)
+            index = int(name.rpartition("/")[2])
+            groups.setdefault(group_name(name), {})[index] = ray.get_actor(name, namespace=NAMESPACE)
     return {group: [members[index] for index in sorted(members)] for group, members in groups.items()}
 
 

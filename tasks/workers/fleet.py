@@ -4,11 +4,12 @@ Under our own Ray they live as long as the flow process. On a cluster (RAY_ADDRE
 after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
 """
 
+import logging
 from pathlib import Path
 from types import TracebackType
 
 from storage.digest import value_digest
-from storage.errors import WorkerLost
+from storage.errors import RatchetError, WorkerLost
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
 from tasks.engine.engine import Engine
@@ -16,17 +17,39 @@ from tasks.engine.protocol import EngineSpec
 from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
-from tasks.workers.ranks import RankActors, rank_labels, start_trainers
+from tasks.workers.ranks import RankActors, forget_rendezvous, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
+logger = logging.getLogger(__name__)
+
+
+def release(run: str, cluster: Cluster) -> int:
+    """End all processes that a run has left on a cluster, and remove the folders where they met.
+
+    Returns:
+        How many processes that were.
+
+    Raises:
+        InputError, WorkerLost: the cluster does not answer.
+    """
+    cluster.check_alive()
+    cluster.start()
+    groups = find_groups(run)
+    for name, actors in groups.items():
+        WorkerGroup.found(name, [name] * len(actors), actors).end()
+    forget_rendezvous(run)
+    return sum(map(len, groups.values()))
+
+
 class Fleet:
     """Trainer ranks and engines of one run.
 
-    As a context manager it leaves Ray at the end: processes under our own Ray end with it, detached ones stay.
+    As a context manager it leaves Ray at the end. Processes under our own Ray end with it. Detached ones end if the
+    block did what it was to do, since then nothing needs them; otherwise they stay for the next start.
     """
 
     def __init__(self, run: str, config: RunConfig, cluster: Cluster) -> None:
@@ -44,6 +67,8 @@ class Fleet:
     ) -> None:
         if self._cluster.local:
             self.close()
+        elif error is None:
+            self._release()
         self._cluster.shutdown()
 
     @property
@@ -118,6 +143,17 @@ class Fleet:
             self._trainers.end()
         self._engines, self._trainers = [], None
 
+    def _release(self) -> None:
+        try:
+            release(self._run, self._cluster)
+        except RatchetError as failure:
+            logger.warning(
+                "the processes of run %s stay on the cluster: %s. `ratchet stop %s` ends them",
+                self._run,
+                failure,
+                self._run,
+            )
+
     def _connect(self) -> None:
         self.check_alive()
         self._cluster.start()
@@ -171,7 +207,7 @@ class Fleet:
             return None
         usable: G | None = None
         for name, actors in find_groups(role).items():
-            group = kind(labels, actors)
+            group = kind.found(name, labels, actors)
             fits = usable is None and name.startswith(f"{prefix}/") and len(actors) == len(labels)
             if fits and group.in_step():
                 usable = group

@@ -1,17 +1,20 @@
 """Starting the trainer ranks as Ray actors."""
 
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from storage.errors import InputError
 from tasks.config.environment import Settings, trainer_environment
-from tasks.workers.actors import WorkerGroup, fresh_names, spawn
+from tasks.workers.actors import TOKEN_CHARACTERS, WorkerGroup, fresh_names, group_name, spawn
 from tasks.workers.scratch import new_folder
 from trainer_core.config import Device, RankSpec, TrainerConfig
 from trainer_core.start import start_trainer
+
+_MEETING = "ratchet-rendezvous"
 
 
 class RankActors(WorkerGroup):
@@ -20,6 +23,11 @@ class RankActors(WorkerGroup):
     def __init__(self, labels: Sequence[str], actors: Sequence[Any], meeting_place: Path | None = None) -> None:
         super().__init__(labels, actors)
         self._meeting_place = meeting_place
+
+    @classmethod
+    def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
+        """A group that an earlier flow process has started, with the folder where its ranks met."""
+        return cls(labels, actors, rendezvous(name))
 
     def end(self) -> None:
         """End the ranks' processes and remove the folder of their rendezvous."""
@@ -53,13 +61,30 @@ def start_trainers(
             "visible; choose a smaller layout under [train.parallel]"
         )
     environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
-    actors = spawn(fresh_names(prefix, world_size), [environment] * world_size, detached=not settings.local)
+    names = fresh_names(prefix, world_size)
     # detached ranks outlive this process, and so must the folder
-    meeting_place = new_folder() if settings.local else Path(tempfile.mkdtemp(prefix="ratchet-rendezvous-"))
+    meeting_place = new_folder() if settings.local else rendezvous(group_name(names[0]))
+    meeting_place.mkdir(mode=0o700, exist_ok=settings.local)
+    actors = spawn(names, [environment] * world_size, detached=not settings.local)
     group = RankActors(rank_labels(world_size), actors, meeting_place)
     ranks = rank_specs(world_size, meeting_place / "store", device, deterministic)
     group.start(start_trainer, [(model_dir, config, rank) for rank in ranks], deadline_s)
     return group
+
+
+def rendezvous(group: str) -> Path:
+    """Where the detached ranks of a group meet; the name says whose it is, so that it can be removed with them."""
+    run, token = group.partition("/")[0], group.rpartition("/")[2]
+    return Path(tempfile.gettempdir(), f"{_MEETING}-{run}-{token}")
+
+
+def forget_rendezvous(run: str) -> list[Path]:
+    """Remove the folders where groups of a run met; returns them."""
+    name = re.compile(rf"{_MEETING}-{re.escape(run)}-[0-9a-f]{{{TOKEN_CHARACTERS}}}")
+    found = [path for path in Path(tempfile.gettempdir()).glob(f"{_MEETING}-*") if name.fullmatch(path.name)]
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return found
 
 
 def rank_specs(world_size: int, store: Path, device: Device, deterministic: bool) -> list[RankSpec]:

@@ -1,6 +1,7 @@
 """Local folders that a process works in. Their names identify the owner, so those left by a killed process can go."""
 
 import hashlib
+import os
 import re
 import shutil
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 from storage.ownership.process import Life, Owner, life, this_process
 
 _SHARED_MEMORY = Path("/dev/shm")
+_MARK = "mark"
 _NAME = re.compile(r"ratchet-(?P<place>[0-9a-f]{12})-(?P<process>\d+)-(?P<birth>\d+)-\w+")
 
 
@@ -29,6 +31,24 @@ def scratch(memory: bool = False) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def kept_in_memory(mark: str) -> Iterator[Path]:
+    """A folder in shared memory for the duration of a block; if a killed process has left one, with what is in it.
+
+    Args:
+        mark: what the folder is for, such as a run; only one that was left with the same mark is taken over.
+    """
+    with scratch(memory=True) as folder:
+        for left in _left():
+            if _mark_of(left) == mark:
+                folder.rmdir()
+                left.rename(folder)
+                break
+        else:
+            (folder / _MARK).write_text(mark, encoding="utf-8")
+        yield folder
+
+
 def new_folder(memory: bool = False) -> Path:
     """A new folder, as `scratch`, which the caller removes."""
     own = this_process("")
@@ -38,11 +58,23 @@ def new_folder(memory: bool = False) -> Path:
 
 def sweep() -> list[Path]:
     """Remove the folders of dead processes of this machine; returns them."""
-    found = [path for parent in (Path(tempfile.gettempdir()), _SHARED_MEMORY) for path in parent.glob("ratchet-*")]
-    left = [path for path in found if _is_left(path)]
+    left = _left()
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return left
+
+
+def _left() -> list[Path]:
+    """The folders of dead processes of this machine."""
+    found = [path for parent in (Path(tempfile.gettempdir()), _SHARED_MEMORY) for path in parent.glob("ratchet-*")]
+    return [path for path in found if _is_left(path)]
+
+
+def _mark_of(folder: Path) -> str | None:
+    """The mark in a folder of this user in shared memory; None if there is none."""
+    mark = folder / _MARK
+    ours = folder.parent == _SHARED_MEMORY and folder.lstat().st_uid == os.getuid() and mark.is_file()
+    return mark.read_text(encoding="utf-8") if ours else None
 
 
 def _is_left(path: Path) -> bool:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tasks.workers.group import GroupHandle, Pending
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig
-from trainer_core.protocol import Generators, LoadedState, TrainerProtocol
+from trainer_core.protocol import Generators, LoadedState, SavedFiles, TrainerProtocol
 from trainer_core.weights.records import TensorRecord
 
 
@@ -36,14 +36,14 @@ class TrainerGroup(GroupHandle):
         """See `TrainerProtocol.import_model`."""
         self._results(self.submit(TrainerProtocol.import_model))
 
-    def load(self, directory: Path, fresh_optimizer: bool) -> LoadedState:
+    def load(self, directory: Path) -> LoadedState:
         """See `TrainerProtocol.load`."""
-        return self._first(self.submit(TrainerProtocol.load, str(directory), fresh_optimizer))
+        return self._first(self.submit(TrainerProtocol.load, str(directory)))
 
-    def save(self, directory: Path) -> list[str]:
+    def save(self, directory: Path) -> SavedFiles:
         """See `TrainerProtocol.save`; the names of all ranks' files, sorted."""
-        owned = self._results(self.submit(TrainerProtocol.save, str(directory)))
-        return sorted({name for names in owned for name in names})
+        ranks = self._results(self.submit(TrainerProtocol.save, str(directory)))
+        return SavedFiles(tuple(sorted({name for rank in ranks for name in rank.names})), ranks[0].identity)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool) -> dict[str, float]:
         """See `TrainerProtocol.train_policy`."""

@@ -12,12 +12,13 @@ from pathlib import Path
 HEAVY = ("ray", "vllm", "megatron", "prefect")
 
 
-def carry_out(arguments: list[str], folder: str) -> dict[str, object]:
+def carry_out(arguments: list[str], folder: str, environment: dict[str, str]) -> dict[str, object]:
     """Carry out one command in a child of this process, in `folder`."""
     with tempfile.TemporaryDirectory() as place:
         said, result = Path(place) / "said", Path(place) / "result"
         child = os.fork()
         if child == 0:
+            os.environ.update(environment)
             _child(arguments, folder, said, result)
         os.waitpid(child, 0)
         return {"said": said.read_text(), **json.loads(result.read_text())}
@@ -46,7 +47,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         order = json.loads(line)
-        answers.write(json.dumps(carry_out(order["arguments"], order["folder"])) + "\n")
+        answers.write(json.dumps(carry_out(**order)) + "\n")
         answers.flush()
 
 

@@ -24,12 +24,15 @@ class Outcome:
     """Which of Ray, vLLM, Megatron and Prefect it imported."""
 
 
-Command = Callable[[list[str], Path], Outcome]
+Command = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="session")
 def command():
-    """Carries out a command, given its arguments and its working directory, in a fork of a clean interpreter."""
+    """Carries out a command, given its arguments and its working directory, in a fork of a clean interpreter.
+
+    Keyword arguments are added to its environment.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.bad_input.clean"],
         stdin=subprocess.PIPE,
@@ -40,8 +43,10 @@ def command():
     assert process.stdin is not None
     assert process.stdout is not None
 
-    def carry_out(arguments: list[str], folder: Path) -> Outcome:
-        process.stdin.write(json.dumps({"arguments": arguments, "folder": str(folder)}) + "\n")
+    def carry_out(arguments: list[str], folder: Path, **environment: str) -> Outcome:
+        process.stdin.write(
+            json.dumps({"arguments": arguments, "folder": str(folder), "environment": environment}) + "\n"
+        )
         process.stdin.flush()
         return Outcome(**json.loads(process.stdout.readline()))
 

@@ -33,7 +33,6 @@ from storage.kill_points import Point
 from storage.ownership.lease import Lease
 from storage.write_behind import Outbox
 from tasks.config.code_version import code_version
-from tasks.config.stored import record_config
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tests.faults.journal import Journal
@@ -165,17 +164,17 @@ def drive(plan: Plan) -> None:
     started(FLOW, os.getpid())
     root = open_root(plan.root)
     fleet = SmallFleet(config, plan.replaces, started, plan.other_lesson)
-    digest = record_config(root, RUN, config)
 
     @contextmanager
-    def opener(lease: Lease) -> Iterator[RunContext]:
+    def opener(lease: Lease, digest: str) -> Iterator[RunContext]:
         observer = Observer(plan, fleet, journal)
         with (
             kill_points.observed(observer),
             tempfile.TemporaryDirectory(dir=plan.folder) as scratch,
+            tempfile.TemporaryDirectory(dir=plan.folder) as memory,
             NotedOutbox(journal) as outbox,
         ):
-            yield RunContext(RUN, root, config, digest, fleet, Path(scratch), lease, outbox)
+            yield RunContext(RUN, root, config, digest, fleet, Path(scratch), lease, outbox, memory=Path(memory))
 
     complete(RUN, root, config, NotedProgress(journal, config.run.iterations), opener)
 

@@ -17,6 +17,7 @@ from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.storage.tables import scored_table
 
 FULL = [Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE]
 BEGIN = [Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE]
@@ -99,10 +100,7 @@ def test_what_the_former_driver_published_late_counts(root: Root, tmp_path: Path
 def others(root: Root, rollouts: Manifest) -> pa.Table:
     """Rewards that the run's function never gives."""
     names = read_table(root, rollouts, ROLLOUT, ["prompt_id", "sample_id"])
-    rows = names.num_rows
-    columns = [names["prompt_id"].combine_chunks(), names["sample_id"].combine_chunks()]
-    more = [pa.array([0.125] * rows, pa.float32()), pa.array(["ok"] * rows), pa.array([""] * rows)]
-    return pa.Table.from_arrays([*columns, *more], schema=REWARD)
+    return scored_table(names, [0.125] * names.num_rows)
 
 
 def test_a_result_that_nobody_may_publish_is_refused(root: Root, tmp_path: Path):

@@ -8,15 +8,18 @@ import pytest
 from flows.run import ready, run
 from storage.backends.root import open_root
 from storage.errors import InputError, LeaseHeld, StorageUnavailable
+from storage.manifest import commit
 from storage.ownership.lease import hold
-from tasks.config.stored import stored_config
+from tasks.config.stored import record_config
+from tasks.stages.names import Stage
+from tests.flows.runs import make_manifest
 from tests.small.config import small_config
 
 
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        (["train.parallel.pipeline=3"], "cannot be divided by parallel.pipeline = 3"),
+        (["train.parallel.pipeline=3"], "cannot be divided by train.parallel.pipeline = 3"),
         (["reward.function=no_such_reward"], "'no_such_reward' is unknown"),
         (["device.kind=cuda"], "no GPU is visible"),
     ],
@@ -42,15 +45,23 @@ def test_a_run_needs_a_usable_id(tmp_path: Path, name: str):
 
 def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path: Path):
     url, config = str(tmp_path / "runs"), small_config()
-    root, digest = ready("first", url, config)
-    assert stored_config(root, "first") == config
-    assert ready("first", url, small_config(["engine.count=2", "run.iterations=7"]))[1] == digest
+    root = ready("first", url, config)
+    assert root.folders() == []
+    digest = record_config(root, "first", config)
+    commit(root, make_manifest("first", 0, Stage.TRAIN, config_digest=digest))
+    ready("first", url, small_config(["engine.count=2", "run.iterations=7"]))
     with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 2, but is now given 4"):
         ready("first", url, small_config(["rollout.samples=4"]))
 
 
+def test_an_input_error_makes_no_folder(tmp_path: Path):
+    with pytest.raises(InputError, match="no_such_reward"):
+        ready("a", str(tmp_path / "x" / "runs"), small_config(["reward.function=no_such_reward"]))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_that_is_driven_is_refused_before_anything_starts(tmp_path: Path):
-    root, _ = ready("a", str(tmp_path / "runs"), small_config())
+    root = ready("a", str(tmp_path / "runs"), small_config())
     with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is running"):
         ready("a", root.url, small_config())
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from storage.backends.root import Root, open_root
+from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.parts import read_table
@@ -24,10 +25,17 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "rollout.groups_per_part": (1, 4),
     "reward.deadline_s": (5.0, 9.0),
     "reward.processes": (0, 1),
+    "reward.max_failures": (0.1, 0.0),
+    "reward.start_deadline_s": (60.0, 90.0),
     "train.parallel.tensor": (1, 2),
     "train.parallel.pipeline": (1, 2),
     "train.parallel.data": (1, 2),
+    "train.megatron.overlap_grad_reduce": ("false", "true"),
+    "train.megatron.overlap_param_gather": ("false", "true"),
+    "train.megatron.recompute": ("none", "layers"),
     "train.micro_batch_size": (8, 2),
+    "train.micro_batch_tokens": (64, 16),
+    "train.policy.kl_sample": (0, 4),
     "evaluate.every": (1, 0),
     "evaluate.prompts": (2, 1),
     "engine.count": (1, 2),
@@ -45,6 +53,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "sync.max_difference": (5e-3, 1.0),
     "storage.keep_newest": (1, 2),
     "storage.keep_every": (1, 2),
+    "report.examples": (0, 2),
 }
 NOT_HERE = {
     "run.name": "the id of the run",
@@ -52,7 +61,11 @@ NOT_HERE = {
     "data.train": "as model.source",
     "data.held_out": "as model.source",
     "data.warmup": "as model.source",
-    "engine.precision": "samples of another precision are other samples; see below",
+    "model.download": "as model.source",
+    "model.token": "as model.source",
+    "report.wandb": "who is told; see tests/flows/views/test_reports.py",
+    "report.mlflow": "as report.wandb",
+    "data.download": "this run's prompts are generated; it only matters before `prepare`",
 }
 
 
@@ -114,14 +127,12 @@ def test_a_setting_that_changes_while_the_run_is_down_changes_no_result(name, wa
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
-def test_a_rollout_never_mixes_precisions(before, after, root: Root, tmp_path: Path):
+def test_a_run_never_mixes_precisions(before, after, root: Root, tmp_path: Path):
     with pytest.raises(Killed):
         interruption = killing(Stage.ROLLOUT, 1, Point.MID_PART, after=1)
         drive(root, tmp_path / "first", settings("engine.precision", before), at=interruption)
-    pieces = set(root.keys(f"{RUN}/manifests/000001/rollout.r0.pieces"))
-    assert pieces
-    drive(root, tmp_path / "second", settings("engine.precision", after))
-    assert "sampled_again" not in need(root, RUN, 1, Stage.ROLLOUT).metrics  # nothing was reused
+    with pytest.raises(InputError, match=f"engine.precision: the run was started with '{before}', .* '{after}'"):
+        drive(root, tmp_path / "second", settings("engine.precision", after))
 
 
 def test_a_piece_of_an_earlier_version_is_sampled_again(whole, root: Root, tmp_path: Path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows.driving import complete
+from flows.views.history import IterationRecord
 from flows.views.progress import Progress
 from storage import kill_points, layout
 from storage.backends.root import Root
@@ -16,7 +17,6 @@ from storage.kill_points import Point
 from storage.ownership.lease import Lease
 from storage.write_behind import Outbox
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config
 from tasks.stages.context import Performer, RunContext
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
@@ -37,15 +37,19 @@ class Driver:
     run: str = RUN
     at: Callable[[RunContext, Point, str], None] | None = None
     """Called at each point of the run, with the key."""
+    listener: Callable[[IterationRecord], object] | None = None
+    """Called with each iteration that is complete."""
     done: list[Done] = field(default_factory=list)
     """Stages that ran, as (iteration, stage, reused)."""
 
     def drive(self) -> None:
-        digest = record_config(self.root, self.run, self.config)
         progress = Progress(self.run, self.config.run.iterations, Console(file=io.StringIO()))
 
+        if self.listener is not None:
+            progress.on_finished(self.listener)
+
         @contextmanager
-        def opener(lease: Lease) -> Iterator[RunContext]:
+        def opener(lease: Lease, digest: str) -> Iterator[RunContext]:
             with Outbox() as outbox:
                 context = RunContext(
                     self.run, self.root, self.config, digest, self.workers, self.scratch, lease, outbox, self._noted

@@ -16,14 +16,20 @@ from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
 from tasks.engine.protocol import COMPLETIONS, EngineIdentity, EngineProtocol, SyncReceipt, weights_digest
 from trainer_core.config import TrainerConfig
-from trainer_core.protocol import LoadedState, TrainerProtocol
-from trainer_core.state.facts import StateFacts, read_facts, write_facts
+from trainer_core.protocol import LoadedState, SavedFiles, TrainerProtocol
+from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, facts_text, read_facts
 from trainer_core.weights.records import TensorRecord
 
 SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
 ARRAYS = ("weights", "first", "second")
 WEIGHTS, FILE = "model.weights", "weights-00000.safetensors"
 FILES = {array: array if array == "weights" else f"optimizer.{array}" for array in ARRAYS}
+
+
+def replace_file(path, content):
+    """Write a file that the store may have taken as a part: under its name, not into it."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
 
 
 def logprobs_of(weights, sequence):
@@ -86,30 +92,42 @@ class SmallTrainer(TrainerProtocol):
 
     def save(self, directory):
         """Write this rank's share; returns the names of its files."""
-        ranks = self._config.parallel.world_size
+        ranks, folder = self._config.parallel.world_size, Path(directory)
         names = {array: f"{name}-{self._rank}.bin" for array, name in FILES.items()}
         for array, name in names.items():
-            (Path(directory) / name).write_bytes(np.array_split(self.arrays[array], ranks)[self._rank].tobytes())
+            replace_file(folder / name, np.array_split(self.arrays[array], ranks)[self._rank].tobytes())
         if self._rank:
             # a file that has two names is stored by a copy, all others by a hard link: kills cover both
-            os.link(Path(directory) / names["weights"], Path(directory) / f"held-{self._rank}")
-            return list(names.values())
+            (folder / f"held-{self._rank}").unlink(missing_ok=True)
+            os.link(folder / names["weights"], folder / f"held-{self._rank}")
+            return SavedFiles(tuple(names.values()), self._identified())
         optimizer, parallel = self._config.optimizer, self._config.parallel
         facts = StateFacts(
             step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32"
         )
-        write_facts(directory, facts)
-        (Path(directory) / "common.json").write_text(json.dumps({"step": self._step, "lessons": self._lessons}))
-        return [*names.values(), "trainer.json", "common.json"]
+        replace_file(folder / FACTS_FILE, facts_text(facts).encode())
+        replace_file(folder / "common.json", json.dumps({"step": self._step, "lessons": self._lessons}).encode())
+        return SavedFiles((*names.values(), FACTS_FILE, "common.json"), self._identified())
 
-    def load(self, directory, fresh_optimizer=False):
+    def load(self, directory):
         self._identity, facts = None, read_facts(directory)
         common = json.loads((Path(directory) / "common.json").read_text())
         self._step, self._lessons = common["step"], common["lessons"]
-        for array in ("weights",) if fresh_optimizer else ARRAYS:
+        for array in ARRAYS:
             self.arrays[array] = self._read(directory, array, facts)
         self._generators = "restored" if facts.parallel == self._config.parallel else "reseeded"
-        return LoadedState(facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates)
+        return LoadedState(
+            facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, self._identified()
+        )
+
+    def _identified(self):
+        """Identity of what this rank holds; every rank holds everything."""
+        return StateIdentity(
+            scheme=STATE_SCHEME,
+            tensors=value_digest({name: bytes_digest(array.tobytes()) for name, array in self.arrays.items()}),
+            progress=value_digest([self._step, self._lessons]),
+            generators="",
+        )
 
     def logprobs(self, sequences, temperature=1.0):
         return [logprobs_of(self.arrays["weights"], sequence) for sequence in sequences]

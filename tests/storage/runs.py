@@ -13,7 +13,7 @@ from storage.manifest import Manifest, commit, find
 from storage.parts import PartWriter
 from storage.schema import PROMPTS, REWARD, ROLLOUT
 from tasks.stages.names import Stage
-from tests.storage.tables import list_column, manifest, rollout_table
+from tests.storage.tables import list_column, manifest, rollout_table, scored_table
 
 GROUPS, SAMPLES = 4, 3
 
@@ -97,14 +97,8 @@ def reward_table(rollouts: pa.Table) -> pa.Table:
     """One score a sample, in another order; the second sample of each group timed out."""
     scored = rollouts.take(np.random.default_rng(1).permutation(rollouts.num_rows))
     ids = scored["sample_id"].to_pylist()
-    columns = [
-        scored["prompt_id"].combine_chunks(),
-        scored["sample_id"].combine_chunks(),
-        pa.array([None if one == 1 else one / 4 for one in ids], pa.float32()),
-        pa.array(["timeout" if one == 1 else "ok" for one in ids]),
-        pa.array([""] * len(ids)),
-    ]
-    return pa.Table.from_arrays(columns, schema=REWARD)
+    status = ["timeout" if one == 1 else "ok" for one in ids]
+    return scored_table(scored, [None if one == 1 else one / 4 for one in ids], status)
 
 
 def age(root: Root, key: str, days: float = 2) -> None:

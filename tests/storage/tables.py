@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage.manifest import Manifest, Part
-from storage.schema import ROLLOUT
+from storage.schema import REWARD, ROLLOUT
 from tasks.stages.names import Stage
 
 TIME = datetime(2026, 1, 1, tzinfo=UTC)
@@ -43,3 +43,17 @@ def rollout_table(groups: int = 4, samples: int = 3, seed: int = 0, iteration: i
         "max_tokens": pa.array([9] * rows, pa.int32()),
     }
     return pa.Table.from_arrays([columns[name] for name in ROLLOUT.names], schema=ROLLOUT)
+
+
+def scored_table(names: pa.Table, rewards, status=None) -> pa.Table:
+    """A reward table for the rows of a table with prompt_id and sample_id."""
+    rows = names.num_rows
+    columns = {
+        "prompt_id": names["prompt_id"].combine_chunks(),
+        "sample_id": names["sample_id"].combine_chunks(),
+        "reward": pa.array(rewards, pa.float32()),
+        "status": pa.array(["ok"] * rows if status is None else status),
+        "detail": pa.repeat("", rows),
+    }
+    empty = {field.name: pa.nulls(rows, field.type) for field in REWARD}
+    return pa.Table.from_arrays([{**empty, **columns}[name] for name in REWARD.names], schema=REWARD)

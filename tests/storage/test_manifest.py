@@ -18,7 +18,7 @@ from storage.errors import (
     StageFailed,
     StorageError,
 )
-from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, load, need
+from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, finite_or_null, load, need
 from storage.parts import PartWriter
 from storage.records import seal, unseal
 from tasks.stages.names import Stage
@@ -79,6 +79,34 @@ def test_the_identity_of_stored_runs_is_for_ever():
     part = Part.model_construct(name="groups.arrow", key="run/parts/groups-00.arrow", bytes=10, digest="00", rows=3)
     stored = manifest(**fields).model_copy(update={"parts": (part,)})  # this key is refused now
     assert stored.digest == "9d1ba1c3bac568eb1521b7a87ed2f373"
+
+
+OF_CONTENT = {"format_version": 2, "content": "state", "facts": {"state": {"scheme": 1, "tensors": "t"}, "cursor": 3}}
+
+
+def test_where_a_fact_identifies_the_content_the_parts_do_not_count():
+    one = manifest(**OF_CONTENT)
+    assert one.digest == manifest(parts=(PART,), **OF_CONTENT).digest
+    other = {**OF_CONTENT, "facts": {"state": {"scheme": 1, "tensors": "u"}, "cursor": 3}}
+    assert len({one.digest, manifest(**other).digest, manifest(facts=OF_CONTENT["facts"]).digest}) == 3
+    assert one.digest == "ee28d4c0b3108a775a36169dc6a6af84"  # for ever
+
+
+@pytest.mark.parametrize("flaw", [{"facts": {"cursor": 3}}, {"format_version": 1}])
+def test_a_content_that_no_fact_identifies_is_refused(flaw):
+    with pytest.raises(ValueError, match="holds that fact, and has format 2"):
+        manifest(**{**OF_CONTENT, **flaw})
+
+
+def test_other_files_with_the_same_content_are_adopted(any_root):
+    winner = commit(any_root, manifest(parts=(PART,), **OF_CONTENT))
+    assert commit(any_root, manifest(**OF_CONTENT)) == winner
+    assert load(any_root, KEY).parts == (PART,)
+
+
+def test_an_earlier_version_reads_what_its_format_can_say():
+    assert "content" not in json.loads(manifest().model_dump_json())
+    assert manifest().format_version == 1
 
 
 def test_a_committed_manifest_is_found_as_it_was(any_root):
@@ -204,25 +232,28 @@ def test_a_manifest_survives_its_json():
 NOT_FINITE = {"reward_mean": math.nan, "high": math.inf, "low": -math.inf, "loss": 0.1}
 
 
-def same_numbers(one, other):
-    return {name: repr(value) for name, value in one.items()} == {name: repr(value) for name, value in other.items()}
-
-
-def test_a_metric_that_is_not_finite_is_read_as_it_was(any_root):
-    published = commit(any_root, manifest(metrics=NOT_FINITE))
+@pytest.mark.parametrize("form", ["null", "strings", "constants"])
+def test_a_metric_that_is_not_finite_in_an_earlier_record_is_null(any_root, form):
+    any_root.put_if_absent(KEY, as_earlier(manifest(), form, **NOT_FINITE))
     found = find(any_root, "run", 1, Stage.ROLLOUT)
-    assert same_numbers(found.metrics, NOT_FINITE)
-    assert found.digest == published.digest == manifest().digest
-    # and by any tool that reads JSON, which knows no NaN
-    assert json.loads(any_root.read_bytes(KEY), parse_constant=pytest.fail)["metrics"]["reward_mean"] == "NaN"
-
-
-def test_the_null_that_earlier_versions_wrote_for_such_a_metric_is_nan(root):
-    root.put_if_absent(KEY, as_earlier(manifest(metrics=NOT_FINITE)))
-    assert b'"reward_mean": null' in root.read_bytes(KEY)
-    found = find(root, "run", 1, Stage.ROLLOUT)
-    assert same_numbers(found.metrics, {**dict.fromkeys(NOT_FINITE, math.nan), "loss": 0.1})
+    assert found.metrics == {**dict.fromkeys(NOT_FINITE), "loss": 0.1}
     assert found.digest == manifest().digest
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_never_written(any_root, value):
+    with pytest.raises(ValueError, match="finite number"):
+        manifest(metrics={"loss": value})
+    unchecked = manifest().model_copy(update={"metrics": {"loss": value}})
+    with pytest.raises(StageFailed, match=rf"{KEY} is not committed: metric 'loss' is {value}"):
+        commit(any_root, unchecked)
+    assert any_root.keys("") == []
+
+
+def test_a_missing_number_is_null_for_any_tool_that_reads_json(any_root):
+    commit(any_root, manifest(metrics=finite_or_null(NOT_FINITE)))
+    stored = json.loads(any_root.read_bytes(KEY), parse_constant=pytest.fail)["metrics"]
+    assert stored == find(any_root, "run", 1, Stage.ROLLOUT).metrics == {**dict.fromkeys(NOT_FINITE), "loss": 0.1}
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, [1.0, {"deep": math.inf}]])

@@ -45,11 +45,11 @@ def test_a_good_configuration_passes(tmp_path):
 @pytest.mark.parametrize(
     ("override", "fact"),
     [
-        ("train.parallel.pipeline=3", "layers (2) cannot be divided by parallel.pipeline = 3"),
-        ("train.parallel.tensor=3", "heads (4) cannot be divided by parallel.tensor = 3"),
-        ("train.parallel.tensor=4", "key-value heads (2) cannot be divided by parallel.tensor = 4"),
+        ("train.parallel.pipeline=3", "layers (2) cannot be divided by train.parallel.pipeline = 3"),
+        ("train.parallel.tensor=3", "heads (4) cannot be divided by train.parallel.tensor = 3"),
+        ("train.parallel.tensor=4", "key-value heads (2) cannot be divided by train.parallel.tensor = 4"),
         ("reward.function=no_such_reward", "'no_such_reward' is unknown"),
-        ("reward.function=no.such:thing", "cannot be imported"),
+        ("reward.function=no.such:thing", "cannot be used: ModuleNotFoundError"),
         ("warmup.steps=5", "warmup.steps is above 0, but there are no solved examples"),
         ("train.policy.mini_batches=9999", "cannot be split into train.policy.mini_batches = 9999"),
         ("engine.max_model_len=65", "engine.max_model_len = 65 is longer than the model's context of 64"),

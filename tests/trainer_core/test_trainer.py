@@ -1,6 +1,7 @@
 """What a phase of training does with its samples and reports."""
 
 import math
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_samples_without_reward_take_no_part(model_dir, tmp_path):
 
 def test_groups_without_spread_leave_the_policy_as_it_is(model_dir, tmp_path):
     samples = replace(random_samples(), rewards=np.ones(16, dtype=np.float32))
-    (metrics,) = run_trainers(model_dir, configuration(), train, str(tmp_path), samples)
+    (metrics,) = run_trainers(model_dir, configuration(kl_sample=16), train, str(tmp_path), samples)
     assert metrics["grad_norm"] == 0
     assert metrics["kl"] == 0
     original, trained = read_export(model_dir), read_export(tmp_path)
@@ -71,7 +72,7 @@ def test_groups_without_spread_leave_the_policy_as_it_is(model_dir, tmp_path):
 
 def test_the_report_of_a_policy_step(model_dir, tmp_path):
     samples = random_samples()
-    settings = configuration(mini_batches=2, epochs=2)
+    settings = configuration(mini_batches=2, epochs=2, kl_sample=4)
     (metrics,) = run_trainers(model_dir, settings, train, str(tmp_path), samples)
     assert metrics["steps"] == 4
     assert metrics["tokens"] == samples.response_lengths[samples.usable].sum()
@@ -81,6 +82,96 @@ def test_the_report_of_a_policy_step(model_dir, tmp_path):
     assert 0 <= metrics["clip_fraction"] < 1
     assert metrics["engine_logprob_diff_max"] >= metrics["engine_logprob_diff_mean"] > 0
     assert "kl_reference" not in metrics
+
+
+def passes_of_an_iteration(trainer, reference):
+    """Sequences in each pass of one iteration, and whether it left gradients."""
+    import torch
+
+    trainer.import_model()
+    if reference:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save(folder)
+            trainer.load_reference(folder, "reference")
+    seen = []
+    trainer._model.ddp.register_forward_hook(
+        lambda module, inputs, keywords, output: seen.append(
+            (int((inputs[1] == 0).sum()), torch.is_grad_enabled())  # a segment begins at each position 0
+        ),
+        with_kwargs=True,
+    )
+    metrics = trainer.train_policy(random_samples(), 1.0, reference)
+    return seen, sorted(metrics)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({}, [(15, True)]),
+        ({"kl_sample": 4}, [(15, True), (4, False)]),
+        ({"kl_coefficient": 0.1}, [(15, False), (15, True)]),
+        ({"mini_batches": 2}, [(15, False), (8, True), (7, True)]),
+        ({"epochs": 2}, [(15, False), (15, True), (15, True)]),
+    ],
+    ids=str,
+)
+def test_an_iteration_makes_no_pass_too_many(model_dir, policy, expected):
+    settings = configuration(**policy).model_copy(update={"micro_batch_size": None})
+    ((seen, metrics),) = run_trainers(model_dir, settings, passes_of_an_iteration, "kl_coefficient" in policy)
+    assert seen == expected
+    assert ("kl" in metrics) == ("kl_sample" in policy)
+    assert "entropy" in metrics
+
+
+def twice(trainer, folder, samples):
+    trainer.import_model()
+    metrics = [trainer.train_policy(samples, 1.0) for _ in range(2)]
+    trainer.export(folder)
+    return metrics
+
+
+def test_measuring_the_kl_leaves_no_trace(model_dir, tmp_path):
+    found = {}
+    for size in (0, 5):
+        folder = tmp_path / str(size)
+        (metrics,) = run_trainers(model_dir, configuration(kl_sample=size), twice, str(folder), random_samples())
+        found[size] = [{k: v for k, v in one.items() if k != "kl"} for one in metrics], read_export(folder)
+    assert found[0][0] == found[5][0]
+    assert all(np.array_equal(found[0][1][name], found[5][1][name]) for name in found[0][1])
+
+
+def test_a_single_update_is_the_first_of_several(model_dir):
+    """Without a scoring pass the ratio is 1 all the same: the gradient is that of the surrogate at the old weights."""
+    one, two = (
+        run_trainers(model_dir, configuration(learning_rate=0.0, epochs=epochs), train_only, random_samples())[0]
+        for epochs in (1, 2)
+    )
+    assert one["clip_fraction"] == two["clip_fraction"] == 0
+    for name in ("loss", "grad_norm", "entropy", "engine_logprob_diff_mean"):
+        assert one[name] == pytest.approx(two[name], rel=1e-6, abs=1e-7)
+
+
+def train_only(trainer, samples):
+    trainer.import_model()
+    return trainer.train_policy(samples, 1.0)
+
+
+def test_hopeless_log_ratios_move_nothing_and_break_nothing(model_dir):
+    """An engine or reference may call impossible what was sampled: the ratio is clamped, the gradient stays finite."""
+    (metrics,) = run_trainers(model_dir, configuration(kl_coefficient=1.0), far_from_the_reference, random_samples())
+    assert math.isfinite(metrics["loss"])
+    assert math.isfinite(metrics["grad_norm"])
+
+
+def far_from_the_reference(trainer, samples):
+    """Train with a reference that gives e^-99 to every token that counts, and no number to the others."""
+    from trainer_core.algorithms.grpo import PolicyPhase
+
+    trainer.import_model()
+    counted = samples.per_response_token(samples.usable)
+    reference = np.where(counted, -99, math.nan).astype(np.float32)
+    phase = PolicyPhase(trainer._passes, trainer._optimizer, trainer._config.policy, 1.0, (0,))
+    return phase.run(samples, reference)
 
 
 def train_on_own_logprobs(trainer, samples, temperature):

@@ -1,6 +1,6 @@
-"""The objectives, as pure functions of numpy arrays (advantages) and tensors (losses).
+"""The objectives, as pure functions of tensors; the advantages, of numpy arrays, are in a module without torch.
 
-Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; the clipped surrogate, PPO (arXiv 1707.06347) equation 7;
+Sources: the clipped surrogate, PPO (arXiv 1707.06347) equation 7;
 the KL estimators, J. Schulman, "Approximating KL divergence" (2020); asymmetric clipping, DAPO (arXiv 2503.14476).
 """
 
@@ -8,30 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_core.config import KlEstimator, PolicyConfig
+from trainer_core.algorithms.advantages import group_advantages as group_advantages
+from trainer_core.config import Aggregation, KlEstimator, PolicyConfig
 from trainer_core.model.token_loss import TokenLoss
 
-_STD_FLOOR = 1e-6  # keeps the division finite; a group without spread has zero advantages anyway
-
-
-def group_advantages(
-    rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_], normalize_by_std: bool
-) -> NDArray[np.float32]:
-    """Each sample's reward relative to its group.
-
-    (N,) rewards, (N,) group numbers, (N,) usable -> (N,) advantages: (r - mean) / std over the usable samples of the
-    group, std with n - 1 (as in TRL and verl). Zero for samples that are not usable, for groups in which all
-    rewards are equal, and for groups with a single usable sample.
-    """
-    advantages = np.zeros(len(rewards), dtype=np.float32)
-    for group in np.unique(groups):
-        members = np.flatnonzero((groups == group) & usable)
-        scores = rewards[members].astype(np.float64)
-        if len(members) < 2 or np.ptp(scores) == 0:
-            continue
-        scale = scores.std(ddof=1) + _STD_FLOOR if normalize_by_std else 1.0
-        advantages[members] = (scores - scores.mean()) / scale
-    return advantages
+LOG_RATIO_LIMIT = 20.0
+"""Largest |log-ratio| that enters a loss, in nats: exp(20) is 5e8, while float32 overflows at 88."""
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
@@ -49,35 +31,46 @@ def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor
 def policy_loss(
     policy: PolicyConfig,
     logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor | None,
     advantages: torch.Tensor,
     entropy: torch.Tensor,
     reference_logprobs: torch.Tensor | None,
 ) -> TokenLoss:
-    """Clipped surrogate, plus KL to the reference, minus the entropy bonus, per position; all (B, S) float32.
+    """Clipped surrogate, plus KL to the reference, minus the entropy bonus, per response token; all (R,) float32.
 
-    The surrogate is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - old_logprobs).
+    The surrogate is max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) with r = exp(logprobs - old_logprobs). Without
+    old log-probabilities they are the current ones, as before the first update: r is 1, and its gradient that of
+    logprobs. Both log-ratios are clamped to +-LOG_RATIO_LIMIT, beyond which no gradient flows.
     """
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = torch.exp(_log_ratio(logprobs, logprobs.detach() if old_logprobs is None else old_logprobs))
     plain = -advantages * ratio
     limited = -advantages * ratio.clamp(1 - policy.clip_low, 1 + policy.clip_high)
     loss = torch.maximum(plain, limited)
     if reference_logprobs is not None and policy.kl_coefficient:
-        loss = loss + policy.kl_coefficient * kl_estimate(reference_logprobs - logprobs, policy.kl_estimator)
+        log_ratio = _log_ratio(reference_logprobs, logprobs)
+        loss = loss + policy.kl_coefficient * kl_estimate(log_ratio, policy.kl_estimator)
     if policy.entropy_coefficient:
         loss = loss - policy.entropy_coefficient * entropy
     return TokenLoss(loss, (limited > plain).float())
 
 
-def token_weights(response_mask: NDArray[np.bool_], aggregation: str) -> NDArray[np.float32]:
-    """Weight of each position in the loss of a mini-batch: (N, S) mask -> (N, S), summing to the number of tokens.
+def _log_ratio(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    return (upper - lower).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
-    "token" weighs all tokens equally; "sequence" gives every non-empty sequence the same sum. Megatron divides the
-    weighted sum by the number of tokens of all micro-batches and data-parallel ranks.
+
+def sequence_weights(
+    response_lengths: NDArray[np.int64], groups: NDArray[np.int32], aggregation: Aggregation
+) -> NDArray[np.float32]:
+    """Weight of each sequence's summed loss in the loss of a mini-batch: (n,) tokens, (n,) group numbers -> (n,).
+
+    "token" weighs all tokens equally, "sequence" gives every sequence the same weight in all, "group" every prompt
+    group, and within it every token. Weights times lengths sum to the number of tokens, by which Megatron divides the
+    sum over all micro-batches and data-parallel ranks.
     """
-    weights = response_mask.astype(np.float32)
-    if aggregation == "sequence":
-        lengths = response_mask.sum(axis=1, keepdims=True)  # (N, 1)
-        filled = max(1, int((lengths > 0).sum()))
-        weights *= response_mask.sum() / (filled * np.maximum(lengths, 1))
-    return weights
+    if aggregation == "token":
+        return np.ones(len(response_lengths), dtype=np.float32)
+    members = np.arange(len(response_lengths)) if aggregation == "sequence" else groups
+    _, unit = np.unique(members, return_inverse=True)  # what gets an equal share
+    tokens = np.bincount(unit, response_lengths)  # of each unit
+    shares = response_lengths.sum() / (np.count_nonzero(tokens) * np.maximum(tokens, 1))
+    return shares[unit].astype(np.float32)

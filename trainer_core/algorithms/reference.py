@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import torch
 
-from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.state.checkpoint import load_weights
 
@@ -16,30 +15,32 @@ class Reference:
     They are kept in host memory, so that no second model occupies the device.
     """
 
-    def __init__(self, directory: str, model: Model, mesh: Mesh) -> None:
-        """Read the weights of a saved state, leaving the model's own as they are. Collective."""
+    def __init__(self, directory: str, model: Model) -> None:
+        """Read the weights of a saved state, leaving the model's own as they are."""
         self._model = model
-        live = _copies(model)
-        load_weights(directory, model, mesh)
-        self._weights = _copies(model)
-        _put(model, live)
+        with model.weights():
+            live = _copies(model)
+            load_weights(directory, model)
+            self._weights = _copies(model)
+            _put(model, live)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The model computes with the reference's weights; afterwards it holds its own again, bit for bit."""
-        live = _copies(self._model)
-        _put(self._model, self._weights)
-        try:
-            yield
-        finally:
-            _put(self._model, live)
+        with self._model.weights():
+            live = _copies(self._model)
+            _put(self._model, self._weights)
+            try:
+                yield
+            finally:
+                _put(self._model, live)
 
 
 def _copies(model: Model) -> list[torch.Tensor]:
-    return [parameter.detach().to("cpu", copy=True) for parameter in model.ddp.parameters()]
+    return [tensor.detach().to("cpu", copy=True) for tensor in model.tensors()]
 
 
 def _put(model: Model, weights: list[torch.Tensor]) -> None:
     with torch.no_grad():
-        for parameter, weight in zip(model.ddp.parameters(), weights, strict=True):
-            parameter.copy_(weight)
+        for tensor, weight in zip(model.tensors(), weights, strict=True):
+            tensor.copy_(weight)

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from storage.errors import InputError
-from trainer_core.algorithms.losses import token_weights
 from trainer_core.algorithms.update import apply_loss
 from trainer_core.batches.sequences import SupervisedExamples
+from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
-from trainer_core.model.passes import MicroBatch, Passes
+from trainer_core.model.passes import Objective, Passes
 from trainer_core.model.token_loss import TokenLoss
 
 
@@ -34,19 +34,17 @@ class SupervisedPhase:
         """
         if not len(examples):
             raise InputError("the supervised phase has no examples; give some, or set its steps to 0")
-        padded = examples.padded()
-        weights = token_weights(padded.mask, "token")
+        weights = np.ones(len(examples), dtype=np.float32)
+        objective = Objective(_cross_entropy, temperature=1.0, entropy="none")
         updates, tokens = [], 0
         for rows in _batches(len(examples), batch_size, steps, self.seed):
-            updates.append(
-                apply_loss(self.passes, self.optimizer, padded, rows, {"weight": weights}, 1.0, _cross_entropy)
-            )
-            tokens += int(padded.mask[rows].sum())
+            updates.append(apply_loss(self.passes, self.optimizer, examples, rows, weights, {}, objective))
+            tokens += int(examples.response_lengths[rows].sum())
         if not updates:
             return {"steps": 0.0, "tokens": 0.0}
         return {
-            "first_loss": updates[0].loss,
-            "loss": updates[-1].loss,
+            "first_loss": updates[0].gradients.loss,
+            "loss": updates[-1].gradients.loss,
             "grad_norm": float(np.mean([update.grad_norm for update in updates])),
             "learning_rate": updates[-1].learning_rate,
             "steps": float(steps),

@@ -8,19 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import NumericsError
-from trainer_core.batches.sequences import Matrix, Padded
+from trainer_core.batches.sequences import Sequences, Vector
 from trainer_core.model.optimizer import Optimizer
-from trainer_core.model.passes import LossFunction, Passes
+from trainer_core.model.passes import Gradients, Objective, Passes
 
 
 @dataclass(frozen=True)
 class Update:
     """What an update reports."""
 
-    loss: float
-    """Weighted mean over tokens, before the update."""
-    clip_fraction: float
-    """Share of tokens whose surrogate was clipped."""
+    gradients: Gradients
+    """The pass before the update, with its loss."""
     grad_norm: float
     """Global norm of the gradient before clipping."""
     learning_rate: float
@@ -30,22 +28,22 @@ class Update:
 def apply_loss(
     passes: Passes,
     optimizer: Optimizer,
-    padded: Padded,
+    sequences: Sequences,
     rows: NDArray[np.int64],
-    extras: Mapping[str, Matrix],
-    temperature: float,
-    loss: LossFunction,
+    weights: Vector,
+    values: Mapping[str, Vector],
+    objective: Objective,
 ) -> Update:
-    """Take one optimizer step on `rows`. Collective.
+    """Take one optimizer step on `rows`; see `Passes.gradients` for the arguments. Collective.
 
     Raises:
         NumericsError: if the loss or the gradient norm is not finite; the weights are then unchanged.
     """
-    report = passes.gradients(padded, rows, extras, temperature, loss)
-    if not math.isfinite(report["loss"]):
+    gradients = passes.gradients(sequences, rows, weights, values, objective)
+    if not math.isfinite(gradients.loss):
         raise NumericsError(
-            f"the loss is {report['loss']} at update {optimizer.updates + 1}; the update was not applied: lower the "
+            f"the loss is {gradients.loss} at update {optimizer.updates + 1}; the update was not applied: lower the "
             f"learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
         )
     norm = optimizer.update()
-    return Update(report["loss"], report["clip_fraction"], norm, optimizer.learning_rate)
+    return Update(gradients, norm, optimizer.learning_rate)

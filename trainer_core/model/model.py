@@ -1,6 +1,8 @@
 """A Megatron model built from a Hugging Face directory, distributed over the ranks."""
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,22 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from storage.errors import InputError
-from trainer_core.config import TrainerConfig, check_layout
+from trainer_core.config import MegatronConfig, Recompute, TrainerConfig, check_layout
+from trainer_core.model.effective import check_effective, check_overlap, check_recompute
 from trainer_core.platform.local_spec import local_layer_spec
 from trainer_core.platform.platform import Platform, quietly
 
 # Vocabulary rows are padded to a multiple of this at every tensor-parallel size, so that a state fits every layout.
 _VOCABULARY_MULTIPLE = 128
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {"recompute_granularity": None},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 _FUSIONS_OF_TRANSFORMER_ENGINE = (
     "bias_activation_fusion",
@@ -43,11 +53,79 @@ class Model:
     """Rows of the vocabulary without padding."""
     dtype: torch.dtype
     """Type of the weights and of what pipeline stages exchange."""
+    transformer_engine: bool
+    """Whether layers are built from Transformer Engine's modules."""
+
+    def forward(
+        self,
+        module: torch.nn.Module,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        packing: PackedSeqParams,
+        predicting: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run this rank's part of the model over one flat batch.
+
+        Args:
+            module: the model, as a schedule gives it.
+            tokens: (1, T) int64.
+            positions: (1, T) int64, place of each token in its segment.
+            packing: where segments begin and end.
+            predicting: (R,) int64, the positions whose logits are needed.
+
+        Returns:
+            On the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1, H).
+        """
+        # the wrapper of a model in low precision would copy all logits to float32
+        own_precision = {} if self.dtype == torch.float32 else {"fp32_output": False}
+        return module(
+            tokens,
+            positions,
+            None,  # the attention masks by segments
+            packed_seq_params=packing,
+            output_processor=_predicted_logits,
+            output_processor_context=predicting,
+            **own_precision,
+        )
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Everything but Megatron's own passes reads and writes weights and buffers in here. Collective.
+
+        With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
+        here the rest is gathered first, and nothing is gathered while the block lasts.
+        """
+        overlapped = self.ddp.ddp_config.overlap_param_gather
+        if overlapped:
+            self.ddp.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            if overlapped:
+                self.ddp.enable_forward_pre_hook()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All parameters and buffers of this rank, in one order; use them inside `weights`."""
+        return [*self.module.parameters(), *self.module.buffers()]  # the wrapper's `buffers` are those of gradients
 
     @property
     def module(self) -> torch.nn.Module:
         """The module below the gradient wrapper."""
         return self.ddp.module
+
+
+def _predicted_logits(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    scale_logits: Callable[[torch.Tensor], torch.Tensor],
+    context: torch.Tensor,
+    **_: object,
+) -> torch.Tensor:
+    """What megatron-core calls instead of its own output step: (T, 1, H) -> (R, V/tp), without the other positions."""
+    logits, _ = output_layer(hidden_states.index_select(0, context), weight=output_weight)  # (R, 1, V/tp)
+    return scale_logits(logits).squeeze(1)
 
 
 def read_model_config(model_dir: str) -> dict[str, Any]:
@@ -78,12 +156,17 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        _configure(provider, _settings(config, platform, deterministic))
+        wanted = _settings(config, platform, deterministic)
+        _configure(provider, wanted)
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
         )
-    ddp = _wrap(provider, chunks[0])
-    return Model(bridge, ddp, provider, int(hf_config["vocab_size"]), _dtype(config))
+    ddp = _wrap(provider, chunks[0], config.megatron)
+    check_effective(provider, wanted)
+    check_overlap(ddp, config.megatron)
+    check_recompute(ddp, config.megatron)
+    vocab_size = int(hf_config["vocab_size"])
+    return Model(bridge, ddp, provider, vocab_size, _dtype(config), platform.transformer_engine)
 
 
 def _bridge(model_dir: str) -> AutoBridge:
@@ -110,7 +193,9 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
         "bf16": dtype == torch.bfloat16,
         "fp16": False,
         "seq_length": config.max_length,
+        "variable_seq_lengths": config.parallel.pipeline > 1,  # flat batches differ in length
         "make_vocab_size_divisible_by": max(1, _VOCABULARY_MULTIPLE // config.parallel.tensor),
+        "moe_token_dispatcher_type": "alltoall",  # with experts; no other takes batches that differ in length
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         # even with Transformer Engine the output layer is Megatron's own, and its fusion needs Apex
@@ -121,9 +206,12 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
         "calculate_per_token_loss": True,
         "deterministic_mode": deterministic,
     }
+    settings |= _RECOMPUTE[config.megatron.recompute]
     if deterministic:
         settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
-    if not platform.transformer_engine:
+    if platform.transformer_engine:
+        settings["apply_rope_fusion"] = True  # without it each segment is rotated on its own, and the host waits for it
+    else:
         settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
         settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}
     return settings
@@ -139,21 +227,27 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
         if name not in type(provider).__dataclass_fields__:
             raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
         setattr(provider, name, value)
-    provider.finalize()
-    for name, value in wanted.items():
-        if (held := vars(provider)[name]) != value:
-            raise InputError(f"Megatron set {name} to {held!r} instead of {value!r}")
+    try:
+        provider.finalize()
+    except (ValueError, AssertionError) as error:  # what the checks before the start did not foresee
+        raise InputError(
+            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or "
+            "[train.megatron]"
+        ) from error
+    check_effective(provider, wanted)
 
 
-def _wrap(provider: GPTModelProvider, module: torch.nn.Module) -> DistributedDataParallel:
+def _wrap(provider: GPTModelProvider, module: torch.nn.Module, config: MegatronConfig) -> DistributedDataParallel:
     """Give the module gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,  # after an update every replica holds all new weights, ready for export
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
         check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
     )
     ddp = DistributedDataParallel(provider, settings, module)
     provider.finalize_model_grads_func = finalize_model_grads
+    if config.overlap_grad_reduce:
+        provider.no_sync_func = ddp.no_sync  # only the last micro-batch of a pass starts the reduction
     return ddp

@@ -25,6 +25,11 @@ class Optimizer:
         model.config.grad_scale_func = self.megatron.scale_loss
 
     @property
+    def parts(self) -> list[Any]:
+        """Megatron's distributed optimizers, each with its own parameters: usually one, two with experts."""
+        return _parts(self.megatron)
+
+    @property
     def updates(self) -> int:
         """Updates done by this optimizer."""
         return self.schedule.num_steps
@@ -60,16 +65,20 @@ class Optimizer:
                 for state in part.optimizer.state.values():
                     state.setdefault("step", torch.tensor(0.0))
 
-    def unshare_steps(self) -> None:
-        """After loading, give every parameter its own step counter.
+    def resume(self, updates: int) -> None:
+        """Continue a fresh optimizer as the one that has done `updates`: the schedule's place and Adam's counters.
 
-        megatron-core's DistributedOptimizer.load_state_dict gives one tensor to all of them, and torch's AdamW, which
-        counts in place, would then advance it once per parameter.
+        torch's AdamW counts for each parameter, in place, so that each has a counter of its own; Transformer Engine's
+        counts for each group.
         """
+        self.schedule.step(updates)
         for part in _parts(self.megatron):
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for state in part.optimizer.state.values():
-                    state["step"] = state["step"].clone()
+                    state["step"] = torch.tensor(float(updates))
+            elif updates:
+                for group in part.optimizer.param_groups:
+                    group["step"] = updates
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

@@ -1,48 +1,60 @@
-"""Run the model over padded rows, in micro-batches, through Megatron's forward-backward schedules."""
+"""Run the model over sequences, in flat micro-batches, through Megatron's forward-backward schedules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
-from trainer_core.batches.sequences import Matrix, Padded, share_rows
+from trainer_core.batches.flat import flatten
+from trainer_core.batches.sequences import Sequences, Vector
+from trainer_core.batches.sharing import Limits, share
 from trainer_core.model.mesh import Mesh
+from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model
 from trainer_core.model.token_loss import TokenLoss
-from trainer_core.model.vocab_parallel import log_probabilities
+from trainer_core.model.vocab_parallel import EntropyUse, log_probabilities
 
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows that go through the model together, on this rank's device."""
-
-    rows: NDArray[np.int64]
-    """(B,) row numbers; -1 pads the last micro-batch."""
-    tokens: torch.Tensor
-    """(B, S) int64."""
-    targets: torch.Tensor
-    """(B, S) int64."""
-    mask: torch.Tensor
-    """(B, S) bool, all False in padding rows."""
-    extras: Mapping[str, torch.Tensor]
-    """Further (B, S) float32 matrices that the loss needs, by name."""
-
-
-# (micro-batch, log-probabilities, entropies) -> loss of each position; all (B, S)
+# (micro-batch, log-probabilities, entropies) -> loss of each response token; all (R,)
 LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], TokenLoss]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The model's values for every position of the rows; (N, S) float32, 0 in rows that were not requested."""
+    """The model's values for the response tokens of all sequences, flat; float32, 0 in rows that were not requested."""
 
-    logprobs: Matrix
-    """Log-probability of the target, in nats."""
-    entropy: Matrix
-    """Entropy of the distribution over the next token, in nats."""
+    logprobs: Vector
+    """Log-probability of each response token, in nats."""
+    entropy: Vector
+    """Entropy of the distribution it was drawn from, in nats; 0 if it was not requested."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, and what of the model's output it needs."""
+
+    loss: LossFunction
+    """Loss of each response token."""
+    temperature: float
+    """Divides the logits."""
+    entropy: EntropyUse
+    """Whether the loss or the report needs the entropy."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is known after a pass that left gradients in the model's buffers."""
+
+    loss: float
+    """Weighted mean over response tokens."""
+    clip_fraction: float
+    """Share of response tokens whose surrogate was clipped."""
+    scores: Callable[[], Scores]
+    """The values that the loss was computed from. Collective."""
 
 
 @dataclass(frozen=True)
@@ -51,87 +63,103 @@ class Passes:
 
     model: Model
     mesh: Mesh
-    micro_batch_size: int
-    """Rows per micro-batch and data-parallel rank."""
+    limits: Limits
+    """Of a micro-batch of one data-parallel rank."""
 
-    def score(self, padded: Padded, rows: NDArray[np.int64], temperature: float) -> Scores:
+    def score(
+        self, sequences: Sequences, rows: NDArray[np.int64], temperature: float, entropy: EntropyUse = "none"
+    ) -> Scores:
         """Log-probabilities and entropies of `rows` without gradients; every rank gets all of them."""
-        found = np.zeros((2, *padded.tokens.shape))
+        batches = self._batches(sequences, rows, np.zeros(len(sequences), dtype=np.float32), {})
+        finish = partial(self._scored, temperature=temperature, entropy=entropy)
         with torch.no_grad():
-            reported = self._run(padded, rows, {}, temperature, loss=None)
-        for result in reported:
-            owned = result["rows"] >= 0
-            values = torch.stack((result["logprobs"], result["entropy"])).double().cpu().numpy()  # (2, B, S)
-            found[:, result["rows"][owned], : values.shape[2]] = values[:, owned]
-        found = self.mesh.combine(found).astype(np.float32)
-        return Scores(found[0], found[1])
+            reports = self._run(batches, finish, forward_only=True)
+        return self._scores(sequences, batches, reports)
 
     def gradients(
         self,
-        padded: Padded,
+        sequences: Sequences,
         rows: NDArray[np.int64],
-        extras: Mapping[str, Matrix],
-        temperature: float,
-        loss: LossFunction,
-    ) -> dict[str, float]:
+        weights: Vector,
+        values: Mapping[str, Vector],
+        objective: Objective,
+    ) -> Gradients:
         """Leave the gradient of the loss of `rows` in the model's buffers, reduced over data-parallel ranks.
 
-        The loss is sum(weight * loss) / tokens over all micro-batches and ranks; `extras["weight"]` holds the weights.
-        Returns loss and clip_fraction, means over tokens.
+        The loss is sum(weight * sum over the response of the tokens' losses) / response tokens, over all micro-batches
+        and ranks, so it does not depend on how rows are divided.
+
+        Args:
+            sequences: all sequences.
+            rows: those that count.
+            weights: (N,) of the sequences.
+            values: further values of the response tokens of all sequences, by name.
+            objective: the loss.
         """
         self.model.ddp.zero_grad_buffer()
-        reported = self._run(padded, rows, extras, temperature, loss)
-        own = [sum(float(result[name]) for result in reported) for name in ("loss", "clipped", "tokens")]
-        loss_sum, clipped, tokens = self.mesh.combine(np.array(own)).tolist()
-        return {"loss": loss_sum / tokens, "clip_fraction": clipped / tokens}
+        batches = self._batches(sequences, rows, weights, values)
+        reports = self._run(batches, partial(self._differentiated, objective=objective), forward_only=False)
+        tokens = sum(batch.host.response_tokens for batch in batches)
+        sums = torch.stack([report["sums"] for report in reports]).double().sum(0).tolist() if reports else [0.0, 0.0]
+        loss, clipped, count = self.mesh.combine(np.array([*sums, tokens])).tolist()
+        return Gradients(loss / count, clipped / count, partial(self._scores, sequences, batches, reports))
 
-    def _run(
-        self,
-        padded: Padded,
-        rows: NDArray[np.int64],
-        extras: Mapping[str, Matrix],
-        temperature: float,
-        loss: LossFunction | None,
-    ) -> list[dict]:
-        shares = share_rows(rows, self.mesh.parallel.data, self.micro_batch_size)[self.mesh.data_rank]
-        width = padded.width_of(rows)
+    def _batches(
+        self, sequences: Sequences, rows: NDArray[np.int64], weights: Vector, values: Mapping[str, Vector]
+    ) -> list[MicroBatch]:
+        shares = share(sequences.positions, rows, self.mesh.parallel.data, self.limits)[self.mesh.data_rank]
+        batches = [flatten(sequences, chosen) for chosen in shares]
+        return place(batches, weights, values, self.mesh.device, self.model.transformer_engine)
 
+    def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[dict]:
         def forward(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
-            positions = torch.arange(width, device=self.mesh.device).expand_as(batch.tokens)  # (B, S)
-            output = module(batch.tokens, positions, attention_mask=None)  # last stage: logits (B, S, V/tp)
-            return output, lambda logits: self._finish(batch, logits, temperature, loss)
+            # last stage: logits (R, V/tp); before it: hidden states (T, 1, H)
+            output = self.model.forward(module, batch.tokens, batch.positions, batch.packing, batch.predicting)
+            return output, partial(finish, batch)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=(self._load(padded, share, width, extras) for share in shares),
+            data_iterator=iter(batches),
             model=[self.model.ddp],
-            num_microbatches=len(shares),
-            seq_length=width,
-            micro_batch_size=len(shares[0]),
-            forward_only=loss is None,
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1],  # stages tell each other the shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
         )
 
-    def _load(self, padded: Padded, rows: NDArray[np.int64], width: int, extras: Mapping[str, Matrix]) -> MicroBatch:
-        def take(matrix: NDArray) -> torch.Tensor:
-            return torch.from_numpy(matrix[rows, :width]).to(self.mesh.device)
+    def _logprobs(
+        self, batch: MicroBatch, logits: torch.Tensor, temperature: float, entropy: EntropyUse
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        size, group = self.model.vocab_size, self.mesh.tensor_group
+        return log_probabilities(logits, batch.targets, temperature, size, group, entropy)
 
-        mask = take(padded.mask) & torch.from_numpy(rows >= 0).to(self.mesh.device).unsqueeze(-1)
-        tensors = {name: take(matrix) for name, matrix in extras.items()}
-        return MicroBatch(rows, take(padded.tokens), take(padded.targets), mask, tensors)
-
-    def _finish(
-        self, batch: MicroBatch, logits: torch.Tensor, temperature: float, loss: LossFunction | None
+    def _scored(
+        self, batch: MicroBatch, logits: torch.Tensor, temperature: float, entropy: EntropyUse
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
         """What the schedule calls on the last stage: (sum to differentiate, tokens it covers, report)."""
-        logprobs, entropy = log_probabilities(
-            logits, batch.targets, temperature, self.model.vocab_size, self.mesh.tensor_group
-        )
-        tokens = batch.mask.sum()
-        if loss is None:
-            return logprobs.sum(), tokens.int(), {"rows": batch.rows, "logprobs": logprobs, "entropy": entropy}
-        result = loss(batch, logprobs, entropy)
-        # where, not a product: values at masked positions may be infinite
-        total = torch.where(batch.mask, result.loss * batch.extras["weight"], 0.0).sum()
-        clipped = torch.where(batch.mask, result.clipped, 0.0).sum()
-        return total, tokens.int(), {"loss": total.detach(), "clipped": clipped.detach(), "tokens": tokens}
+        found = torch.stack(self._logprobs(batch, logits, temperature, entropy))  # (2, R)
+        return found.sum(), batch.count, {"values": found}
+
+    def _differentiated(
+        self, batch: MicroBatch, logits: torch.Tensor, objective: Objective
+    ) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        """As `_scored`, with the loss."""
+        logprobs, entropy = self._logprobs(batch, logits, objective.temperature, objective.entropy)
+        result = objective.loss(batch, logprobs, entropy)
+        total = (batch.segments.sum(result.loss) * batch.weights).sum()
+        clipped = (batch.segments.sum(result.clipped) * (batch.weights != 0)).sum()
+        report = {
+            "values": torch.stack((logprobs.detach(), entropy.detach())),
+            "sums": torch.stack((total.detach(), clipped)),
+        }
+        return total, batch.count, report
+
+    def _scores(self, sequences: Sequences, batches: list[MicroBatch], reports: list[dict]) -> Scores:
+        found = np.zeros((2, int(sequences.response_lengths.sum())))
+        if reports:  # of the last stage
+            values = torch.cat([report["values"] for report in reports], dim=1).double().cpu().numpy()  # (2, R)
+            responses = np.concatenate([batch.host.responses for batch in batches])
+            found[:, responses[responses >= 0]] = values[:, responses >= 0]
+        found = self.mesh.combine(found).astype(np.float32)
+        return Scores(found[0], found[1])

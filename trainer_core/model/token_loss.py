@@ -1,4 +1,4 @@
-"""What an objective returns for each position."""
+"""What an objective returns for each token."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ import torch
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of each position and what is reported about it, all (B, S) float32; arbitrary at masked positions."""
+    """Loss of each response token and what is reported about it, all (R,) float32."""
 
     loss: torch.Tensor
-    """To be averaged with the positions' weights and minimised."""
+    """To be summed over each sequence with the sequence's weight, and minimised."""
     clipped: torch.Tensor
     """1 where the clipped branch of the surrogate was taken, so that no gradient flows."""

@@ -1,12 +1,18 @@
 """Log-probabilities and entropy of logits whose vocabulary is split over tensor-parallel ranks."""
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx
 
-_PADDING_LOGIT = -1e9
+EntropyUse = Literal["none", "reported", "differentiated"]
+"""What the entropy is needed for: nothing, its value alone, or its gradient too."""
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits that are worked on at a time. In float32 that is 128 MiB, and no other array of the vocabulary's width is made
+besides the gradient of the logits."""
 
 
 def log_probabilities(
@@ -15,74 +21,167 @@ def log_probabilities(
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup,
+    entropy: EntropyUse = "none",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy of each position, under softmax(logits / temperature).
 
     Args:
-        logits: (B, S, V_padded / tp), any floating type: this rank's columns; the ranks of `group` hold the others.
-        targets: (B, S) int64, token ids of the whole vocabulary.
+        logits: (R, V_padded / tp), any floating type: this rank's columns; the ranks of `group` hold the others.
+            They are never changed.
+        targets: (R,) int64, token ids of the whole vocabulary.
         temperature: divides the logits; > 0.
         vocab_size: columns at and beyond it are padding and get no probability.
         group: the tensor-parallel group.
+        entropy: whether to compute the entropy, and whether it is differentiable; 0 if "none".
 
     Returns:
-        Log-probabilities and entropies, (B, S) float32, in nats, the same on every rank of the group, differentiable.
+        Log-probabilities, which are differentiable, and entropies; both (R,) float32 (float64 for float64 logits), in
+        nats, the same on every rank of the group.
     """
-    return _VocabParallel.apply(logits, targets, temperature, vocab_size, group)  # pyright: ignore[reportReturnType]
+    return _VocabParallel.apply(  # pyright: ignore[reportReturnType]
+        logits, targets, temperature, vocab_size, group, entropy
+    )
 
 
 class _VocabParallel(torch.autograd.Function):
     """With l = log softmax(z / T), p = exp l and H = -sum p l:
 
     d l[target] / dz = (onehot(target) - p) / T and dH / dz = -p (l + H) / T.
+
+    Kept for the backward pass are the logits themselves and a few numbers for each position; p is computed again. The
+    columns of a rank have a log-normalizer n and an entropy h of their own; with the whole normalizer N and
+    f = exp(n - N), the whole entropy is the sum over ranks of f h - f log f.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: FunctionCtx,
+        ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
         vocab_size: int,
         group: dist.ProcessGroup,
+        entropy: EntropyUse,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        columns = logits.shape[-1]
-        first = columns * dist.get_rank(group)
-        scaled = _without_padding(logits.float() / temperature, vocab_size - first)  # (B, S, V/tp)
-        log_probs = scaled - _log_normalizer(scaled, group).unsqueeze(-1)  # (B, S, V/tp)
-        is_local = (targets >= first) & (targets < first + columns)
-        index = torch.where(is_local, targets - first, 0).unsqueeze(-1)  # (B, S, 1)
-        chosen = torch.where(is_local, log_probs.gather(-1, index).squeeze(-1), 0.0)  # (B, S)
-        entropy = torch.special.entr(log_probs.exp()).sum(-1)  # (B, S)
-        sums = torch.stack((chosen, entropy))  # (2, B, S)
-        dist.all_reduce(sums, group=group)
-        chosen, entropy = sums.unbind()
-        ctx.save_for_backward(log_probs, index, is_local, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype  # pyright: ignore[reportAttributeAccessIssue]
-        return chosen, entropy
+        first = logits.shape[-1] * dist.get_rank(group)
+        real = min(max(vocab_size - first, 0), logits.shape[-1])  # columns that are not padding
+        is_local = (targets >= first) & (targets < first + real)
+        index = torch.where(is_local, targets - first, 0)  # (R,)
+        wanted = entropy != "none"
+        own, own_entropy = _statistics(logits[:, :real], temperature, wanted)
+        chosen = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1).to(own.dtype) / temperature
+        normalizer, sums = _combined(own, own_entropy, torch.where(is_local, chosen, 0.0), group)  # (R,), (2, R)
+        chosen, whole_entropy = sums[0] - normalizer, sums[1] * wanted
+        ctx.save_for_backward(logits, index, is_local, normalizer, chosen, whole_entropy)
+        ctx.temperature, ctx.real, ctx.entropy = temperature, real, entropy
+        if entropy != "differentiated":
+            ctx.mark_non_differentiable(whole_entropy)
+        return chosen, whole_entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        log_probs, index, is_local, entropy = ctx.saved_tensors
-        grad_chosen, grad_entropy = (grad.unsqueeze(-1) for grad in grads)  # (B, S, 1)
-        probs = log_probs.exp()
-        grad = -probs * (grad_chosen + grad_entropy * (log_probs + entropy.unsqueeze(-1)))  # (B, S, V/tp)
-        grad.scatter_add_(-1, index, grad_chosen * is_local.unsqueeze(-1))
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None
+        logits, index, is_local, normalizer, chosen, entropy = ctx.saved_tensors
+        grad_chosen, grad_entropy = grads  # (R,) each
+        step = _kernel(_step_with_entropy if ctx.entropy == "differentiated" else _step, logits)
+        gradient = torch.empty_like(logits)  # (R, V/tp)
+        gradient[:, ctx.real :] = 0
+        for rows in _chunks(logits):
+            columns = (
+                value[rows].unsqueeze(-1) for value in (normalizer, grad_chosen, entropy, grad_entropy)
+            )  # (C, 1)
+            gradient[rows, : ctx.real] = step(logits[rows, : ctx.real], ctx.temperature, *columns)
+        # at the targets 1 - p is needed exactly, also where p is nearly 1 and the gradient is of low precision
+        at_target = -torch.expm1(chosen) * grad_chosen - chosen.exp() * grad_entropy * (chosen + entropy)
+        at_target = (at_target / ctx.temperature).to(logits.dtype).unsqueeze(-1)  # (R, 1)
+        index = index.unsqueeze(-1)
+        gradient.scatter_(-1, index, torch.where(is_local.unsqueeze(-1), at_target, gradient.gather(-1, index)))
+        return gradient, None, None, None, None, None
 
 
-def _without_padding(scaled: torch.Tensor, real_columns: int) -> torch.Tensor:
-    """Give padded columns a logit so low that their probability is 0, yet finite, so that 0 * logit * gradient is 0."""
-    if real_columns >= scaled.shape[-1]:
-        return scaled
-    is_padding = torch.arange(scaled.shape[-1], device=scaled.device) >= real_columns
-    return scaled.masked_fill(is_padding, _PADDING_LOGIT)
+def _statistics(logits: torch.Tensor, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-normalizer and entropy (0 unless asked for) over the columns that are given: (R, C) -> (R,), (R,)."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    normalizer = logits.new_full(logits.shape[:1], -torch.inf, dtype=dtype)
+    entropy = logits.new_zeros(logits.shape[:1], dtype=dtype)
+    if not logits.shape[1]:  # this rank holds padding alone
+        return normalizer, entropy
+    measure = _kernel(_normalizer_and_entropy if with_entropy else _normalizer, logits)
+    for rows in _chunks(logits):
+        found = measure(logits[rows], temperature)
+        normalizer[rows] = found[0]
+        if with_entropy:
+            entropy[rows] = found[1]
+    return normalizer, entropy
 
 
-def _log_normalizer(scaled: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """log of the sum over the whole vocabulary of exp(scaled): (B, S, V/tp) -> (B, S)."""
-    largest = scaled.amax(-1)
+def _combined(
+    own: torch.Tensor, own_entropy: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole log-normalizer (R,), and the sums over ranks of the targets' logits and of the entropy (2, R)."""
+    if dist.get_world_size(group) == 1:
+        return own, torch.stack((chosen, own_entropy))
+    largest = own.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = (scaled - largest.unsqueeze(-1)).exp().sum(-1)
+    total = (own - largest).exp()
     dist.all_reduce(total, group=group)
-    return total.log() + largest
+    normalizer = total.log() + largest
+    share = (own - normalizer).exp()
+    sums = torch.stack((chosen, share * own_entropy + torch.special.entr(share)))
+    dist.all_reduce(sums, group=group)
+    return normalizer, sums
+
+
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    size = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
+    return (slice(first, first + size) for first in range(0, logits.shape[0], size))
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1 else wide / temperature
+
+
+def _normalizer(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor]:
+    return (torch.logsumexp(_scaled(logits, temperature), -1),)
+
+
+def _normalizer_and_entropy(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    scaled = _scaled(logits, temperature)
+    largest = scaled.amax(-1)
+    below = scaled - largest.unsqueeze(-1)
+    parts = below.exp()
+    total = parts.sum(-1)
+    return largest + total.log(), total.log() - (parts * below).sum(-1) / total
+
+
+def _step(
+    logits: torch.Tensor, temperature: float, normalizer: torch.Tensor, grad: torch.Tensor, *_: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of a chunk but for what its targets add."""
+    probs = (_scaled(logits, temperature) - normalizer).exp()
+    return (probs * (-grad / temperature)).to(logits.dtype)
+
+
+def _step_with_entropy(
+    logits: torch.Tensor,
+    temperature: float,
+    normalizer: torch.Tensor,
+    grad: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_entropy: torch.Tensor,
+) -> torch.Tensor:
+    log_probs = _scaled(logits, temperature) - normalizer
+    weights = (grad + grad_entropy * (log_probs + entropy)) / -temperature
+    return (log_probs.exp() * weights).to(logits.dtype)
+
+
+def _kernel(function: Callable[..., Any], logits: torch.Tensor) -> Callable[..., Any]:
+    """On a GPU the steps of a chunk become one kernel, unless results must not depend on how kernels are tuned."""
+    if logits.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        return _compiled(function)
+    return function
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

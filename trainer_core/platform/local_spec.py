@@ -11,14 +11,15 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from trainer_core.platform.local_attention import LocalDotProductAttention, LocalSelfAttention
 
 
 def rms_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
@@ -56,33 +57,6 @@ class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
         return make_sharded_tensors_for_checkpoint(state, prefix, split_axes, sharded_offsets, **groups)
 
 
-class LocalDotProductAttention(MegatronModule):
-    """Causal core attention by torch's scaled_dot_product_attention, without dropout."""
-
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale if softmax_scale is not None else cast(int, config.kv_channels) ** -0.5
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        /,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Query (S, B, heads / tp, D), key and value with the key-value heads -> (S, B, heads / tp * D)."""
-        is_grouped = query.shape[2] != key.shape[2]
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # (B, heads, S, D)
-        mixed = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=is_grouped
-        )
-        return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
 class _Backend(LocalSpecProvider):
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -95,7 +69,7 @@ def local_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     """Spec of a dense decoder block with RMSNorm (Qwen3, Llama) for `GPTModelProvider.transformer_layer_spec`."""
     qk_norm = rms_norm if config.qk_layernorm else None
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=LocalSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=LocalLayerNormColumnParallelLinear,

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX
-from trainer_core.state.repeatable import unshared
+from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX, read_generators
 from trainer_core.state.saved import Region, SavedState
 
 _RNG = "rng/"
@@ -85,7 +84,16 @@ class _Comparison:
                 self._compare_values(name, self.left.read_object(name), self.right.read_object(name))
             else:
                 self._one_sided(name)
+        for rank in range(max(state.facts.parallel.world_size for state in (self.left, self.right))):
+            self._compare_generators(f"{_RNG}{rank}", rank)
         self._compare_values(FACTS_FILE, *(state.facts.model_dump(mode="json") for state in (self.left, self.right)))
+
+    def _compare_generators(self, name: str, rank: int) -> None:
+        left, right = (read_generators(str(state.folder), rank) for state in (self.left, self.right))
+        if left is not None and right is not None:
+            self._compare_values(name, left, right)
+        elif left is not right:
+            self.differences.append(f"{name}: only in {(self.right if left is None else self.left).folder}")
 
     def _one_sided(self, name: str) -> None:
         state = self.left if name in self.left.names else self.right
@@ -199,7 +207,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _fingerprint(value: object) -> bytes:
-    return value.getvalue() if isinstance(value, io.BytesIO) else pickle.dumps(unshared(value))
+    return value.getvalue() if isinstance(value, io.BytesIO) else pickle.dumps(value)
 
 
 def _shown(value: object) -> str:

@@ -1,166 +1,160 @@
-"""Train state on disk: weights, optimizer, schedule and random generators, loadable under another layout.
+"""Train state on disk: weights, optimizer and random generators, loadable under another layout.
 
-megatron-core's distributed checkpoint (torch_dist) holds the tensors, those of the optimizer in separate files;
-`trainer.json` beside it says in plain words what the state is.
+torch's distributed checkpoint holds the tensors, those of the optimizer in separate files; `trainer.json` beside it
+says in plain words what the state is, and `generators-<rank>.json` holds the random generators of a rank.
+
+megatron-core reads such files, but its own writer is not used: its `dp_reshardable` can change the data-parallel size
+alone, because it stores the buffers of the optimizer as they lie in memory, and its `fully_reshardable` gathers the
+whole optimizer on each data-parallel rank first. Here each rank writes the elements that it owns, as boxes of whole
+tensors, whatever number of optimizers they are chained in.
 """
 
-import contextlib
-import gc
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from storage.errors import StorageUnavailable
 from trainer_core.model import rng
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.platform.platform import quietly
-from trainer_core.state.facts import OPTIMIZER_PREFIX, StateFacts, write_facts
+from trainer_core.state import generators
+from trainer_core.state.boxes import Shard
+from trainer_core.state.content import Identifier
+from trainer_core.state.facts import FACTS_FILE, StateFacts, StateIdentity, facts_text, generators_file, read_generators
+from trainer_core.state.files import Entry, MappedFiles, describe, replace_file
 from trainer_core.state.pickles import check_pickles
-from trainer_core.state.repeatable import unshared
-from trainer_core.state.writer import scratch_writer
-
-_CONTENT = {
-    "distrib_optim_sharding_type": "fully_reshardable",  # the one that can change TP and PP
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
-
-
-@contextlib.contextmanager
-def _nothing_to_collect() -> Iterator[None]:
-    """Hide existing objects from the garbage collector; also a decorator.
-
-    megatron-core's sharded_state_dict collects all garbage. In a process with torch and megatron-bridge that visits
-    so many objects that it takes longer than all the rest of saving or loading a small model.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+from trainer_core.state.saved import SavedState
+from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shards, owned
 
 
 class Saver:
-    """Saves the states of one model in one process.
+    """Identifies and saves the states of one model in one process.
 
-    From one save to the next it keeps what depends on the layout alone: which rank writes which shard.
+    From one save to the next it keeps what depends on the layout alone: who owns what, and the files.
     """
 
-    def __init__(self) -> None:
-        # loading the weights alone need not fetch the optimizer
-        self._strategy = TorchDistSaveShardedStrategy(separation_hint=OPTIMIZER_PREFIX, cached_metadata=True)
-        self._validated = False
+    def __init__(self, model: Model, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+        self._identifier = Identifier()
+        self._tensors: list[LocalTensor] | None = None
+        self._files: MappedFiles | None = None
+        self._descriptions: list[str] = []
 
-    @_nothing_to_collect()
-    def save(self, directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts) -> list[str]:
-        """Write the state into an empty directory; returns the names of the files this rank has written. Collective.
+    def identity(self, optimizer: Optimizer, facts: StateFacts) -> StateIdentity:
+        """Identity of the live state. Collective; raises as `Identifier.identity`."""
+        return self._identity(self._owned(optimizer), facts, generators.captured())
 
-        The same state saved again, in another folder or by another process, gives the same bytes.
+    def save(self, directory: str, optimizer: Optimizer, facts: StateFacts) -> tuple[list[str], StateIdentity]:
+        """Write the live state into a folder, over the one that this object wrote there before. Collective.
+
+        Returns:
+            The names of the files that this rank has written, and the identity of the state.
+
+        Raises:
+            StorageUnavailable: on every rank, if one of them has no room for its files; nothing was written.
         """
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        state = _sharded_state(model, optimizer, mesh)
-        with quietly(), scratch_writer():
-            dist_checkpointing.save(
-                unshared(state),
-                directory,
-                self._strategy,
-                validate_access_integrity=not self._validated,  # that the ranks' shards make up the whole
-                content_metadata=unshared(_CONTENT),
-            )
-        self._validated = True
-        if mesh.rank == 0:
-            write_facts(directory, facts)
+        shards, drawn, rank = self._owned(optimizer), generators.captured(), self._mesh.rank
+        identity = self._identity(shards, facts, drawn)
+        files = self._files_in(Path(directory), shards)
+        files.fill(shards)
+        names = [*files.names, generators_file(rank)]
+        replace_file(Path(directory, generators_file(rank)), json.dumps(drawn).encode())
+        if rank == 0:
+            replace_file(Path(directory, FACTS_FILE), facts_text(facts).encode())
+            names += [*self._descriptions, FACTS_FILE]
         dist.barrier()
-        return _files_of(mesh.rank, directory)
+        return names, identity
+
+    def _identity(self, shards: list[Shard], facts: StateFacts, drawn: dict[str, Any]) -> StateIdentity:
+        mesh = self._mesh
+        return self._identifier.identity(shards, facts, generators.digest(drawn), mesh.rank, mesh.device)
+
+    def _owned(self, optimizer: Optimizer) -> list[Shard]:
+        optimizer.allocate()
+        if self._tensors is None:
+            with quietly():
+                self._tensors = local_tensors(self._model)
+        return list(owned(self._tensors, optimizer))
+
+    def _files_in(self, directory: Path, shards: list[Shard]) -> MappedFiles:
+        if self._files is not None and self._files.directory == directory:
+            return self._files
+        if self._files is not None:
+            self._files.close()
+            self._files = None
+        directory.mkdir(parents=True, exist_ok=True)
+        files = _laid_out(directory, shards, self._mesh)
+        entries = _of_all_ranks(files)
+        self._files = cast(MappedFiles, files)
+        self._descriptions = describe(directory, entries) if self._mesh.rank == 0 else []
+        return self._files
 
 
-def _sharded_state(model: Model, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+def load_state(
+    directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts, restore_rng: bool
+) -> None:
+    """Continue from a saved state: weights, moments, place in the schedule, and under the same layout the RNG."""
     optimizer.allocate()
-    content = _content(mesh)
-    state = _sharded_model(model, content)
-    state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=False, metadata=content)
-    state["schedule"] = optimizer.schedule.state_dict()
-    state["rng"] = _sharded_rng(mesh)
-    return state
-
-
-@_nothing_to_collect()
-def load_state(directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, restore_rng: bool) -> None:
-    """Continue from a saved state: weights, optimizer and schedule, and under the same layout the RNG. Collective."""
-    optimizer.allocate()
-    content = _content(mesh)
-    state = _sharded_model(model, content)
-    state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=True, metadata=content)
-    if restore_rng:
-        state["rng"] = _sharded_rng(mesh)
-    loaded = _load(state, directory)
-    model.module.load_state_dict(loaded["model"])
-    with _torch_adam_loads():
-        optimizer.megatron.load_state_dict(loaded["optimizer"])
-    optimizer.unshare_steps()
-    optimizer.schedule.load_state_dict(loaded["schedule"])
-    if restore_rng:
-        rng.restore(loaded["rng"])
-
-
-def load_weights(directory: str, model: Model, mesh: Mesh) -> None:
-    """Load only the weights of a saved state; files that they do not need may be missing. Collective."""
-    loaded = _load(_sharded_model(model, _content(mesh)), directory)
-    model.module.load_state_dict(loaded["model"])
-
-
-def _load(state: dict[str, Any], directory: str) -> dict[str, Any]:
-    check_pickles(Path(directory))
+    state = _opened(directory)
     with quietly():
-        return cast(dict[str, Any], dist_checkpointing.load(state, directory))
+        tensors = local_tensors(model)
+    _read_tensors(state, tensors)
+    _read(state, optimizer_shards(tensors, optimizer))
+    optimizer.resume(facts.optimizer_updates)
+    if restore_rng:
+        _restore_rng(state, mesh)
 
 
-def _content(mesh: Mesh) -> dict[str, Any]:
-    return {**_CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+def load_weights(directory: str, model: Model) -> None:
+    """Load only the weights of a saved state; files that they do not need may be missing."""
+    with quietly():
+        tensors = local_tensors(model)
+    _read_tensors(_opened(directory), tensors)
 
 
-def _sharded_model(model: Model, content: dict[str, Any]) -> dict[str, Any]:
-    return {"model": model.module.sharded_state_dict(metadata=content)}  # pyright: ignore[reportCallIssue]
+def _opened(directory: str) -> SavedState:
+    check_pickles(Path(directory))
+    return SavedState(Path(directory))
 
 
-def _sharded_rng(mesh: Mesh) -> ShardedObject:
-    return ShardedObject("rng", rng.capture(), (mesh.parallel.world_size,), (mesh.rank,), replica_id=0)
+def _read_tensors(state: SavedState, tensors: list[LocalTensor]) -> None:
+    for local in tensors:
+        _read(state, local.shards(local.tensor.detach().view(-1), 0))
 
 
-def _files_of(rank: int, directory: str) -> list[str]:
-    """A rank's tensors are in `__<rank>_<n>.distcp`, those of the optimizer in `optimizer.__<rank>_<n>.distcp`.
-
-    Rank 0 also writes what describes the whole.
-    """
-    names = sorted(path.name for path in Path(directory).iterdir())
-    tensors = {name: name.removeprefix(OPTIMIZER_PREFIX) for name in names if name.endswith(".distcp")}
-    shared = [name for name in names if name not in tensors] if rank == 0 else []
-    return [name for name, plain in tensors.items() if plain.startswith(f"__{rank}_")] + shared
+def _read(state: SavedState, shards: Iterable[Shard]) -> None:
+    with torch.no_grad():
+        for shard in shards:
+            for region, values in shard.regions():
+                values.copy_(state.read(shard.box.name, region))
 
 
-@contextlib.contextmanager
-def _torch_adam_loads() -> Iterator[None]:
-    """Make torch's AdamW state loadable, as that of Transformer Engine's FusedAdam is.
+def _restore_rng(state: SavedState, mesh: Mesh) -> None:
+    drawn = read_generators(str(state.folder), mesh.rank)
+    if drawn is not None:
+        generators.restore(drawn)
+    else:
+        rng.restore(state.read_object(f"rng/shard_{mesh.rank}_{mesh.parallel.world_size}"))
 
-    DistributedOptimizer._set_main_param_and_optimizer_states looks up each entry of the optimizer's state, of torch's
-    also `step`, which is stored with the parameter groups instead; and it copies into views of leaf parameters.
-    """
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def set_states(self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        with torch.no_grad():
-            original(self, model_param, {"step": None, **tensors})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
+def _laid_out(directory: Path, shards: list[Shard], mesh: Mesh) -> MappedFiles | StorageUnavailable:
     try:
-        yield
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = original
+        return MappedFiles(directory, mesh.rank, shards, mesh.device)
+    except StorageUnavailable as error:
+        return error
+
+
+def _of_all_ranks(own: MappedFiles | StorageUnavailable) -> list[Entry]:
+    """The entries of all ranks' files; raises on every rank what one of them has met. Collective."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own.entries if isinstance(own, MappedFiles) else own)
+    for found in everyones:
+        if isinstance(found, StorageUnavailable):
+            raise found
+    return [entry for entries in everyones for entry in entries]

@@ -2,15 +2,42 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
+_GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
+
+
+STATE_SCHEME = 1
+"""Version of the rules by which a state gets its identity from what it holds."""
+
+
+class StateIdentity(BaseModel):
+    """What a state holds, in digests that depend neither on the files nor, but for the generators, on the layout."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    scheme: int
+    """Version of the rules: `STATE_SCHEME`."""
+    tensors: str
+    """Names, types, shapes and elements of all tensors: weights, main weights, moments."""
+    progress: str
+    """Updates, and configuration of the optimizer with its schedule."""
+    generators: str
+    """The random generators of all ranks, and the layout whose ranks they are."""
+
+    def differences(self, other: "StateIdentity", generators: bool) -> list[str]:
+        """Names of what differs from `other`; the generators only if they are asked for."""
+        names = ["scheme", "tensors", "progress", *(["generators"] if generators else [])]
+        ours, theirs = self.model_dump(), other.model_dump()
+        return [name for name in names if ours[name] != theirs[name]]
 
 
 class StateFacts(BaseModel):
@@ -31,6 +58,12 @@ class StateFacts(BaseModel):
     transformer_engine: bool | None = None
     """Whether Transformer Engine's modules saved it, or Megatron's own; older states do not say."""
 
+    def progress(self) -> dict[str, JsonValue]:
+        """The part of the facts that belongs to what the state holds: the layout and the modules do not."""
+        found = self.model_dump(mode="json", include={"step", "optimizer_updates", "precision"})
+        # a key that a later version adds, with a default, does not change the identity of a stored state
+        return {**found, "optimizer": self.optimizer.model_dump(mode="json", exclude_defaults=True)}
+
 
 def read_facts(directory: str) -> StateFacts:
     """What the state in `directory` is.
@@ -45,12 +78,32 @@ def read_facts(directory: str) -> StateFacts:
         raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
 
 
+def generators_file(rank: int) -> str:
+    """Name of the file that holds the random generators of a rank, as JSON."""
+    return f"{_GENERATORS}{rank}.json"
+
+
+def read_generators(directory: str, rank: int) -> dict[str, Any] | None:
+    """The random generators of a rank when the state was saved; None if an earlier version saved it.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    path = Path(directory, generators_file(rank))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read: {error}; load the state again from the store") from error
+
+
 def needed_for_weights(name: str) -> bool:
-    """Whether the file `name` of a state is needed to load its weights, for a reference or with a fresh optimizer.
+    """Whether the file `name` of a state is needed to load its weights, for a reference.
 
     For a state saved before the optimizer had its own files, all are.
     """
-    return not name.startswith(OPTIMIZER_PREFIX)
+    return not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
 
 
 def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:
@@ -68,6 +121,6 @@ def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -
         )
 
 
-def write_facts(directory: str, facts: StateFacts) -> None:
-    """Write the facts of the tensors in `directory` beside them."""
-    Path(directory, FACTS_FILE).write_text(facts.model_dump_json(indent=1), encoding="utf-8")
+def facts_text(facts: StateFacts) -> str:
+    """The content of the file that holds the facts, beside the tensors."""
+    return facts.model_dump_json(indent=1)

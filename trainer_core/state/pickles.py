@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from storage import layout
 from storage.errors import ForeignCode, StorageError
-from trainer_core.state.repeatable import METADATA_FILE
 
-_COMMON_FILE = "common.pt"
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
 _MODULE_STATE = "_extra_state"  # Transformer Engine unpickles what such an entry holds, if it holds anything
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -76,8 +76,8 @@ def check_pickles(folder: Path) -> None:
         is_tensor = isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata)
         if not is_tensor and (folder / place.relative_path).exists():  # torch itself reads tensors restricted
             read_entry(folder, index, place)
-    if (folder / _COMMON_FILE).exists():
-        _load(folder / _COMMON_FILE, "it")
+    if (folder / COMMON_FILE).exists():
+        _load(folder / COMMON_FILE, "it")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -105,7 +105,7 @@ def read_entry(folder: Path, index: MetadataIndex, place: _StorageInfo) -> Any:
     """
     path = folder / place.relative_path
     value = _load(path, index.fqn, place.offset, place.length)
-    if _MODULE_STATE in index.fqn and not _is_empty(value):
+    if _MODULE_STATE in index.fqn and not is_empty(value):
         _refuse(path, index.fqn, "a pickled state of a Transformer Engine module")
     return value
 
@@ -161,9 +161,10 @@ def _flaw(metadata: object) -> str | None:
     return None
 
 
-def _is_empty(value: object) -> bool:
+def is_empty(value: object) -> bool:
+    """Whether what a module adds to a state says nothing: None, or streams, tensors and lists without content."""
     if isinstance(value, list | tuple):
-        return all(map(_is_empty, value))
+        return all(map(is_empty, value))
     if isinstance(value, torch.Tensor):
         return value.numel() == 0
     return value is None or (isinstance(value, io.BytesIO) and not value.getvalue())

@@ -1,5 +1,6 @@
 """Read a saved state in one process, without Megatron and without process groups: a region of a tensor at a time."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +50,7 @@ class SavedState:
         metadata = read_metadata(folder)
         self._entries = metadata.state_dict_metadata
         self._places = cast(dict[MetadataIndex, Any], metadata.storage_data)
+        self._last: tuple[MetadataIndex, torch.Tensor] | None = None
 
     @property
     def names(self) -> set[str]:
@@ -66,19 +68,38 @@ class SavedState:
         return sorted((Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored), key=lambda box: box.start)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """A region of a tensor, put together from the chunks that it touches."""
-        dtype = cast(TensorStorageMetadata, self._entries[name]).properties.dtype
-        found = torch.empty(region.shape, dtype=dtype)
+        """A region of a tensor, put together from the chunks that it touches.
+
+        Raises:
+            StorageError: there is no such tensor, or the chunks do not cover the region.
+        """
+        entry = self._entries.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise StorageError(f"the train state at {self.folder} has no tensor {name}: it is of another model")
+        # allocated only when it is written to
+        found, covered = torch.empty(region.shape, dtype=entry.properties.dtype), 0
         for chunk in self.chunks(name):
             if common := region.overlap(chunk):
-                stored = self._load(MetadataIndex(name, chunk.start))
+                stored = self._chunk(MetadataIndex(name, chunk.start))
                 found[common.within(region)] = stored[common.within(chunk)]
+                covered += math.prod(common.shape)
+        if covered != math.prod(region.shape):
+            raise StorageError(
+                f"the train state at {self.folder} has {covered} of the elements {region} of {name}, which has the "
+                f"shape {tuple(entry.size)}: it is of another model, or not whole"
+            )
         return found
 
     def read_object(self, name: str) -> Any:
         """An object that is not a tensor. Megatron stores a list of a rank's objects; a list of one is unwrapped."""
         stored = self._load(MetadataIndex(name))
         return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+
+    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+        """A stored box; the last one is kept, because several regions of it are often read in turn."""
+        if self._last is None or self._last[0] != index:
+            self._last = index, self._load(index)
+        return self._last[1]
 
     def _load(self, index: MetadataIndex) -> Any:
         if index not in self._places:

@@ -25,7 +25,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     words = _words(tensor)
     total = 0
     for start in range(0, words.numel(), _CHUNK):
-        total += int(_mix(words[start : start + _CHUNK], start).sum())
+        part = words[start : start + _CHUNK]
+        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=words.device)
+        total += int(mix(part, positions).sum())
     head = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)} {total % 2**64:016x}"
     return hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
 
@@ -40,8 +42,11 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return octets.view(torch.int64)  # (bytes / 8,)
 
 
-def _mix(words: torch.Tensor, start: int) -> torch.Tensor:
-    positions = torch.arange(start + 1, start + 1 + words.numel(), dtype=torch.int64, device=words.device)
-    mixed = words ^ (positions * _K1)
+def mix(words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Each word mixed with its position, (n,) int64 all three; their sum changes with every word that changes or moves.
+
+    The words need not be in order, so that the sums of the shards of a tensor add up to that of the tensor.
+    """
+    mixed = words ^ ((positions + 1) * _K1)
     mixed = (mixed ^ (mixed >> 32)) * _K2
     return mixed ^ (mixed >> 29)

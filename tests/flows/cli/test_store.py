@@ -124,6 +124,29 @@ def test_verify_ends_with_1_when_something_is_wrong(call, root: Root):
     assert "NOT SOUND" in said
 
 
+def test_verify_of_all_runs_has_a_line_for_each(call, root: Root):
+    make_run(root, "other", 1)
+    code, document, said = call("verify", "--all")
+    assert (code, document["sound"], [one["run"] for one in document["runs"]]) == (0, True, ["other", "run"])
+    assert said.splitlines()[-1] == f"2 runs in {root.url}, none of them not sound"
+    root.replace(layout.manifest_key("other", 1, Stage.TRAIN, 0), b"{}")
+    code, document, said = call("verify", "--all")
+    assert (code, [one["sound"] for one in document["runs"]]) == (1, [False, True])
+    assert "run other is NOT SOUND" in said
+    assert "run run is sound" in said
+    for words in (("verify",), ("verify", "run", "--all")):
+        with pytest.raises(InputError, match="give the id of a run, or --all"):
+            call(*words)
+
+
+def test_gc_sums_up_each_state(call, root: Root):
+    said = call("gc", "run", "--keep-newest", "1")[2]
+    rows = [line.split("  ")[0] for line in said.splitlines()]
+    assert rows[:2] == ["train of iteration 1", "train of iteration 2"]
+    assert "1 objects" in said.splitlines()[0]
+    assert "run/parts/000001/train/state/0" in call("gc", "run", "--keep-newest", "1", "--objects")[2]
+
+
 def test_gc_touches_nothing_until_it_is_told(call, root: Root):
     code, document, said = call("gc", "run", "--keep-newest", "1")
     states = [need(root, "run", n, Stage.TRAIN).parts[0].key for n in range(4)]

@@ -14,15 +14,14 @@ from storage.parts import PartWriter
 from storage.schema import REWARD
 from tasks.stages.names import Stage
 from tests.flows.runs import make_manifest
+from tests.storage.tables import scored_table
 
 ROWS = 8
 Change = Callable[[Manifest], Manifest]
 
 
 def rewards(values: list[float]) -> pa.Table:
-    columns = [["p"] * ROWS, list(range(ROWS)), values, ["ok"] * ROWS, [None] * ROWS]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, REWARD, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=REWARD)
+    return scored_table(pa.table({"prompt_id": ["p"] * ROWS, "sample_id": pa.array(range(ROWS), pa.int32())}), values)
 
 
 def make_run(root: Root, change: Change = lambda manifest: manifest, score: float = 1.0) -> Root:

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from flows.proof.faults import Fault
-from flows.proof.prove import ProofOrder, ProofReport, prove, report_lines
+from flows.proof.prove import RUN, ProofOrder, ProofReport, _check_empty, prove, report_lines
+from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.kill_points import Point
+from storage.manifest import commit
+from storage.ownership.lease import hold
 from tasks.config.environment import with_faults
 from tasks.config.run import RunConfig
+from tasks.config.stored import record_config
 from tasks.stages.names import Stage
+from tests.flows.runs import make_manifest
 
 REPORT = {
     "whole": "file:///w", "interrupted": "file:///i", "iterations": 2, "rollouts": "stored",
@@ -62,9 +67,16 @@ def test_nothing_may_differ_be_missed_be_done_twice_or_be_left(change: dict, lin
 
 
 def test_a_root_that_holds_a_proof_is_refused(tmp_path: Path):
-    (tmp_path / "whole" / "proof").mkdir(parents=True)
-    (tmp_path / "whole" / "proof" / "run.json").write_text("{}")
+    commit(open_root(str(tmp_path / "whole")), make_manifest(RUN, 0, Stage.PREPARE))
     command = [sys.executable, "-m", "flows", "prove-resume", "infra/examples/demo.toml", "--root", str(tmp_path)]
     done = subprocess.run(command, text=True, capture_output=True, env=with_faults(tmp_path / "none"), check=False)
     assert done.returncode == 2
     assert "already holds a proof: give another --root" in done.stderr
+
+
+def test_a_root_in_which_a_proof_failed_to_start_is_taken(tmp_path: Path, config: RunConfig):
+    root = open_root(str(tmp_path / "whole"))
+    record_config(root, RUN, config)
+    with hold(root, RUN, "ratchet run"):
+        pass
+    _check_empty(str(tmp_path), root, open_root(str(tmp_path / "interrupted")))

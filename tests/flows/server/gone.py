@@ -35,7 +35,7 @@ class Killing(SmallTrainer):
 
 
 @contextmanager
-def small_context(name: str, root: Any, config: Any, digest: str, progress: Any, lease: Any) -> Iterator[RunContext]:
+def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, digest: str) -> Iterator[RunContext]:
     workers = WorkersHere(config, trainer=Killing)
     with scratch() as folder, Outbox() as outbox:
         yield RunContext(

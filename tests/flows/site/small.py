@@ -23,7 +23,7 @@ __all__ = ["train"]
 
 
 @contextmanager
-def small_context(name: str, root: Any, config: Any, digest: str, progress: Any, lease: Any) -> Iterator[RunContext]:
+def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, digest: str) -> Iterator[RunContext]:
     beside = Path(root.path).parent
 
     def meet(stage: str) -> None:

@@ -10,6 +10,7 @@ from flows.views.artifacts import artifact_key, iteration_table, summary
 from flows.views.curves import PIXELS, data_uri, store_plot
 from flows.views.history import PLOT, read_history
 from flows.views.status import read_status
+from flows.views.table import Row
 from storage import layout
 from storage.backends.root import Root
 from tasks.stages.names import Stage
@@ -22,26 +23,30 @@ def png_size(png: bytes) -> tuple[int, int]:
     return width, height
 
 
+def rows_of(root: Root) -> list[Row]:
+    return [record.row for record in read_history(root, "a")]
+
+
 @pytest.mark.parametrize("complete", [-1, 0, 3], ids=["nothing", "prepared", "three iterations"])
 def test_the_plot_is_a_png_of_the_right_size(make_run: MakeRun, root: Root, complete: int):
     make_run("a", complete, (Stage.ROLLOUT,) if complete > 0 else ())
-    png = store_plot(root, "a", read_history(root, "a"))
+    png = store_plot(root, "a", rows_of(root))
     assert png_size(png) == PIXELS
     assert root.read_bytes(layout.report_key("a", PLOT)) == png
 
 
 def test_a_plot_is_drawn_anew_when_the_run_has_gone_on(make_run: MakeRun, root: Root):
     make_run("a", 1)
-    before = store_plot(root, "a", read_history(root, "a"))
+    before = store_plot(root, "a", rows_of(root))
     make_run("a", 3)
-    after = store_plot(root, "a", read_history(root, "a"))
+    after = store_plot(root, "a", rows_of(root))
     assert after != before
     assert root.read_bytes(layout.report_key("a", PLOT)) == after
 
 
 def test_the_data_uri_holds_the_png(make_run: MakeRun, root: Root):
     make_run("a", 1)
-    png = store_plot(root, "a", read_history(root, "a"))
+    png = store_plot(root, "a", rows_of(root))
     head, _, body = data_uri(png).partition(",")
     assert head == "data:image/png;base64"
     assert base64.b64decode(body) == png

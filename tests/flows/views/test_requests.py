@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flows.views.history import read_history, read_record
+from flows.views.reports import Files
 from flows.views.status import read_status
+from flows.views.table import decode
 from storage import layout
 from storage.backends.root import Root
 from storage.upkeep.catalog import summaries
@@ -71,6 +73,17 @@ def test_the_end_of_an_iteration_costs_little_more_than_its_manifests(make_run: 
     assert (
         len(first) <= 4
     )  # names and parts of the state, its manifest, the record; there are no parts to ask others for
+
+
+def test_a_row_of_the_report_costs_no_reading(make_run: MakeRun, root: Root, requests_of):
+    make_run("a", ITERATIONS)
+    rows = [record.row for record in read_history(root, "a")]
+    files = Files(root, "a")
+    for row in rows[:-1]:
+        files.add(row)
+    assert requests_of(lambda: files.add(rows[-1])) == []  # uploads and drawings are some seconds apart
+    assert len(requests_of(files.flush)) == 3
+    assert decode(root.read_bytes(layout.report_key("a", layout.METRICS))) == rows
 
 
 def test_a_start_costs_few_requests_however_long_the_run_is(make_run: MakeRun, root: Root, requests_of):

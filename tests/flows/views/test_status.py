@@ -37,7 +37,7 @@ def test_a_run_that_has_just_begun(make_run: MakeRun, root: Root):
 @pytest.mark.parametrize("iterations", [4, 7])
 def test_a_complete_run(make_run: MakeRun, root: Root, iterations: int):
     make_run("a", iterations)
-    store_plot(root, "a", read_status(root, "a").history)
+    store_plot(root, "a", [record.row for record in read_status(root, "a").history])
     status = read_status(root, "a")
     assert status.complete
     assert status.current is None

@@ -5,40 +5,48 @@ import math
 
 import pytest
 
+from flows.views.history import read_history
 from storage import layout
 from storage.errors import SchemaMismatch
-from storage.manifest import commit, need
+from storage.manifest import need
 from storage.parts import PartWriter
 from storage.records import seal
 from storage.unfinished import PieceRecord, find_piece
 from storage.upkeep.catalog import contents, summaries
-from storage.upkeep.retention import Retention, collect, give_up
+from storage.upkeep.retention import Retention, catch_up, collect, give_up
 from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import WORKFLOW, Stage
-from tests.storage.hostile import as_earlier, forged, forged_part
+from tests.storage.hostile import as_earlier, forged, forged_part, sealed_again
 from tests.storage.runs import make_run
 
 
-def with_reward(root, run, publish):
-    """A further iteration's reward stage whose mean is not a number."""
-    before = need(root, run, 2, Stage.REWARD)
-    figures = {**before.metrics, "reward_mean": math.nan}
-    publish(before.model_copy(update={"iteration": 3, "parts": (), "metrics": figures}))
-
-
-@pytest.mark.parametrize("version", ["this", "earlier"])
-def test_a_mean_that_is_not_a_number_blinds_no_run(root, version):
+@pytest.mark.parametrize("form", ["null", "strings", "constants"])
+def test_a_mean_that_is_not_a_number_blinds_no_run(root, form):
     for run in ("run", "other"):
         make_run(root, run, 2)
-    if version == "this":
-        with_reward(root, "run", lambda one: commit(root, one))
-    else:
-        with_reward(root, "run", lambda one: root.put_if_absent(one.key, as_earlier(one)))
+    before = need(root, "run", 2, Stage.REWARD)
+    later = before.model_copy(update={"iteration": 3, "parts": ()})
+    root.put_if_absent(later.key, as_earlier(later, form, **{**before.metrics, "reward_mean": math.nan}))
     assert [one.iteration for one in summaries(root) if one.run == "run"] == [3]
-    assert math.isnan(contents(root, "run").newest[-1].metrics["reward_mean"])
+    assert contents(root, "run").newest[-1].metrics["reward_mean"] is None
     for run in ("run", "other"):
         assert collect(root, WORKFLOW, run, apply=True).garbage == ()
         assert verify(root, run).sound
+
+
+def test_a_run_whose_record_cannot_be_read_hinders_no_other(root):
+    for run in ("run", "other"):
+        make_run(root, run, 2)
+    key = layout.manifest_key("run", 2, Stage.REWARD, 0)
+    text = forged(need(root, "run", 2, Stage.REWARD), facts={"mean": "here"})
+    root.replace(key, sealed_again(text.replace(b'"here"', b"NaN")))
+    assert {one.run: one.damaged is None for one in summaries(root)} == {"run": False, "other": True}
+    assert read_history(root, "other")[-1].iteration == 2
+    assert verify(root, "other").sound
+    old = need(root, "other", 1, Stage.TRAIN).parts[0].key
+    assert catch_up(root, WORKFLOW, "other", Retention(newest=1)).unreadable == ()
+    assert not root.exists(old)
+    assert collect(root, WORKFLOW, "other", apply=True).unreadable == ()
 
 
 @pytest.mark.parametrize("key", ["run/parts/../../victim", "run/parts/000002/train/../../../../victim"])

@@ -29,7 +29,7 @@ FIRST_RULES = {
 
 @pytest.fixture
 def config() -> RunConfig:
-    return parse_config(tomllib.loads(MINIMAL), "test")
+    return parse_config({**tomllib.loads(MINIMAL), "run": {"name": "run"}}, "test")
 
 
 @pytest.fixture
@@ -109,12 +109,12 @@ def test_the_digest_of_a_new_run_is_that_of_its_record(root, config):
     odd = ["reward.arguments.scale=1", "reward.arguments.weights=[1.0, 1e-30, 1e22]", "train.optimizer.eps=1e-300"]
     given = with_settings(config, *odd, "train.optimizer.learning_rate=1", 'reward.arguments.text="ü\\n"')
     digest = record_config(root, "run", given)
-    assert json.loads(root.read_bytes(KEY))["rules"] == RULES == 2
+    assert json.loads(root.read_bytes(KEY))["rules"] == RULES == 3
     assert read_config(root, "run").digest == digest
     assert record_config(root, "run", given) == digest
 
 
-@pytest.mark.parametrize("rules", [{}, {"rules": 2}], ids=["first", "second"])
+@pytest.mark.parametrize("rules", [{}, {"rules": 2}, {"rules": 3}], ids=["first", "second", "third"])
 @pytest.mark.parametrize(
     ("section", "key", "default", "other"),
     [("policy", "loss_aggregation", "token", "sequence"), ("optimizer", "beta2", 0.95, 0.99)],
@@ -132,10 +132,10 @@ def test_a_key_that_is_newer_than_the_record(root, config, rules, section, key, 
     assert record_config(root, "run", config) == digest
 
 
-@pytest.mark.parametrize("rules", [3, 0, "2", None])
+@pytest.mark.parametrize("rules", [4, 0, "2", None])
 def test_rules_that_this_version_does_not_know_are_refused(root, config, rules):
     put_record(root, {**config.model_dump(mode="json"), "rules": rules})
-    with pytest.raises(SchemaMismatch, match=rf"under rules {rules!r} .* knows 1 to 2"):
+    with pytest.raises(SchemaMismatch, match=rf"under rules {rules!r} .* knows 1 to 3"):
         stored_config(root, "run")
 
 

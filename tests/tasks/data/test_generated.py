@@ -95,12 +95,12 @@ def test_a_vocabulary_that_is_too_small(tmp_path):
         generate_model(tmp_path, GeneratedModel(vocabulary=needed - 1), seed=0)
 
 
-@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json", "eos_token_id"])
+@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json", "max_position_embeddings"])
 def test_an_incomplete_model_directory_is_refused(tmp_path, missing):
     generate_model(tmp_path, GeneratedModel(), seed=0)
-    if missing == "eos_token_id":
+    if missing == "max_position_embeddings":
         config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+        (tmp_path / "config.json").write_text(json.dumps(config | {missing: None}))
     else:
         (tmp_path / missing).unlink()
     with pytest.raises(InputError, match=missing):

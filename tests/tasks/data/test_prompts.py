@@ -1,127 +1,119 @@
+"""The stored tables of prompts: what is in them, and which prompts are refused, dropped or held out."""
+
 import json
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from storage.errors import InputError
 from tasks.config.data import DataSection
-from tasks.data.prompts import check_lengths, draw, prompt_table, read_records, repetitions
-from tasks.data.tokenizer import TextCodec
+from tasks.data.prompts import Room, check_lengths, check_unique, mapped, prompt_batches, split_off
+from tasks.data.rendering import Renderer
 
 RECORDS = [{"id": f"p{n}", "prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
-SECTION = DataSection(train="unused")
+WIDE = Room(1000, 4)
 
 
 class Characters:
     """A tokenizer with one id per character, so that lengths are obvious."""
 
     stop_tokens = (0,)
-    context = 16
+    begin = ()
+    vocabulary = 200
 
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text]
+    def encode_batch(self, texts):
+        return [[ord(character) for character in text] for text in texts]
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def opened(self, tokens):
+        return tokens
 
-
-@pytest.fixture
-def codec() -> TextCodec:
-    return Characters()  # type: ignore[return-value]
-
-
-def write_jsonl(path, lines):
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
+    def visible(self, tokens):
+        return [chr(token) for token in tokens]
 
 
-def test_jsonl_and_parquet_give_equal_records(tmp_path):
-    jsonl = write_jsonl(tmp_path / "a.jsonl", [json.dumps(record) for record in RECORDS])
-    pyarrow.parquet.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
-    assert read_records(jsonl) == read_records(str(tmp_path / "a.parquet")) == RECORDS
+def table_of(records, room=WIDE, qualifier=""):
+    source = DataSection(train="unused").sources("train")[0]
+    return mapped(prompt_batches(records, Renderer(source, Characters(), "train"), room, qualifier))
 
 
-@pytest.mark.parametrize(
-    ("lines", "fact"),
-    [
-        ([], "is empty"),
-        (['{"prompt": "a"}', "{broken"], "line 2"),
-        (['{"prompt": "a"}', "", "[1, 2]"], "line 3"),
-    ],
-)
-def test_bad_files_are_refused_with_the_line(tmp_path, lines, fact):
-    with pytest.raises(InputError, match=fact):
-        read_records(write_jsonl(tmp_path / "bad.jsonl", lines))
+def prompts(*texts):
+    return [{"prompt": text} for text in texts]
 
 
-@pytest.mark.parametrize("url", ["/nowhere/prompts.jsonl", "unknownfs://x/prompts.jsonl"])
-def test_missing_files_are_refused(url):
-    with pytest.raises(InputError, match=r"prompts\.jsonl"):
-        read_records(url)
-
-
-def test_a_file_that_only_claims_to_be_parquet(tmp_path):
-    with pytest.raises(InputError, match="not a Parquet file"):
-        read_records(write_jsonl(tmp_path / "a.parquet", ["{}"]))
-
-
-def test_the_stored_table(codec):
-    table = prompt_table(RECORDS, SECTION, codec, "train")
+def test_the_stored_table():
+    table = table_of(RECORDS)
     assert table["prompt_id"].to_pylist() == [record["id"] for record in RECORDS]
+    assert table["prompt"].to_pylist() == [record["prompt"] for record in RECORDS]
+    assert table["prompt_tokens"][1].as_py() == [ord(character) for character in "1+1="]
     assert table["answer_tokens"][0].as_py() == [ord("1"), 0]
     assert json.loads(table["record"][4].as_py()) == RECORDS[4]
 
 
-@pytest.mark.parametrize(
-    ("records", "fact"),
-    [
-        ([{"id": "a", "question": "?"}], "field 'prompt' is None"),
-        ([{"prompt": ""}], "field 'prompt' is ''"),
-        ([{"id": 1, "prompt": "a"}, {"id": 1, "prompt": "b"}], "record 2: id '1' occurs twice"),
-    ],
-)
-def test_bad_records_are_refused(codec, records, fact):
-    with pytest.raises(InputError) as caught:
-        prompt_table(records, SECTION, codec, "train")
-    assert fact in str(caught.value)
+def test_a_missing_id_is_the_number_of_the_record():
+    assert table_of([*prompts("a", "b"), {"id": None, "prompt": "c"}])["prompt_id"].to_pylist() == ["1", "2", "3"]
+    assert table_of(prompts("a"), qualifier="words/")["prompt_id"].to_pylist() == ["words/1"]
 
 
-@pytest.mark.parametrize(("prompt", "fits"), [("1+1=", True), ("1" * 12, True), ("1" * 13, False)])
-def test_prompts_must_fit_into_the_context(codec, prompt, fits):
-    table = prompt_table([{"id": "long", "prompt": prompt}], SECTION, codec, "train")
+def test_an_id_that_occurs_twice_is_refused():
+    check_unique(table_of(RECORDS), "train")
+    with pytest.raises(InputError, match="train, record 6: id 'p3' occurs twice"):
+        check_unique(table_of([*RECORDS, RECORDS[3]]), "train")
+
+
+@pytest.mark.parametrize(("length", "fits"), [(4, True), (12, True), (13, False)])
+def test_prompts_must_fit_into_the_context(length, fits):
+    records = [{"id": "long", "prompt": "1" * length}]
     if fits:
-        check_lengths(table, 16, 4, "train")
+        check_lengths(table_of(records, Room(16, 4)), 16, 4, "train")
         return
-    with pytest.raises(InputError, match=r"'long' is too long: 13 tokens"):
-        check_lengths(table, 16, 4, "train")
+    for attempt in (lambda: table_of(records, Room(16, 4)), lambda: check_lengths(table_of(records), 16, 4, "train")):
+        with pytest.raises(InputError, match=r"'long' is too long: 13 tokens"):
+            attempt()
 
 
-def test_every_pass_draws_each_prompt_once():
-    rows = draw(rows=7, cursor=0, count=21, seed=3, shuffle=True).reshape(3, 7)
-    assert [sorted(turn) for turn in rows.tolist()] == [list(range(7))] * 3
-    assert rows[0].tolist() != rows[1].tolist()
+def test_a_solved_example_must_fit_into_what_is_trained():
+    records = [{"id": "long", "prompt": "12345", "answer": "6789"}]
+    assert table_of(records, Room(16, 4, max_length=10)).num_rows == 1
+    with pytest.raises(InputError, match=r"'long' is too long: 10 tokens with its answer, but train\.max_length = 9"):
+        table_of(records, Room(16, 4, max_length=9))
 
 
-@pytest.mark.parametrize("cursor", [0, 3, 7, 20])
-def test_the_cursor_alone_is_the_state(cursor):
-    whole = draw(rows=7, cursor=0, count=40, seed=3, shuffle=True)
-    np.testing.assert_array_equal(
-        draw(rows=7, cursor=cursor, count=5, seed=3, shuffle=True), whole[cursor : cursor + 5]
-    )
+def test_prompts_that_are_too_long_are_dropped_if_that_is_wanted():
+    table = table_of(prompts("1", "1" * 13, "1" * 12), Room(16, 4, drop=True))
+    assert table["prompt_id"].to_pylist() == ["1", "3"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "before"),
-    [([], []), ([4, 2, 7], [0, 0, 0]), ([4, 2, 4, 4, 2, 7], [0, 0, 1, 2, 1, 0]), ([1, 1, 1], [0, 1, 2])],
-)
-def test_repetitions_within_a_draw(rows, before):
-    assert repetitions(np.array(rows, dtype=np.int64)).tolist() == before
+def test_a_token_that_the_model_lacks_is_refused():
+    with pytest.raises(InputError, match=r"token 228 \('ä'\).* embeddings for 200"):
+        table_of(prompts("ä"))
 
 
-def test_a_draw_over_the_end_of_a_pass_names_every_sample_once():
-    rows = draw(rows=10, cursor=6, count=12, seed=0, shuffle=True)
-    assert len(set(rows.tolist())) < len(rows)
-    names = set(zip(rows.tolist(), repetitions(rows).tolist(), strict=True))
-    assert len(names) == len(rows)
+@pytest.mark.parametrize("count", [1, 3])
+def test_no_text_is_on_both_sides_of_a_split(count):
+    table = table_of(prompts("a", "b", "a", "c", "d", "b", "a"))
+    left, held, which = split_off(table, count, seed=0)
+    texts = [side["prompt"].to_pylist() for side in (left, held)]
+    assert len(texts[1]) == len(set(texts[1])) == count
+    assert not set(texts[0]) & set(texts[1])
+    assert set(texts[0]) | set(texts[1]) == set("abcd")
+    assert table.filter(which).equals(left)
+
+
+def test_a_split_follows_from_the_seed_and_the_texts():
+    records = [{"id": str(number), "prompt": f"{number:03d}"} for number in range(40)]
+    first = split_off(table_of(records), 10, seed=1)[1]["prompt"].to_pylist()
+    assert sorted(split_off(table_of(records[::-1]), 10, seed=1)[1]["prompt"].to_pylist()) == first
+    assert split_off(table_of(records), 10, seed=2)[1]["prompt"].to_pylist() != first
+
+
+def test_a_split_that_leaves_nothing_is_refused():
+    with pytest.raises(InputError, match=r"data\.hold_out = 2 leaves none of the 2 different prompts"):
+        split_off(table_of(prompts("a", "b", "a")), 2, seed=0)
+
+
+def test_a_table_of_many_batches_is_the_same_table():
+    records = [{"id": str(number), "prompt": "x"} for number in range(3000)]
+    table = table_of(records)
+    assert np.array_equal(np.array(table["prompt_id"].to_pylist(), dtype=int), np.arange(3000))
+    left, held, _ = split_off(table_of([*records, {"id": "y", "prompt": "y"}]), 1, seed=0)
+    assert left.num_rows + held.num_rows in (2, 3001)

@@ -3,29 +3,41 @@
 import json
 import threading
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from storage.backends.root import Root, open_root
-from storage.errors import PartMissing
+from storage.errors import (
+    CommitConflict,
+    DigestMismatch,
+    PartMissing,
+    SchemaMismatch,
+    StorageError,
+    StorageUnavailable,
+    WorkerLost,
+)
 from storage.manifest import Origin, commit
 from storage.parts import PartWriter
 from tasks.config.document import parse_config
 from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
-from tasks.stages.held_state import STATE, ensure_reference, ensure_state, trainers
+from tasks.stages.held_state import STATE, ensure_reference, ensure_state, saved, trainers
 from tasks.stages.names import Stage
-from tasks.stages.views import Prepared, Trained
+from tasks.stages.stage import Work
+from tasks.stages.views import IDENTITY, Prepared, Trained
 from tests.small.here import WorkersHere
-from tests.small.workers import SmallTrainer
+from tests.small.workers import SmallTrainer, replace_file
 from tests.storage.tables import manifest
 from tests.tasks.config.test_run import MINIMAL
 from trainer_core.config import OptimizerConfig, ParallelConfig
-from trainer_core.protocol import LoadedState
+from trainer_core.protocol import Generators, LoadedState, SavedFiles
+from trainer_core.state.facts import StateIdentity
 
 OTHER = OptimizerConfig(learning_rate=0.25)
+IDENTITY_OF_STATE = StateIdentity(scheme=1, tensors="t", progress="p", generators="g")
 WEIGHTS = {".metadata": 3_000, "__0_0.distcp": 100_000, "__1_0.distcp": 100_000, "trainer.json": None}
 OPTIMIZER = {"optimizer.__0_1.distcp": 300_000, "optimizer.__1_1.distcp": 300_000}
 
@@ -33,10 +45,12 @@ OPTIMIZER = {"optimizer.__0_1.distcp": 300_000, "optimizer.__1_1.distcp": 300_00
 class Watching(SmallTrainer):
     """A rank that remembers which files it was given."""
 
-    def load(self, directory: str, fresh_optimizer: bool = False) -> LoadedState:
+    held = IDENTITY_OF_STATE
+    drawn: Generators = "restored"
+
+    def load(self, directory: str) -> LoadedState:
         self.given = sizes(directory)
-        self.fresh = fresh_optimizer
-        return LoadedState(0, "restored", ParallelConfig(), OTHER, 0)
+        return LoadedState(0, self.drawn, ParallelConfig(), OTHER, 0, self.held)
 
     def load_reference(self, directory: str, identity: str) -> None:
         self.given_reference = sizes(directory)
@@ -93,20 +107,164 @@ def test_a_reference_is_fetched_without_the_optimizer(context, prepared):
     assert not list(context.scratch.glob("load-*"))
 
 
-def test_a_fork_with_another_optimizer_fetches_the_weights_alone(context, prepared):
-    ensure_state(context, prepared, of_a_fork(context.root, OTHER))
-    assert rank(context).fresh is True
+@pytest.mark.parametrize("forked", [True, False])
+def test_a_state_is_fetched_as_a_whole(context, prepared, forked):
+    """Also by a fork with other settings of the optimizer: its moments continue."""
+    files = {**WEIGHTS, **OPTIMIZER}
+    stored = of_a_fork(context.root, OTHER) if forked else state(context.root, OTHER, files)
+    ensure_state(context, prepared, stored)
+    assert rank(context).given.keys() == files.keys()
+    assert trainers(context, prepared).identity() == stored.digest
+
+
+def with_identity(root: Root, **differing: str) -> Trained:
+    recorded = IDENTITY_OF_STATE.model_copy(update=differing).model_dump(mode="json")
+    return state(root, OTHER, WEIGHTS, format_version=2, content=IDENTITY, facts={"cursor": 0, IDENTITY: recorded})
+
+
+@pytest.mark.parametrize("differing", ["tensors", "progress", "generators"])
+def test_what_was_loaded_is_compared_with_what_is_recorded(context, prepared, differing):
+    stored = with_identity(context.root, **{differing: "other"})
+    with pytest.raises(DigestMismatch, match=f"is not what its manifest records: {differing} differ after it was"):
+        ensure_state(context, prepared, stored)
+    assert trainers(context, prepared).identity() is None
+
+
+def test_generators_that_were_reseeded_are_not_compared(context, prepared):
+    trainers(context, prepared)
+    rank(context).drawn = "reseeded"
+    stored = with_identity(context.root, generators="of another layout")
+    ensure_state(context, prepared, stored)
+    assert trainers(context, prepared).identity() == stored.digest
+
+
+def test_a_state_that_was_still_to_be_stored_is_loaded_as_it_was_published(context, prepared):
+    stored = with_identity(context.root)
+    begun = Trained(stored.manifest.model_copy(update={"parts": ()}))
+    assert begun.digest == stored.digest
+    ensure_state(context, prepared, begun)
     assert rank(context).given.keys() == WEIGHTS.keys()
 
 
-@pytest.mark.parametrize("forked", [True, False])
-def test_a_state_is_fetched_as_a_whole(context, prepared, forked):
-    optimizer = context.config.train.optimizer
-    files = {**WEIGHTS, **OPTIMIZER}
-    stored = of_a_fork(context.root, optimizer) if forked else state(context.root, OTHER, files)
-    ensure_state(context, prepared, stored)
-    assert rank(context).fresh is False
-    assert rank(context).given.keys() == files.keys()
+def test_a_state_that_another_process_has_published_is_not_taken_for_ours(context, prepared):
+    stored = with_identity(context.root)
+    facts = {**stored.manifest.facts, "cursor": 1}
+    with pytest.raises(CommitConflict, match="another process has done the stage"):
+        ensure_state(context, prepared, Trained(stored.manifest.model_copy(update={"parts": (), "facts": facts})))
+
+
+class Full(SmallTrainer):
+    """A rank that finds no room in shared memory."""
+
+    def save(self, directory: str) -> SavedFiles:
+        if "memory" in directory:
+            raise StorageUnavailable("no room")
+        return super().save(directory)
+
+
+def test_without_room_in_shared_memory_states_are_written_to_scratch(context, prepared, tmp_path, caplog):
+    workers = WorkersHere(context.config, trainer=Full)
+    context = replace(context, workers=workers, memory=tmp_path / "memory")
+    for iteration in (0, 1):
+        work = Work(context, iteration, PartWriter(context.root, "run", iteration, Stage.TRAIN))
+        output = saved(work, trainers(context, prepared), {}, {})
+        assert output.store is not None
+        assert [part.name for part in output.store()] == [STATE + name for name in sorted(names_of(context.scratch))]
+    assert workers.calls.count("save") == 3
+    assert caplog.messages == [
+        f"train states are written to {context.scratch / 'state'} before they are stored: no room"
+    ]
+
+
+def names_of(scratch: Path) -> list[str]:
+    return [path.name for path in (scratch / "state").iterdir() if not path.name.startswith("held")]
+
+
+@pytest.fixture
+def kept(context, prepared, tmp_path):
+    """The context of ranks that have saved a state into shared memory, and the state, which is stored."""
+    workers = WorkersHere(context.config)
+    context = replace(context, workers=workers, memory=tmp_path / "memory")
+    group = trainers(context, prepared)
+    workers.ranks[0].arrays["weights"] += 1
+    work = Work(context, 0, PartWriter(context.root, "run", 0, Stage.TRAIN))
+    output = saved(work, group, {"cursor": 0}, {})
+    assert output.store is not None
+    assert output.identified is not None
+    parts, fields = output.store(), {"format_version": 2, "content": IDENTITY, "facts": output.facts}
+    stored = Trained(commit(context.root, manifest(Stage.TRAIN, 0, parts, **fields)))
+    output.identified(stored.digest)
+    return replace(context, workers=WorkersHere(context.config)), stored
+
+
+def lose(context: RunContext, state: Trained) -> None:
+    for part in state.manifest.parts:
+        context.root.remove(part.key)
+
+
+def weights_file(context: RunContext) -> Path:
+    assert context.memory is not None
+    return context.memory / "state" / "weights-0.bin"
+
+
+def test_new_ranks_load_what_those_before_them_left_in_memory(kept, prepared):
+    context, stored = kept
+    lose(context, stored)
+    assert ensure_state(context, prepared, stored).identity() == stored.digest
+
+
+def test_a_torn_copy_in_memory_is_not_used(kept, prepared, caplog):
+    context, stored = kept
+    content = weights_file(context).read_bytes()
+    replace_file(weights_file(context), bytes([content[0] ^ 1]) + content[1:])
+    assert ensure_state(context, prepared, stored).identity() == stored.digest
+    assert context.workers.calls.count("load") == 2
+    assert "tensors differ after it was loaded" in caplog.text
+    lose(context, stored)
+    with pytest.raises(PartMissing):
+        ensure_state(replace(context, workers=WorkersHere(context.config)), prepared, stored)
+
+
+def test_another_state_in_memory_is_not_used(kept, prepared):
+    context, stored = kept
+    other = Trained(stored.manifest.model_copy(update={"config_digest": "other"}))
+    ensure_state(context, prepared, other)
+    lose(context, stored)
+    with pytest.raises(PartMissing):
+        ensure_state(replace(context, workers=WorkersHere(context.config)), prepared, other)
+
+
+class Dying(SmallTrainer):
+    """A rank that ends while it saves."""
+
+    def save(self, directory: str) -> SavedFiles:
+        raise WorkerLost("in the middle")
+
+
+def test_a_folder_that_is_being_written_holds_no_state(kept, prepared):
+    context, stored = kept
+    group = trainers(replace(context, workers=WorkersHere(context.config, trainer=Dying)), prepared)
+    with pytest.raises(WorkerLost):
+        saved(Work(context, 1, PartWriter(context.root, "run", 1, Stage.TRAIN)), group, {}, {})
+    lose(context, stored)
+    with pytest.raises(PartMissing):
+        ensure_state(context, prepared, stored)
+
+
+def test_a_state_waits_for_the_one_that_is_on_its_way(context, prepared):
+    begun, released = threading.Event(), threading.Event()
+
+    def store() -> None:
+        begun.set()
+        released.wait(10)
+
+    group = trainers(context, prepared)
+    context.outbox.add(store)
+    begun.wait(10)
+    threading.Timer(0.2, released.set).start()
+    output = saved(Work(context, 1, PartWriter(context.root, "run", 1, Stage.TRAIN)), group, {}, {})
+    assert context.outbox.idle
+    assert output.metrics["state_wait_seconds"] > 0.1
 
 
 def test_of_a_state_of_mixed_files_all_are_fetched(context, prepared):
@@ -147,3 +305,17 @@ def test_a_state_on_its_way_to_storage_is_waited_for(context, prepared):
     threading.Timer(0.2, begun.set).start()
     ensure_state(context, prepared, twin)
     assert [one.manifest.parts for one in held] == [twin.manifest.parts]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "error", "message"),
+    [
+        ({**IDENTITY_OF_STATE.model_dump(), "scheme": 2}, SchemaMismatch, "by the rules 2; .* knows those up to 1"),
+        ("a digest", StorageError, "records 'a digest' as state, but the identity of a state is expected"),
+    ],
+)
+def test_an_identity_by_other_rules_is_refused(context, prepared, recorded, error, message):
+    facts = {"cursor": 0, IDENTITY: recorded}
+    stored = state(context.root, OTHER, WEIGHTS, format_version=2, content=IDENTITY, facts=facts)
+    with pytest.raises(error, match=message):
+        ensure_state(context, prepared, stored)

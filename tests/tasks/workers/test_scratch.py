@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tasks.workers.scratch import scratch, sweep
+from tasks.workers.scratch import kept_in_memory, scratch, sweep
+
+LEAVE_MARKED = """
+import sys
+from tasks.workers.scratch import kept_in_memory
+with kept_in_memory(sys.argv[1]) as folder:
+    (folder / "state").write_text(sys.argv[1])
+    print(folder, flush=True)
+    input()
+"""
 
 LEAVE = """
 import os, sys
@@ -43,3 +52,38 @@ def test_folders_of_others_are_left_alone(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     assert sweep() == []
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def holding(mark):
+    """A process with a folder of that mark, and the folder."""
+    command = [sys.executable, "-c", LEAVE_MARKED, mark]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_process_kept_in_memory_is_taken_over_by_its_successor_alone():
+    (one, ours), (other, theirs), (living, held) = map(holding, ("run a", "run b", "run a"))
+    for process in (one, other):
+        process.kill()
+        process.communicate()
+    with kept_in_memory("run a") as folder:
+        assert (folder / "state").read_text() == "run a"
+        assert not ours.exists()
+        assert theirs in sweep()
+        assert held.exists()
+        with kept_in_memory("run a") as second:
+            assert not (second / "state").exists()
+    assert not folder.exists()
+    living.communicate("\n")
+    assert not held.exists()
+
+
+def test_a_folder_of_another_user_is_not_taken_over(monkeypatch):
+    process, folder = holding("run c")
+    process.kill()
+    process.communicate()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+        with kept_in_memory("run c") as own:
+            assert not (own / "state").exists()
+    assert folder in sweep()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_core.algorithms.losses import group_advantages, kl_estimate, policy_loss, token_weights
+from trainer_core.algorithms.losses import group_advantages, kl_estimate, policy_loss, sequence_weights
 from trainer_core.config import PolicyConfig
 
 
@@ -100,8 +100,39 @@ def test_the_entropy_bonus_lowers_the_loss():
     assert bonus[0] == pytest.approx(plain[0] - 0.2)
 
 
-def test_token_weights_by_hand():
-    mask = np.array([[True, True, False], [True, False, False], [False, False, False]])
-    assert token_weights(mask, "token").tolist() == mask.astype(float).tolist()
-    # 3 tokens over 2 sequences: each sequence sums to 1.5
-    assert token_weights(mask, "sequence").tolist() == [[0.75, 0.75, 0], [1.5, 0, 0], [0, 0, 0]]
+def weights(aggregation):
+    found = sequence_weights(np.array([2, 1, 3, 0]), np.array([0, 0, 1, 2], dtype=np.int32), aggregation)
+    return found.tolist()
+
+
+def test_sequence_weights_by_hand():
+    assert weights("token") == [1, 1, 1, 1]
+    # 6 tokens over 3 sequences that have any: each counts 2 in all
+    assert weights("sequence")[:3] == pytest.approx([1, 2, 2 / 3])
+    # 6 tokens over 2 groups that have any: each counts 3 in all, its tokens alike
+    assert weights("group")[:3] == pytest.approx([1, 1, 1])
+
+
+def test_groups_weigh_alike_whatever_their_size():
+    found = sequence_weights(np.array([1, 1, 6]), np.array([5, 5, 2], dtype=np.int32), "group")
+    assert found.tolist() == pytest.approx([2, 2, 4 / 6])
+
+
+@pytest.mark.parametrize("ratio", [-math.inf, -99.0, 99.0, math.inf])
+def test_a_log_ratio_is_clamped(ratio):
+    logprobs = torch.tensor([ratio], requires_grad=True)
+    policy = PolicyConfig(kl_coefficient=1.0)
+    one = torch.ones(1)
+    loss = policy_loss(policy, logprobs, torch.zeros(1), -one, one, torch.zeros(1)).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert math.isfinite(loss.item())
+    assert gradient.item() == 0
+
+
+def test_without_old_log_probabilities_the_ratio_is_one():
+    logprobs = torch.tensor([-3.0, -0.1], requires_grad=True)
+    advantages = torch.tensor([2.0, -1.0])
+    result = policy_loss(PolicyConfig(), logprobs, None, advantages, torch.zeros(2), None)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    assert result.loss.tolist() == gradient.tolist() == [-2, 1]
+    assert result.clipped.tolist() == [0, 0]

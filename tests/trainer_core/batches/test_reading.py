@@ -13,7 +13,7 @@ from storage.manifest import Manifest
 from storage.parts import PartWriter
 from storage.schema import PROMPTS, REWARD, ROLLOUT
 from tasks.stages.names import Stage
-from tests.storage.tables import rollout_table
+from tests.storage.tables import rollout_table, scored_table
 from trainer_core.batches.reading import read_samples, solved_examples
 from trainer_core.batches.sequences import SupervisedExamples
 
@@ -111,16 +111,7 @@ def test_the_join_is_that_of_a_dictionary(root, seed):
     rows = np.concatenate((random.permutation(160), random.integers(0, 160, 30)))
     values = [None if value < 0.2 else round(value, 2) - 0.6 for value in random.random(190).tolist()]
     values[5] = -0.0
-    scores = pa.Table.from_arrays(
-        [
-            pa.chunked_array([table["prompt_id"].take(rows).combine_chunks()]),
-            table["sample_id"].take(rows),
-            pa.array(values, pa.float32()),
-            pa.array(["ok"] * 190),
-            pa.array([""] * 190),
-        ],
-        schema=REWARD,
-    )
+    scores = scored_table(table.take(rows), values)
     other = scores.slice(0, 1).set_column(0, REWARD.field("prompt_id"), pa.array(["of another iteration"]))
     scores = pa.concat_tables([other, scores])
     cuts = [0, *sorted(random.integers(0, 160, 3).tolist()), 160]
@@ -146,10 +137,7 @@ def test_neither_tokens_nor_samples_become_objects(root, rows, length):
         values = pa.array(random.integers(300, 1000, rows * length).astype(kind))
         column = pa.ListArray.from_arrays(pa.array(np.arange(rows + 1, dtype=np.int32) * length), values)
         table = table.set_column(ROLLOUT.get_field_index(name), ROLLOUT.field(name), column)
-    scores = pa.Table.from_arrays(
-        [table["prompt_id"], table["sample_id"], pa.array(random.random(rows), pa.float32()),
-         pa.repeat("ok", rows), pa.repeat("", rows)], schema=REWARD
-    )  # fmt: skip
+    scores = scored_table(table, random.random(rows))
     stages = store_tables(root, Stage.ROLLOUT, ROLLOUT, [table]), store_tables(root, Stage.REWARD, REWARD, [scores])
     tracemalloc.start()
     samples = read_samples(root, *stages)

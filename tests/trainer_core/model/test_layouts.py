@@ -19,12 +19,13 @@ PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.
 TEMPERATURE = 0.7
 
 
-def configuration(parallel, micro_batch_size=4, **policy):
+def configuration(parallel, micro_batch_size=4, micro_batch_tokens=8192, **policy):
     return TrainerConfig(
         parallel=parallel,
         optimizer=PLAIN_GRADIENT,
         policy=PolicyConfig(**policy),
         micro_batch_size=micro_batch_size,
+        micro_batch_tokens=micro_batch_tokens,
         max_length=64,
     )
 
@@ -101,10 +102,23 @@ def test_the_gradient_does_not_depend_on_the_layout(walks, layout, tied):
         assert rank["metrics"] == pytest.approx(reference["ranks"][0]["metrics"], abs=1e-4, rel=1e-4)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 64])
-def test_the_gradient_does_not_depend_on_the_micro_batches(walks, micro_batch_size):
-    reference, other = walks(SINGLE), walks(SINGLE, micro_batch_size=micro_batch_size)
+@pytest.mark.parametrize(
+    "limits",
+    [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"micro_batch_tokens": 25}, {"micro_batch_tokens": 1}],
+)
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_the_gradient_does_not_depend_on_the_micro_batches(walks, layout, limits):
+    reference, other = walks(SINGLE), walks(LAYOUTS.get(layout, SINGLE), **limits)
     assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "group"])
+def test_a_normalised_loss_is_the_same_however_it_is_divided(walks, aggregation):
+    """15 sequences over two replicas: one of them gets an empty micro-batch."""
+    reference = walks(SINGLE, loss_aggregation=aggregation)
+    other = walks(LAYOUTS["dp2"], loss_aggregation=aggregation, micro_batch_size=1)
+    assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
+    assert largest_difference(walks(SINGLE)["stepped"], reference["stepped"]) > 1e-4
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2"])

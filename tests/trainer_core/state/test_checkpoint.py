@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import numpy as np
 import psutil
 import pytest
 
-from storage.errors import InputError, StorageError
+from storage.backends.root import open_root
+from storage.errors import InputError, RatchetError, StorageError, StorageUnavailable
+from storage.parts import PartWriter, is_intact
 from tests.trainer_core.models import random_examples, random_samples, read_export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
@@ -20,7 +23,9 @@ LAYOUTS = {
     "pp2": ParallelConfig(pipeline=2),
     "tp2": ParallelConfig(tensor=2),
     "dp2": ParallelConfig(data=2),
+    "tp2pp2": ParallelConfig(tensor=2, pipeline=2),
 }
+SMALL = ("single", "pp2", "tp2", "dp2")
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, weight_decay=0.1, clip_grad=0.5
 )
@@ -54,10 +59,15 @@ def train_save_train(trainer, folder):
     for seed in (1, 2):
         trainer.train_policy(random_samples(seed), 1.0)
     draws()
-    names = trainer.save(f"{folder}/saved")
+    saved = trainer.save(f"{folder}/saved")
     children = [process.name() for process in psutil.Process().children()]
     trainer.export(f"{folder}/at-save")
-    return {"names": names, "children": children, **third_iteration(trainer, f"{folder}/uninterrupted")}
+    return {
+        "names": saved.names,
+        "identity": saved.identity,
+        "children": children,
+        **third_iteration(trainer, f"{folder}/uninterrupted"),
+    }
 
 
 def load_train(trainer, folder, target):
@@ -121,7 +131,7 @@ def test_looking_at_a_state_does_not_move_the_generators(model_dir):
     assert unmoved
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SMALL)
 def test_training_goes_on_bit_by_bit(model_dir, saved, layout):
     folder, uninterrupted = saved(layout)
     resumed = run_trainers(model_dir, configuration(LAYOUTS[layout]), load_train, folder, "resumed")
@@ -141,12 +151,15 @@ def test_training_goes_on_bit_by_bit(model_dir, saved, layout):
     ("source", "target"), [("pp2", "tp2"), ("tp2", "single"), ("dp2", "pp2"), ("single", "dp2"), ("pp2", "dp2")]
 )
 def test_a_state_loads_under_another_layout(model_dir, saved, source, target):
-    folder, _ = saved(source)
+    folder, before = saved(source)
     ranks = run_trainers(model_dir, configuration(LAYOUTS[target]), load_train, folder, target)
     info = ranks[0]["info"]
     assert info.rng == "reseeded"
     assert info.saved_parallel == LAYOUTS[source]
     assert info.step == 4
+    # every weight, main weight and moment, by its bits and its place
+    assert info.identity.differences(before[0]["identity"], generators=False) == []
+    assert info.identity.generators != before[0]["identity"].generators
     assert_bitwise(read_export(f"{folder}/{target}-loaded"), read_export(f"{folder}/at-save"))
     # the step after it uses the moments: Adam with lost ones would move weights by the learning rate, 6e-4 here
     resharded, uninterrupted = read_export(f"{folder}/{target}"), read_export(f"{folder}/uninterrupted")
@@ -156,52 +169,86 @@ def test_a_state_loads_under_another_layout(model_dir, saved, source, target):
 def test_each_rank_names_its_own_files_and_leaves_no_process(saved):
     folder, ranks = saved("pp2")
     names = [name for rank in ranks for name in rank["names"]]
-    assert sorted(names) == sorted(path.name for path in Path(folder, "saved").iterdir())
+    files = {path.name for path in Path(folder, "saved").iterdir()}
+    assert sorted(names) == sorted(name for name in files if not name.endswith(".mapped"))
     assert "trainer.json" in ranks[0]["names"]
     assert [rank["children"] for rank in ranks] == [[], []]
 
 
-def save_twice(trainer, folder):
+def identities(trainer, folder):
+    """By name, of one state saved twice, of the next, and of one that differs in its generators alone."""
+    found = {}
     trainer.import_model()
     trainer.train_policy(random_samples(1), 1.0)
     draws()
-    trainer.save(f"{folder}/once")
-    trainer.save(f"{folder}/twice")
+    for name in ("once", "twice"):
+        found[name] = trainer.save(f"{folder}/{name}").identity
     trainer.train_policy(random_samples(2), 1.0)
-    trainer.save(f"{folder}/next")
-    trainer.train_policy(random_samples(3), 1.0)
+    found["next"] = trainer.save(f"{folder}/next").identity
     draws()
-    trainer.save(f"{folder}/last")  # earlier saves have told the process which rank writes what
+    found["drawn"] = trainer.save(f"{folder}/drawn").identity
+    return found
 
 
-def load_save_train_save(trainer, folder):
-    trainer.load(f"{folder}/once")
-    trainer.save(f"{folder}/by another process")
+def identities_of_another_process(trainer, folder):
+    loaded = trainer.load(f"{folder}/once").identity
     trainer.train_policy(random_samples(2), 1.0)
-    trainer.save(f"{folder}/next by another process")
+    return {"once": loaded, "next": trainer.save(f"{folder}/next by another process").identity}
 
 
-def load_train_save(trainer, folder):
-    trainer.load(f"{folder}/next")
-    trainer.train_policy(random_samples(3), 1.0)
-    draws()
-    trainer.save(f"{folder}/last by another process")
+@pytest.mark.parametrize("layout", SMALL)
+def test_the_same_state_has_the_same_identity(model_dir, tmp_path, layout):
+    first = run_trainers(model_dir, configuration(LAYOUTS[layout]), identities, str(tmp_path))
+    second = run_trainers(model_dir, configuration(LAYOUTS[layout]), identities_of_another_process, str(tmp_path))
+    assert all(rank == first[0] for rank in first)
+    assert first[0]["once"] == first[0]["twice"] == second[0]["once"]
+    assert first[0]["next"] == second[0]["next"]
+    assert first[0]["next"].differences(first[0]["once"], generators=False) == ["tensors", "progress"]
+    assert first[0]["drawn"].differences(first[0]["next"], generators=True) == ["generators"]
 
 
-def files_of(folder):
-    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+def nudge_each_tensor(trainer):
+    """Identities of the state with the last bit of one element changed, for every tensor that this rank owns."""
+    import torch
+
+    from trainer_core.state.shards import owned
+
+    trainer.import_model()
+    trainer.train_policy(random_samples(1), 1.0)
+    saver, optimizer = trainer._saver, trainer._optimizer
+    facts = StateFacts(
+        step=1, optimizer_updates=1, optimizer=OPTIMIZER, parallel=LAYOUTS["single"], precision="fp32"
+    )  # fmt: skip
+    found = {"": saver.identity(optimizer, facts)}
+    for shard in list(owned(saver._tensors, optimizer)):
+        bits = shard.values.view(torch.int32)
+        bits[0] ^= 1
+        found[shard.box.name] = saver.identity(optimizer, facts)
+        bits[0] ^= 1
+    assert saver.identity(optimizer, facts) == found[""]
+    return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_state_is_the_same_bytes(model_dir, tmp_path, layout):
-    for body in (save_twice, load_save_train_save, load_train_save):
-        run_trainers(model_dir, configuration(LAYOUTS[layout]), body, str(tmp_path))
-    others = [(name, f"{name} by another process") for name in ("next", "last")]
-    for left, right in [("once", "twice"), ("once", "by another process"), *others]:
-        files, again = files_of(tmp_path / left), files_of(tmp_path / right)
-        assert files.keys() == again.keys()
-        assert [name for name in files if files[name] != again[name]] == [], (left, right)
-    assert files_of(tmp_path / "once")["__0_0.distcp"] != files_of(tmp_path / "next")["__0_0.distcp"]
+def test_every_tensor_counts(model_dir):
+    (found,) = run_trainers(model_dir, configuration(), nudge_each_tensor)
+    assert len({identity.tensors for identity in found.values()}) == len(found) == 1 + 3 * 10
+
+
+def save_with_scales(trainer, folder):
+    """What a save says if a module keeps something beside its tensors, as those of Transformer Engine do for fp8."""
+    import torch
+
+    trainer.import_model()
+    trainer._model.module.decoder.layers[1].mlp.linear_fc1.get_extra_state = lambda: torch.ones(3)
+    with pytest.raises(RatchetError) as caught:
+        trainer.save(folder)
+    return str(caught.value)
+
+
+def test_what_is_not_in_tensors_is_not_lost_silently(model_dir, tmp_path):
+    (message,) = run_trainers(model_dir, configuration(), save_with_scales, str(tmp_path))
+    assert "linear_fc1._extra_state" in message
+    assert "holds what is not in tensors and would be lost" in message
 
 
 def warm_up_and_save(trainer, folder):
@@ -212,24 +259,43 @@ def warm_up_and_save(trainer, folder):
     trainer.export(f"{folder}/straight")
 
 
-def load_warmed(trainer, folder, target, fresh_optimizer):
-    info = trainer.load(f"{folder}/warmed", fresh_optimizer)
+def load_warmed(trainer, folder):
+    info = trainer.load(f"{folder}/warmed")
     metrics = trainer.train_policy(random_samples(), 1.0)
-    trainer.export(f"{folder}/{target}")
+    trainer.export(f"{folder}/resumed")
     return info, metrics
 
 
 def test_the_warm_up_leaves_a_fresh_optimizer(model_dir, tmp_path):
     run_trainers(model_dir, configuration(), warm_up_and_save, str(tmp_path))
-    (info, metrics), *_ = run_trainers(model_dir, configuration(), load_warmed, str(tmp_path), "resumed", False)
+    ((info, metrics),) = run_trainers(model_dir, configuration(), load_warmed, str(tmp_path))
     assert info.step == 3
     assert info.optimizer_updates == 0
     assert info.optimizer == OPTIMIZER
     assert metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 3)  # second update of a warm-up of three
-    # a fresh optimizer is what the state holds, so that asking for one changes nothing
-    run_trainers(model_dir, configuration(), load_warmed, str(tmp_path), "fresh", True)
-    for target in ("resumed", "fresh"):
-        assert_bitwise(read_export(tmp_path / target), read_export(tmp_path / "straight"))
+    assert_bitwise(read_export(tmp_path / "resumed"), read_export(tmp_path / "straight"))
+
+
+def go_on_with_other_settings(trainer, folder):
+    """What a fork with another learning rate holds after loading, and how far its next update moves the weights."""
+    info = trainer.load(f"{folder}/saved")
+    kept = trainer.save(f"{folder}/forked").identity
+    metrics = trainer.train_policy(random_samples(3), 1.0)
+    return info, kept, metrics["learning_rate"]
+
+
+def test_other_settings_of_the_optimizer_keep_its_moments(model_dir, saved):
+    folder, before = saved("single")
+    other = OPTIMIZER.model_copy(update={"learning_rate": 3e-3, "beta1": 0.8})
+    ((info, kept, rate),) = run_trainers(model_dir, configuration(optimizer=other), go_on_with_other_settings, folder)
+    assert info.optimizer == OPTIMIZER
+    assert info.rng == "restored"
+    assert info.identity == before[0]["identity"]
+    # the moments and the place in the schedule are those of before; the settings are new
+    assert kept.tensors == before[0]["identity"].tensors
+    assert kept.differences(before[0]["identity"], generators=True) == ["progress"]
+    (again,) = run_trainers(model_dir, configuration(), go_on_with_other_settings, folder)
+    assert rate == pytest.approx(3 * again[2])
 
 
 def refusal(trainer, directory):
@@ -238,22 +304,14 @@ def refusal(trainer, directory):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("other", "names"),
-    [
-        (configuration(optimizer=WARM_UP), ["0.005", "0.001", "fresh optimizer"]),
-        (configuration(precision="bf16"), ["fp32", "bf16", "fresh optimizer"]),
-    ],
-    ids=["optimizer", "precision"],
-)
-def test_a_state_of_another_kind_is_refused(model_dir, saved, other, names):
+def test_a_state_of_another_precision_is_refused(model_dir, saved):
     folder, _ = saved("single")
-    (message,) = run_trainers(model_dir, other, refusal, f"{folder}/saved")
-    assert all(name in message for name in names)
+    (message,) = run_trainers(model_dir, configuration(precision="bf16"), refusal, f"{folder}/saved")
+    assert "the state is in fp32, but the trainer computes in bf16" in message
 
 
 def load_all_ways(trainer, folder):
-    """The refusals of a state as a whole, for its weights alone, and as a reference; None where it was accepted."""
+    """The refusals of a state as a whole, and as a reference; None where it was accepted."""
 
     def attempt(load, *args):
         try:
@@ -264,7 +322,6 @@ def load_all_ways(trainer, folder):
 
     return [
         attempt(trainer.load, folder),
-        attempt(trainer.load, folder, True),
         attempt(trainer.load_reference, folder, "reference"),
     ]
 
@@ -283,7 +340,7 @@ def test_a_state_of_other_modules_is_refused(model_dir, saved, tmp_path):
         assert "is installed" in message
     # a state from before this was recorded
     path.write_text(json.dumps({name: value for name, value in facts.items() if name != "transformer_engine"}))
-    assert run_trainers(model_dir, configuration(), load_all_ways, folder) == [[None, None, None]]
+    assert run_trainers(model_dir, configuration(), load_all_ways, folder) == [[None, None]]
 
 
 def test_with_transformer_engine_a_state_without_is_refused():
@@ -306,5 +363,50 @@ def test_bf16_goes_on_bit_by_bit(model_dir, tmp_path):
     (before,) = run_trainers(model_dir, settings, train_save_train, str(tmp_path))
     (after,) = run_trainers(model_dir, settings, load_train, str(tmp_path), "resumed")
     assert after["metrics"] == before["metrics"]
+    assert after["info"].identity == before["identity"]
     states = [run_ranks(1, plain_tensors, f"{tmp_path}/{name}-state")[0] for name in ("resumed", "uninterrupted")]
     assert_bitwise(*states)
+    # here the main weights are not the weights
+    assert sum(name.startswith("optimizer.state.param.") for name in states[0]) == 10
+
+
+def save_and_store(trainer, folder):
+    """Two saves into one folder; what the store made of the first is read after the second."""
+    trainer.import_model()
+    root = open_root(f"{folder}/root")
+    writer = PartWriter(root, "run", 1, "train")
+    files = trainer.save(f"{folder}/state")
+    parts = writer.write_files(Path(folder, "state"), files.names)
+    trainer.train_policy(random_samples(1), 1.0)
+    assert trainer.load(f"{folder}/state").identity == files.identity  # training has not changed the files
+    trainer.train_policy(random_samples(1), 1.0)
+    again = trainer.save(f"{folder}/state")
+    changed = [name for part, name in zip(parts, files.names, strict=True) if not is_intact(root, part)]
+    inodes = {name: Path(folder, "state", name).stat().st_ino for name in files.names if name.endswith(".distcp")}
+    trainer.save(f"{folder}/state")
+    same = all(Path(folder, "state", name).stat().st_ino == inode for name, inode in inodes.items())
+    return again.names == files.names, changed, same, again.identity != files.identity
+
+
+def test_the_next_save_changes_no_stored_part(model_dir, tmp_path):
+    assert run_trainers(model_dir, configuration(), save_and_store, str(tmp_path)) == [(True, [], True, True)]
+
+
+def save_without_room(trainer, folder):
+    """What each rank raises if only the last one has no room, and whether a save elsewhere then succeeds."""
+    trainer.import_model()
+    if trainer._mesh.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    with pytest.raises(StorageUnavailable) as caught:
+        trainer.save(f"{folder}/full")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    saved = trainer.save(f"{folder}/elsewhere")
+    return str(caught.value), saved.identity, trainer.load(f"{folder}/elsewhere").identity
+
+
+def test_no_room_for_the_files_is_said_by_all_ranks_before_anything_is_written(model_dir, tmp_path):
+    ranks = run_trainers(model_dir, configuration(LAYOUTS["dp2"]), save_without_room, str(tmp_path))
+    for message, saved, loaded in ranks:
+        assert "bytes for a train state cannot be reserved in" in message
+        assert "__1_0.distcp" in message
+        assert saved == loaded

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import math
 import pickle
 import shutil
@@ -97,18 +98,18 @@ def test_the_same_run_gives_the_same_state(saved, layout):
     comparison = compare_states(saved(layout) / "trained", saved(layout, run=1) / "trained")
     assert comparison.differences == ()
     assert comparison.planted is None
-    assert comparison.optimizer == 3 * comparison.weights == 30
+    assert comparison.optimizer == 2 * comparison.weights == 20  # in fp32 the weights are the main weights
     assert comparison.rng == 13 * LAYOUTS[layout].world_size
-    assert comparison.other > 40
+    assert comparison.other > 15
     model = (100 + 4 * (256 + 128 + 128 + 64 + 2)) * 64 + 4 * 2 * 16 + 64  # see tests.trainer_core.models.make_model
-    assert 4 * model < comparison.elements < 4 * model + 30_000 * LAYOUTS[layout].world_size
+    assert 3 * model < comparison.elements < 3 * model + 30_000 * LAYOUTS[layout].world_size
 
 
 def test_every_kind_of_tensor_that_training_moved_is_named(saved):
     found = names_of(compare_states(saved("single") / "imported", saved("single") / "trained"))
     assert len([name for name in found if name.startswith(("decoder.", "embedding."))]) == 10
-    assert len([name for name in found if name.startswith("optimizer.")]) == 30
-    assert {"trainer.json.step", "common_state/shard_0_1.schedule.num_steps"} <= set(found)
+    assert len([name for name in found if name.startswith("optimizer.")]) == 20
+    assert {"trainer.json.step", "trainer.json.optimizer_updates"} <= set(found)
     assert not [name for name in found if name.startswith("rng/")]
 
 
@@ -116,10 +117,10 @@ def test_every_kind_of_tensor_that_training_moved_is_named(saved):
 def test_states_of_other_layouts_hold_the_same_tensors(saved, layout):
     folders = saved("single") / "imported", saved(layout) / "imported"
     for comparison in (compare_states(*folders), compare_states(*reversed(folders))):
-        assert (comparison.weights, comparison.optimizer, comparison.rng) == (10, 30, 0)
+        assert (comparison.weights, comparison.optimizer, comparison.rng) == (10, 20, 13)
         assert {name.split("/")[0].split(".")[0] for name in names_of(comparison)} == {"rng", "trainer"}
     moved = compare_states(saved(layout) / "imported", saved("single") / "trained")
-    assert len([name for name in names_of(moved) if name.startswith("optimizer.")]) == 30
+    assert len([name for name in names_of(moved) if name.startswith("optimizer.")]) == 20
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2"])
@@ -164,30 +165,29 @@ def test_bits_decide_not_values(trained, tmp_path):
 @pytest.mark.parametrize(
     ("generator", "change"),
     [
-        ("random[1]", lambda state: {**state, "random": (3, (1, *state["random"][1][1:]), None)}),
-        ("numpy[2]", lambda state: {**state, "numpy": (*state["numpy"][:2], 7, *state["numpy"][3:])}),
-        ("torch", lambda state: {**state, "torch": put(40, 1 + int(state["torch"][40]) % 255)(state["torch"])}),
+        ("random[1]", lambda state: {**state, "random": [3, [1, *state["random"][1][1:]], None]}),
+        ("numpy[2]", lambda state: {**state, "numpy": [*state["numpy"][:2], 7, *state["numpy"][3:]]}),
+        ("torch", lambda state: {**state, "torch": state["torch"][::-1]}),
     ],
 )
 def test_a_changed_generator_is_named(trained, generator, change):
     original, copy = trained
-    edit(copy, MetadataIndex("rng/shard_0_1"), lambda stored: [change(stored[0])])
-    assert names_of(compare_states(original, copy)) == [f"rng/shard_0_1.{generator}"]
+    path = copy / "generators-0.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    assert names_of(compare_states(original, copy)) == [f"rng/0.{generator}"]
 
 
 def test_what_one_state_lacks_is_named(trained):
     original, copy = trained
     metadata = read_metadata(copy)
-    for name in (QKV, "rng/shard_0_1"):
-        del metadata.state_dict_metadata[name]
+    del metadata.state_dict_metadata[QKV]
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    (copy / "generators-0.json").unlink()
     for sides in [(original, copy), (copy, original)]:
-        assert compare_states(*sides).differences == tuple(
-            f"{name}: only in {original}" for name in (QKV, "rng/shard_0_1")
-        )
+        assert compare_states(*sides).differences == tuple(f"{name}: only in {original}" for name in (QKV, "rng/0"))
 
 
-@pytest.mark.parametrize("lost", [".metadata", "trainer.json", "__0_0.distcp", "optimizer.__0_1.distcp"])
+@pytest.mark.parametrize("lost", [".metadata", "trainer.json", "__0_0.distcp", "optimizer.__0_0.distcp"])
 def test_a_state_that_is_not_whole_is_refused(trained, lost):
     original, copy = trained
     (copy / lost).unlink()

@@ -1,0 +1,104 @@
+"""`ratchet reward`: tries a reward function on stored samples. No Prefect, Ray, vLLM or torch is imported."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.views.output import Output
+from storage.backends.root import open_root
+from storage.errors import InputError, StageFailed
+from storage.ids import check_run_name
+from tasks.config.credentials import shown_setting
+from tasks.config.document import apply_override, parse_config
+from tasks.config.functions import located_function, without_folder
+from tasks.config.reward import RewardSection
+from tasks.config.run import RunConfig
+from tasks.config.stored import stored_config
+from tasks.rewards.check import check_reward
+from tasks.rewards.scoring import notices
+from tasks.stages.trial import Trial, try_reward
+
+_EXCERPT = 60
+
+
+def register(app: App) -> None:
+    """Add the command to the command line."""
+    app.command(reward_command, name="reward")
+
+
+def reward_command(
+    run: str,
+    iteration: int,
+    *,
+    function: Annotated[
+        str | None, Parameter(help="As reward.function, from the working directory; by default the run's own.")
+    ] = None,
+    settings: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", help="Another setting, as reward.key=value; may be repeated.", negative=()),
+    ] = (),
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Try a reward function on the stored samples of an iteration; the run is not touched.
+
+    Exit code 1 if more samples than reward.max_failures remain without a score.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    iteration
+        Iteration whose samples are scored.
+    """
+    store = open_root(root)
+    section = _section(stored_config(store, check_run_name(run)), function, settings)
+    check_reward(section)
+    with Output(json=json) as output:
+        for notice in notices(section):
+            output.say(notice)
+        trial = try_reward(store, run, iteration, section)
+        output.result(trial, list(_lines(trial)))
+    return StageFailed.exit_code if trial.too_many else 0
+
+
+def _section(config: RunConfig, function: str | None, settings: Sequence[str]) -> RewardSection:
+    """The run's own settings, or those of another function with what is given."""
+    document = config.model_dump(mode="json")
+    if function is not None and without_folder(function) != without_folder(config.reward.function):
+        kept = RewardSection.model_fields.keys() - {"function", "arguments", "weights", "batch", "functions"}
+        document["reward"] = {key: document["reward"][key] for key in kept}
+    if function is not None:
+        document["reward"]["function"] = located_function(function, None, "--function")
+    for setting in settings:
+        if not setting.strip().startswith("reward."):
+            raise InputError(
+                f"--set {shown_setting(setting)!r}: only settings of [reward] can be tried: reward.key=value"
+            )
+        apply_override(document, setting)
+    return parse_config(document, "with the given settings").reward
+
+
+def _lines(trial: Trial) -> Iterator[str]:
+    yield f"{trial.samples} samples of iteration {trial.iteration} of run {trial.run}; nothing was stored"
+    for name, source in trial.sources.items():
+        yield f"function     {name} ({source})"
+    before = "not scored yet" if trial.changed is None else f"stored {_number(trial.stored_mean)}"
+    yield f"mean reward  {_number(trial.mean)} ({before})"
+    for name, mean in trial.components.items():
+        yield f"  {name:<10} {_number(mean)}"
+    if trial.changed is not None:
+        yield f"changed      {trial.changed} of {trial.samples}"
+    limit = "; more than reward.max_failures allows" if trial.too_many else ""
+    why = ", ".join(f"{count} {reason}" for reason, count in sorted(trial.reasons.items()))
+    yield f"unscored     {trial.unscored}{f' ({why})' if why else ''}{limit}"
+    for one in trial.examples:
+        text = one.response if len(one.response) <= _EXCERPT else f"{one.response[:_EXCERPT]}..."
+        score = f"{_number(one.stored)} -> {_number(one.reward)}" if trial.changed is not None else _number(one.reward)
+        yield f"{one.prompt_id}/{one.sample_id}  {score}  {text!r}{f'  {one.detail}' if one.detail else ''}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,77 @@
+"""What a run would start, and about how much memory and disk it takes; estimated from the configuration."""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict
+
+from tasks.config.run import RunConfig
+from trainer_core.config import Device, Precision
+
+_WEIGHT: Mapping[Precision, int] = {"fp32": 4, "bf16": 2}
+_GRADIENT = 4  # kept in fp32
+_OPTIMIZER = 12  # fp32 weights and two moments
+
+
+class Needs(BaseModel):
+    """Processes, and bytes. Activations, and what libraries take for themselves, are not counted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Device
+    ranks: int
+    """Trainer processes."""
+    engines: int
+    """Engine processes."""
+    reward_processes: int
+    """Scoring processes."""
+    parameters: int
+    """Weights of the model."""
+    rank_bytes: int
+    """Memory of one trainer rank: weights, gradients, optimizer, and the reference model if there is one."""
+    engine_bytes: int
+    """Memory of one engine: weights and key-value cache."""
+    stored_bytes: int
+    """Disk for what is stored once: model and prompts."""
+    state_bytes: int
+    """Disk for the train state of one iteration."""
+    states_kept: int
+    """Train states kept at the end, by `[storage]`."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk for the whole run, without samples."""
+        return self.stored_bytes + self.state_bytes * self.states_kept
+
+
+def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int) -> Needs:
+    """What a run needs.
+
+    Args:
+        parameters: number of weights of the model.
+        prompt_bytes: size of the tables of prompts.
+    """
+    weight, parallel = _WEIGHT[config.train.precision], config.train.parallel
+    share = parameters / (parallel.tensor * parallel.pipeline)
+    held = weight + _GRADIENT + _OPTIMIZER / parallel.data + (weight if config.train.policy.kl_coefficient else 0)
+    return Needs(
+        device=device,
+        ranks=parallel.world_size,
+        engines=config.engine.count,
+        reward_processes=config.reward.processes,
+        parameters=parameters,
+        rank_bytes=round(share * held),
+        engine_bytes=parameters * _WEIGHT[config.engine.precision] + (config.engine.kv_cache_mib << 20),
+        stored_bytes=parameters * weight + prompt_bytes,
+        state_bytes=parameters * (weight + _OPTIMIZER),
+        states_kept=_states_kept(config),
+    )
+
+
+def _states_kept(config: RunConfig) -> int:
+    """The states of iteration 0 and of the newest iterations, and every `keep_every`-th before those."""
+    last, newest, every = config.run.iterations, config.storage.keep_newest, config.storage.keep_every
+    if newest is None:
+        return last + 1
+    return sum(
+        1 for number in range(last + 1) if number == 0 or number > last - newest or (every and number % every == 0)
+    )

@@ -1,0 +1,209 @@
+"""Stored samples as a person reads them: texts, rewards, advantages. Imports no torch, Ray, vLLM or Prefect."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from storage.backends.root import Root
+from storage.errors import InputError
+from storage.manifest import Manifest, find, need
+from storage.upkeep.archive import scored
+from storage.upkeep.catalog import names, require_run
+from tasks.config.stored import stored_config
+from tasks.data.stored_texts import StoredTexts
+from tasks.stages.names import Stage
+from trainer_core.algorithms.advantages import group_advantages
+from trainer_core.batches.reading import read_samples
+
+_NAMED = 8  # ids in a message
+
+Rows = NDArray[np.int64]
+
+
+class Sample(BaseModel):
+    """One sample."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt_id: str
+    sample_id: int
+    """Number within its prompt group."""
+    prompt: str | None
+    """Text of the prompt; None if it is not stored."""
+    response: str | None
+    """Text of the response, without special tokens; None if the run's tokenizer is not known."""
+    reward: float | None
+    """None if it is not scored, or could not be."""
+    components: dict[str, float | None] | None
+    """Named components of the reward, if it has any."""
+    status: str | None
+    """How scoring ended: ok, or why there is no reward; None if it is not scored yet."""
+    detail: str | None
+    """What went wrong while scoring, in words."""
+    advantage: float | None
+    """Its reward relative to its group, as the trainer computes it; None if it is not scored yet."""
+    finish_reason: str
+    """stop, length or abort."""
+    tokens: int
+    """Tokens of the response."""
+    weight_version: int
+    """Iteration whose weights sampled it."""
+
+
+class Samples(BaseModel):
+    """Chosen samples of one iteration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: str
+    run: str
+    iteration: int
+    total: int
+    """Samples of the iteration."""
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which samples of an iteration; each of these adds some."""
+
+    best: int = 0
+    """With the highest rewards."""
+    worst: int = 0
+    """With the lowest rewards; a sample without a reward is neither."""
+    prompt: str | None = None
+    """All of this prompt."""
+    random: int = 0
+    """Drawn with `seed`."""
+    seed: int = 0
+
+    def rows(self, prompts: Sequence[str], rewards: NDArray[np.float64]) -> Rows:
+        """The rows of the chosen samples, each once. Rewards are (N,), NaN where there is none.
+
+        Raises:
+            InputError: the prompt has no samples.
+        """
+        ranked = np.argsort(-rewards, kind="stable")[: np.count_nonzero(~np.isnan(rewards))]
+        drawn = np.random.default_rng(self.seed).permutation(len(rewards))[: self.random]
+        worst = ranked[max(self.best, len(ranked) - self.worst) :]
+        found = np.concatenate((ranked[: self.best], worst, self._of_prompt(prompts), drawn))
+        return np.array(list(dict.fromkeys(found.tolist())), dtype=np.int64)
+
+    def _of_prompt(self, prompts: Sequence[str]) -> Rows:
+        rows = np.array([row for row, name in enumerate(prompts) if name == self.prompt], dtype=np.int64)
+        if self.prompt is not None and not len(rows):
+            there = list(dict.fromkeys(prompts))
+            more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
+            raise InputError(
+                f"prompt {self.prompt!r} has no samples in this iteration: it sampled {', '.join(there[:_NAMED])}{more}"
+            )
+        return rows
+
+
+def read_chosen(root: Root, run: str, iteration: int | None, choice: Choice) -> Samples:
+    """The chosen samples of an iteration, by default the newest that has any.
+
+    Raises:
+        InputError: there is no such run or prompt, or the iteration has no samples.
+    """
+    require_run(root, run)
+    texts = StoredTexts.of(root, need(root, run, 0, Stage.PREPARE)) if find(root, run, 0, Stage.PREPARE) else None
+    return chosen(root, run, _sampled(root, run, iteration), choice, texts, _normalizes(root, run))
+
+
+def chosen(
+    root: Root, run: str, iteration: int, choice: Choice, texts: StoredTexts | None, normalize_by_std: bool
+) -> Samples:
+    """The chosen samples of an iteration that has a rollout."""
+    rollout, reward = need(root, run, iteration, Stage.ROLLOUT), find(root, run, iteration, Stage.REWARD)
+    table = scored(root, rollout, reward)
+    rewards = table["reward"].cast(pa.float64()).to_numpy()
+    rows = choice.rows(table["prompt_id"].to_pylist(), np.where(np.isfinite(rewards), rewards, np.nan))
+    advantages = None if reward is None else _advantages(root, rollout, reward, normalize_by_std)
+    few = table.take(rows)
+    prompts, responses = texts(few) if texts is not None else (pa.nulls(len(rows)), pa.nulls(len(rows)))
+    few = few.set_column(few.schema.get_field_index("prompt"), "prompt", prompts)
+    few = few.set_column(few.schema.get_field_index("response"), "response", responses)
+    values = [None] * len(rows) if advantages is None else advantages[rows].tolist()
+    samples = tuple(_sample(row, value) for row, value in zip(few.to_pylist(), values, strict=True))
+    return Samples(root=root.url, run=run, iteration=iteration, total=table.num_rows, samples=samples)
+
+
+def _advantages(root: Root, rollout: Manifest, reward: Manifest, normalize_by_std: bool) -> NDArray[np.float32]:
+    samples = read_samples(root, rollout, reward)
+    return group_advantages(samples.rewards, samples.groups, samples.usable, normalize_by_std)
+
+
+def _sample(row: dict, advantage: float | None) -> Sample:
+    components = row.get("components")
+    return Sample(
+        prompt_id=row["prompt_id"],
+        sample_id=row["sample_id"],
+        prompt=row["prompt"],
+        response=row["response"],
+        reward=_finite(row["reward"]),
+        components=None if components is None else {name: _finite(value) for name, value in dict(components).items()},
+        status=row["status"],
+        detail=row["detail"] or None,
+        advantage=advantage,
+        finish_reason=row["finish_reason"],
+        tokens=len(row["response_tokens"]),
+        weight_version=row["weight_version"],
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _sampled(root: Root, run: str, iteration: int | None) -> int:
+    there = sorted(names(root, run).of_stage(Stage.ROLLOUT).values())
+    if not there:
+        raise InputError(f"run {run!r} has sampled nothing yet: it has no rollout")
+    if iteration is not None and iteration not in there:
+        raise InputError(
+            f"iteration {iteration} of run {run!r} has no samples: iterations {there[0]} to {there[-1]} do"
+        )
+    return there[-1] if iteration is None else iteration
+
+
+def _normalizes(root: Root, run: str) -> bool:
+    return stored_config(root, run).train.policy.normalize_by_std
+
+
+def sample_lines(found: Samples) -> list[str]:
+    """The samples for a terminal."""
+    lines = [f"iteration {found.iteration} of run {found.run}: {len(found.samples)} of {found.total} samples"]
+    for one in found.samples:
+        lines += ["", _head(one), *_block("prompt", one.prompt), *_block("response", one.response)]
+        lines += _block("detail", one.detail) if one.detail else []
+    return lines
+
+
+def _head(one: Sample) -> str:
+    score = one.status or "not scored yet"
+    if one.reward is not None:
+        parts = ", ".join(f"{name} {_number(value)}" for name, value in (one.components or {}).items())
+        score = f"reward {_number(one.reward)}{f' ({parts})' if parts else ''}"
+    advantage = "" if one.advantage is None else f" | advantage {one.advantage:+.3f}"
+    sampled = f"{one.finish_reason}, {one.tokens} tokens | weights {one.weight_version}"
+    return f"{one.prompt_id}/{one.sample_id} | {score}{advantage} | {sampled}"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def _block(title: str, text: str | None) -> Iterable[str]:
+    lines = ["(not known)"] if text is None else [printable(line) for line in text.split("\n")]
+    return [f"{title if number == 0 else '':<10}{line}".rstrip() for number, line in enumerate(lines)]
+
+
+def printable(text: str) -> str:
+    """A text in which what would control a terminal is spelled out."""
+    return "".join(sign if sign.isprintable() or sign == "\t" else repr(sign)[1:-1] for sign in text)

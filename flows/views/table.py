@@ -1,0 +1,145 @@
+"""The metrics of a run as one table, a row for each iteration: the numbers of all stages, from their manifests alone.
+
+Everything else that shows metrics (CSV, TensorBoard, curves, trackers) is made from these rows.
+"""
+
+import csv
+import io
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict
+
+from storage import layout
+from storage.backends.root import Root
+from storage.derived import GrowingFile
+from storage.manifest import Manifest
+from tasks.stages.names import Stage
+
+SECONDS = "seconds"
+"""Column with the duration of the iteration, as `IterationRecord.seconds`."""
+
+_FIXED = ("iteration", "finished")
+
+
+class Row(BaseModel):
+    """One iteration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    iteration: int
+    finished: datetime
+    """When its last stage was made (UTC)."""
+    values: dict[str, float]
+    """By column, STAGE/METRIC; a metric that is missing or not finite has no entry."""
+
+
+def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
+    """The row of an iteration from its manifests, in the order of work, and its duration."""
+    values = {
+        _column(one.stage, name): value
+        for one in manifests
+        for name, value in one.metrics.items()
+        if value is not None and math.isfinite(value)
+    }
+    ordered = {name: values[name] for name in sorted(values, key=_place)}
+    finished = manifests[-1].finished
+    return Row(iteration=manifests[0].iteration, finished=finished, values={SECONDS: seconds, **ordered})
+
+
+def _column(stage: str, metric: str) -> str:
+    return metric if metric.startswith(f"{stage}/") else f"{stage}/{metric}"
+
+
+def _place(column: str) -> tuple[int, str]:
+    stages = [stage.value for stage in Stage]
+    stage = column.partition("/")[0]
+    return (stages.index(stage), column) if stage in stages else (-1, column)
+
+
+def encode(rows: Sequence[Row]) -> bytes:
+    """The CSV: a header, then a line for each row; what a row lacks is empty."""
+    columns = columns_of(rows)
+    return _line([*_FIXED, *columns]) + b"".join(_cells(row, columns) for row in rows)
+
+
+def columns_of(rows: Iterable[Row]) -> list[str]:
+    """The columns of some rows, in the order of work."""
+    return sorted({name for row in rows for name in row.values}, key=_place)
+
+
+def decode(data: bytes) -> list[Row]:
+    """The rows of a CSV up to the first that is not whole."""
+    lines = csv.reader(io.StringIO(data[: data.rfind(b"\n") + 1].decode(errors="replace")))
+    header = next(lines, [])
+    if tuple(header[:2]) != _FIXED:
+        return []
+    return list(itertools.takewhile(lambda row: row is not None, (_row(header[2:], cells) for cells in lines)))  # pyright: ignore[reportReturnType]
+
+
+def _row(columns: Sequence[str], cells: Sequence[str]) -> Row | None:
+    if len(cells) != len(columns) + len(_FIXED):
+        return None
+    try:
+        iteration, finished = int(cells[0]), datetime.fromisoformat(cells[1])
+        values = {name: float(cell) for name, cell in zip(columns, cells[2:], strict=True) if cell}
+    except ValueError:
+        return None
+    return Row(iteration=iteration, finished=finished, values=values)
+
+
+def _cells(row: Row, columns: Sequence[str]) -> bytes:
+    values = [repr(row.values[name]) if name in row.values else "" for name in columns]
+    return _line([str(row.iteration), row.finished.isoformat(), *values])
+
+
+def _line(cells: Sequence[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+class MetricsFile:
+    """The CSV of a run, one line at a time."""
+
+    def __init__(self, root: Root, run: str) -> None:
+        self._file = GrowingFile(root, layout.report_key(run, layout.METRICS))
+        self._columns: list[str] = []
+
+    def load(self, complete: int) -> list[Row]:
+        """The rows of the first `complete` iterations, as far as the file has them; anything else in it is dropped."""
+        rows = list(_in_order(decode(self._file.read()), complete))
+        self.write(rows)
+        return rows
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Make the file hold exactly these rows."""
+        self._columns = columns_of(rows)
+        if self._file.read() != (whole := encode(rows)):
+            self._file.replace(whole)
+
+    def add(self, row: Row) -> None:
+        """Add the row of the next iteration. A column that is new makes the file be written again."""
+        if not set(row.values) <= set(self._columns):
+            rows = [*decode(self._file.read()), row]
+            self._columns = columns_of(rows)
+            self._file.replace(encode(rows))
+        else:
+            self._file.append(_cells(row, self._columns))
+
+    def rows(self) -> list[Row]:
+        """All rows that were written."""
+        return decode(self._file.read())
+
+    def flush(self) -> None:
+        """Upload what was not uploaded yet."""
+        self._file.flush()
+
+
+def _in_order(rows: Iterable[Row], complete: int) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        if row.iteration != number or number >= complete:
+            return
+        yield row

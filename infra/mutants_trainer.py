@@ -1,0 +1,99 @@
+"""Faults in the trainer's batches and passes that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_MODEL = ("tests/trainer_core/model/test_layouts.py",)
+_TRAINER = ("tests/trainer_core/test_trainer.py",)
+_LOGITS = ("tests/trainer_core/model/test_vocab_parallel.py",)
+_REENTRY = ("tests/trainer_core/model/test_reentry.py",)
+
+TRAINER = (
+    Mutant(
+        "attention-across-sequences",
+        "without Transformer Engine, sequences of a micro-batch attend to each other",
+        "trainer_core/platform/local_attention.py",
+        "        blocks=tuple(zip(counts.tolist(), found.tolist(), strict=True)),\n",
+        "        blocks=((1, int(lengths.sum())),),\n",
+        _MODEL,
+    ),
+    Mutant(
+        "one-pass-too-many",
+        "a single update is preceded by a scoring pass",
+        "trainer_core/algorithms/grpo.py",
+        "if self.policy.epochs == self.policy.mini_batches == 1:",
+        "if not rows.size:",
+        _TRAINER,
+    ),
+    Mutant(
+        "mean-over-micro-batches",
+        "the loss is normalised within each micro-batch",
+        "trainer_core/model/passes.py",
+        "total = (batch.segments.sum(result.loss) * batch.weights).sum()",
+        "total = (batch.segments.sum(result.loss) * batch.weights).mean()",
+        _MODEL,
+    ),
+    Mutant(
+        "micro-batches-differ-in-number",
+        "a data-parallel rank leaves out its empty micro-batches",
+        "trainer_core/batches/sharing.py",
+        "    return [filled[replica::replicas] for replica in range(replicas)]\n",
+        "    return [[batch for batch in filled[replica::replicas] if len(batch)] for replica in range(replicas)]\n",
+        ("tests/trainer_core/batches",),
+    ),
+    Mutant(
+        "log-ratio-unbounded",
+        "log-ratios are not clamped",
+        "trainer_core/algorithms/losses.py",
+        "(upper - lower).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
+        "(upper - lower)",
+        ("tests/trainer_core/algorithms",),
+    ),
+    Mutant(
+        "logits-changed-in-place",
+        "logits that are kept for the backward pass are divided in place",
+        "trainer_core/model/vocab_parallel.py",
+        "wide if temperature == 1 else wide / temperature",
+        "wide if temperature == 1 else wide.div_(temperature)",
+        _LOGITS,
+    ),
+    Mutant(
+        "all-logits-at-once",
+        "log-probabilities are not computed in chunks",
+        "trainer_core/model/vocab_parallel.py",
+        "    size = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))\n",
+        "    size = max(1, logits.shape[0])\n",
+        _LOGITS,
+    ),
+    Mutant(
+        "entropy-without-gradient",
+        "the entropy bonus has no gradient",
+        "trainer_core/model/vocab_parallel.py",
+        '_step_with_entropy if ctx.entropy == "differentiated" else _step',
+        "_step",
+        _LOGITS,
+    ),
+    Mutant(
+        "stale-weights-are-read",
+        "weights are read while other replicas still hold the last update's",
+        "trainer_core/model/model.py",
+        "        overlapped = self.ddp.ddp_config.overlap_param_gather\n",
+        "        overlapped = False\n",
+        _REENTRY,
+    ),
+    Mutant(
+        "buffers-stay-the-references",
+        "a reference that was in place leaves its buffers behind",
+        "trainer_core/model/model.py",
+        "[*self.module.parameters(), *self.module.buffers()]",
+        "[*self.module.parameters()]",
+        _REENTRY,
+    ),
+    Mutant(
+        "setting-not-read-back",
+        "a setting of Megatron that did not take effect goes unnoticed",
+        "trainer_core/model/effective.py",
+        "    if held != wanted:\n",
+        "    if False:\n",
+        _REENTRY,
+    ),
+)

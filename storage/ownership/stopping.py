@@ -1,0 +1,48 @@
+"""Ending the process that drives a run, if it is one of this machine."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from storage.backends.root import Root
+from storage.errors import InputError
+from storage.ownership.lease import holder
+from storage.ownership.log import Entry
+from storage.ownership.process import Life, life
+
+_LOOK_SECONDS = 0.1
+
+
+def end_holder(
+    root: Root, run: str, seconds: float, pause: Callable[[float], None] = time.sleep
+) -> tuple[Entry | None, bool]:
+    """Ask the process that drives a run to end, as Ctrl-C would, and wait for that.
+
+    Returns:
+        The newest entry of that process, None if the run is free; and whether it has ended within `seconds`.
+
+    Raises:
+        InputError: the process is not known on this machine, or belongs to another user.
+    """
+    entry = holder(root, run)
+    if entry is None:
+        return None, True
+    owner = entry.owner
+    if life(owner) is not Life.ALIVE:
+        raise InputError(
+            f"run {run!r} is driven by {owner}, which cannot be seen from here: give this command on that machine, or "
+            f"`ratchet unlock {run} --force` if you know that the process is dead"
+        )
+    try:
+        os.kill(owner.process, signal.SIGTERM)  # SIGINT is ignored by what a shell has started in the background
+    except PermissionError:
+        raise InputError(f"run {run!r} is driven by {owner}, a process of another user: ask that user") from None
+    except ProcessLookupError:
+        return entry, True
+    deadline = time.monotonic() + seconds
+    while life(owner) is Life.ALIVE:
+        if time.monotonic() >= deadline:
+            return entry, False
+        pause(_LOOK_SECONDS)
+    return entry, True

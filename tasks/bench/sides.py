@@ -1,0 +1,61 @@
+"""Both sides of the bench of the trainer: one model, one optimizer, two ways to take a step."""
+
+import torch
+
+from tasks.bench.plain_loop import PaddedBatch, padded_batches, plain_step
+from trainer_core.algorithms.grpo import PolicyPhase
+from trainer_core.batches.sequences import Samples
+from trainer_core.batches.sharing import Limits
+from trainer_core.config import RankSpec, TrainerConfig
+from trainer_core.model import rng
+from trainer_core.model.mesh import join, leave
+from trainer_core.model.model import build_model
+from trainer_core.model.optimizer import Optimizer
+from trainer_core.model.passes import Passes
+from trainer_core.platform.platform import Platform, quietly
+
+
+class Sides:
+    """The model of `model_dir` with its optimizer, on one rank."""
+
+    def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
+        mesh = join(rank, config.parallel, platform)
+        rng.seed_rank(config.seed)
+        self._model = build_model(model_dir, config, platform, deterministic=False)
+        with quietly():
+            self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+        self._optimizer = Optimizer(self._model, config.optimizer)
+        limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
+        self._phase = PolicyPhase(Passes(self._model, mesh, limits), self._optimizer, config.policy, 1.0, (0,))
+        self.device = platform.device
+        self.transformer_engine = platform.transformer_engine
+        self.name = torch.cuda.get_device_name() if platform.device.type == "cuda" else "cpu"
+
+    def ours(self, samples: Samples) -> dict[str, float]:
+        """One iteration's training, as `Trainer.train_policy` does it."""
+        return self._phase.run(samples, None)
+
+    def padded(self, samples: Samples, rows: int) -> list[PaddedBatch]:
+        """The same samples for the plain side, on the device beforehand."""
+        return padded_batches(samples, rows, self.device)
+
+    def plain(self, batches: list[PaddedBatch]) -> float:
+        """One plain update."""
+        return plain_step(self._model, self._optimizer, batches)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_bytes(self) -> int:
+        """Most device memory since the last call; 0 on CPU."""
+        if self.device.type == "cpu":
+            return 0
+        most = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return most
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        leave()

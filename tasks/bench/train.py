@@ -1,0 +1,172 @@
+"""Ratchet's training step against the plain one of megatron-core, in one process on one device."""
+
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel
+
+from storage.errors import InputError
+from tasks.bench.cases import CASES, Case, CaseName, draw_samples, floating_point_operations
+from tasks.data.generated import generate_model
+from trainer_core.batches.sequences import Samples
+from trainer_core.config import Device, OptimizerConfig, PolicyConfig, RankSpec, TrainerConfig
+
+if TYPE_CHECKING:
+    from tasks.bench.sides import Sides
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
+"""Dense bf16 operations a second, from the vendor's data sheets, by a part of the device's name."""
+
+
+class TrainBench(BaseModel):
+    """What was measured. Rates are medians over pairs; on CPU they are per second of processor time."""
+
+    device: str
+    """Name of the device."""
+    case: CaseName
+    """What was trained."""
+    transformer_engine: bool
+    """Whether layers are Transformer Engine's."""
+    pairs: int
+    """Times that each side was measured, in turns."""
+    tokens: int
+    """Positions of an iteration in which all samples have the most tokens."""
+    tokens_per_s: float
+    """Of Ratchet's step: one update, scored and reported."""
+    plain_tokens_per_s: float
+    """Of the plain step, with micro-batches of as many tokens."""
+    ratio: float
+    """Median over pairs of the first by the second."""
+    ratio_spread: float
+    """Largest minus smallest ratio of a pair."""
+    packed_tokens_per_s: float
+    """Of Ratchet's step, with responses of mixed lengths; positions without padding."""
+    packed_plain_tokens_per_s: float
+    """Of the plain step, which pads each micro-batch to its longest row."""
+    packed_ratio: float
+    """Median over pairs of the first by the second."""
+    mfu: float | None
+    """Share of the device's peak rate that Ratchet's step uses; None if the peak is not known."""
+    peak_gib: float
+    """Most memory while Ratchet's step ran: of the device, or of the process on CPU."""
+    plain_peak_gib: float
+    """Most memory while the plain step ran."""
+    save_critical_s: float | None
+    """Seconds for which saving a state holds up what follows; not measured yet."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """Times of both sides for the same samples, and the most memory that each used."""
+
+    ours: list[float]
+    plain: list[float]
+    peak_gib: float
+    plain_peak_gib: float
+
+    @property
+    def ratios(self) -> list[float]:
+        """Plain time by ours, for each pair."""
+        return [plain / ours for ours, plain in zip(self.ours, self.plain, strict=True)]
+
+
+def bench_train(case_name: CaseName | None, pairs: int) -> TrainBench:
+    """Measure both sides in turns, `pairs` times each after one round that does not count.
+
+    Without a case it is the one that fits the device: "tiny" without a GPU, "0.75b" with one.
+
+    Raises:
+        InputError: if `pairs` is below 1.
+    """
+    if pairs < 1:
+        raise InputError(f"{pairs} pairs measure nothing: give at least 1")
+    import torch
+
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    name: CaseName = case_name or ("tiny" if device == "cpu" else "0.75b")
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        generate_model(Path(folder), case.model, seed=0)
+        sides = _sides(folder, case, device)
+        try:
+            alike, mixed = (_race(sides, case, draw_samples(case, mixed), pairs) for mixed in (False, True))
+        finally:
+            sides.close()
+    return _report(name, case, sides, alike, mixed, pairs)
+
+
+def _sides(folder: str, case: Case, device: Device) -> "Sides":
+    from trainer_core.platform.platform import prepare
+
+    platform = prepare(device)
+    from tasks.bench.sides import Sides  # imports Megatron, which needs the platform prepared
+
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-6),
+        policy=PolicyConfig(),
+        precision=case.precision,
+        max_length=case.length,
+        micro_batch_tokens=case.rows * (case.length - 1),
+    )
+    rank = RankSpec(rank=0, world_size=1, store=f"{folder}/store", device=device)
+    return Sides(folder, config, rank, platform)
+
+
+def _race(sides: "Sides", case: Case, samples: Samples, pairs: int) -> Race:
+    batches = sides.padded(samples, case.rows)
+    ours: list[float] = []
+    plain: list[float] = []
+    peaks = [0.0, 0.0]
+    for turn in range(pairs + 1):
+        for number, (times, step) in enumerate(
+            ((ours, lambda: sides.ours(samples)), (plain, lambda: sides.plain(batches)))
+        ):
+            seconds, peak = _measured(sides, step)
+            if turn:  # the first round compiles, allocates and warms up
+                times.append(seconds)
+                peaks[number] = max(peaks[number], peak)
+    return Race(ours, plain, *peaks)
+
+
+def _measured(sides: "Sides", step: Callable[[], object]) -> tuple[float, float]:
+    """Seconds and the most memory, GiB. On CPU processor time is taken, which other processes do not change much."""
+    clock = time.process_time if sides.device.type == "cpu" else time.perf_counter
+    sides.settle()
+    begun = clock()
+    step()
+    sides.settle()
+    seconds = clock() - begun
+    bytes_used = sides.peak_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return seconds, bytes_used / 2**30
+
+
+def _report(name: CaseName, case: Case, sides: "Sides", alike: Race, mixed: Race, pairs: int) -> TrainBench:
+    even, uneven = draw_samples(case, mixed=False), draw_samples(case, mixed=True)
+    tokens, packed = int(even.positions.sum()), int(uneven.positions.sum())
+    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in sides.name), None)
+    work = floating_point_operations(case, even.positions, int(even.response_lengths.sum()))
+    return TrainBench(
+        device=sides.name,
+        case=name,
+        transformer_engine=sides.transformer_engine,
+        pairs=pairs,
+        tokens=tokens,
+        tokens_per_s=tokens / statistics.median(alike.ours),
+        plain_tokens_per_s=tokens / statistics.median(alike.plain),
+        ratio=statistics.median(alike.ratios),
+        ratio_spread=float(np.ptp(alike.ratios)),
+        packed_tokens_per_s=packed / statistics.median(mixed.ours),
+        packed_plain_tokens_per_s=packed / statistics.median(mixed.plain),
+        packed_ratio=statistics.median(mixed.ratios),
+        mfu=None if peak is None else work / statistics.median(alike.ours) / peak,
+        peak_gib=alike.peak_gib,
+        plain_peak_gib=alike.plain_peak_gib,
+        save_critical_s=None,
+    )

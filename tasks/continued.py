@@ -1,0 +1,131 @@
+"""Whether a run is continued with what it was started with: settings that decide its result, and its model."""
+
+import functools
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+from xxhash import xxh3_128_hexdigest
+
+from storage.backends.root import Root
+from storage.digest import file_digest
+from storage.errors import InputError
+from storage.manifest import Part
+from storage.upkeep.catalog import names
+from tasks.config.credentials import is_secret, referenced
+from tasks.config.identity import changed_meaning
+from tasks.config.run import RunConfig
+from tasks.config.stored import read_config
+from tasks.data.model_files import is_weights
+from tasks.data.models import ModelFolder, find_model
+from tasks.stages.names import Stage
+from tasks.stages.prepared import MODEL
+from tasks.stages.views import Prepared
+
+_FIXED_BY_PREPARE = ("model", "data", "warmup")
+_SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its size and its beginning
+
+
+def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
+    """Refuse changed settings and a changed model. A model that cannot be read any more is no matter.
+
+    Raises:
+        InputError: with both values, and the command that makes a fork, or the advice to start a new run.
+    """
+    run = prepared.manifest.run
+    _check_settings(config, root, run)
+    if config.model.source is not None:
+        _check_model(config, root, prepared)
+
+
+def fork_command(root: Root, run: str, changes: dict[str, JsonValue]) -> str | None:
+    """The command that makes a fork with these settings; None if a fork cannot have them."""
+    unsayable = [value for value in changes.values() if value is None or isinstance(value, dict)]
+    if unsayable or any(key.partition(".")[0] in _FIXED_BY_PREPARE or is_secret(key) for key in changes):
+        return None
+    complete = names(root, run).of_stage(Stage.WEIGHT_SYNC).values()
+    if not complete:
+        return None
+    given = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
+    return shlex.join(
+        ["ratchet", "fork", run, f"--at={max(complete)}", f"--run={run}-fork", *given, f"--root={root.url}"]
+    )
+
+
+def _check_settings(config: RunConfig, root: Root, run: str) -> None:
+    stored = read_config(root, run).config.meaning()
+    lines = changed_meaning(stored, config.meaning())
+    if not lines:
+        return
+    fork = fork_command(root, run, _changes(stored, config.meaning()))
+    repair = f"make a fork that has them:\n  {fork}" if fork else "start a new run with another --run"
+    raise InputError(
+        f"run {run!r} exists in {root.url} and was started with different settings:\n"
+        + "\n".join(f"  {line}" for line in lines)
+        + f"\nContinue it with its own configuration, or {repair}"
+    )
+
+
+def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
+    """The given values that differ, by dotted key."""
+    found: dict[str, JsonValue] = {}
+    for key in sorted({*stored, *given}):
+        old, new = stored.get(key), given.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= _changes(old, new, f"{prefix}{key}.")
+        elif old != new and referenced(new) is None:
+            found[f"{prefix}{key}"] = new
+    return found
+
+
+def _check_model(config: RunConfig, root: Root, prepared: Prepared) -> None:
+    try:
+        folder = find_model(config.model)
+        there = folder.files()
+    except InputError:  # away: the run has its own copy
+        return
+    stored = {part.name.removeprefix(MODEL): part for part in prepared.manifest.parts if part.name.startswith(MODEL)}
+    if not stored.keys() & there.keys():  # an empty folder is away too
+        return
+    for name, part in stored.items():
+        if name not in there:
+            raise _changed(config, prepared, f"{name} was there when the run was started, and is not now")
+        if there[name] != part.bytes:
+            raise _changed(config, prepared, f"{name} had {part.bytes} bytes, and now has {there[name]}")
+        found = _digest(folder, name, there[name], part)
+        if found != part.digest:
+            raise _changed(config, prepared, f"{name} had the digest {part.digest}, and now has {found}")
+    if new := [name for name in there if is_weights(name) and name not in stored and name in _weights(folder)]:
+        raise _changed(config, prepared, f"{new[0]} was not there when the run was started")
+
+
+def _weights(folder: ModelFolder) -> list[str]:
+    try:
+        return folder.weights()
+    except InputError:
+        return []
+
+
+def _digest(folder: ModelFolder, name: str, size: int, part: Part) -> str:
+    path = Path(folder.path, name)
+    if path.is_file():
+        status = path.stat()
+        return _file_digest(path, status.st_size, status.st_mtime_ns)
+    # reading all of it would fetch the whole model at each start
+    return xxh3_128_hexdigest(folder.read(name)) if size <= _SMALL else part.digest
+
+
+@functools.lru_cache(maxsize=256)  # the command line and the flow both check
+def _file_digest(path: Path, _size: int, _modified: int) -> str:
+    return file_digest(path)[0]
+
+
+def _changed(config: RunConfig, prepared: Prepared, fact: str) -> InputError:
+    run = prepared.manifest.run
+    return InputError(
+        f"model.source {config.model.source} is not the model that run {run!r} was started with: {fact}. The run has "
+        "its own copy of that model, so it continues if model.source names nothing that can be read, or the former "
+        "files; to train the new ones start a new run with another --run"
+    )

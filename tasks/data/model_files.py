@@ -1,0 +1,28 @@
+"""Which files of a Hugging Face directory a run takes."""
+
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+"""All but the weights."""
+
+INDEX = "model.safetensors.index.json"
+"""Which file holds which tensor, if there are several files."""
+WEIGHTS_PATTERNS = ("*.safetensors", INDEX)
+"""The weights, as shell patterns."""
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file holds weights, or says which file holds which."""
+    return name.endswith((".safetensors", ".safetensors.index.json"))

@@ -1,0 +1,198 @@
+"""Where a run's model comes from: a folder on any fsspec filesystem, the hub's cache, or generated."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from storage.errors import InputError
+from tasks.config.credentials import referenced
+from tasks.config.environment import resolve, without_secrets
+from tasks.config.model import ModelSection
+from tasks.data.generated import generate_model
+from tasks.data.hub import cache_folder, cached, fetch, hub_id, is_hub_id
+from tasks.data.model_files import INDEX, TEXT_FILES, is_weights
+
+MODEL_FILES = TEXT_FILES
+"""What is taken from a Hugging Face directory besides the weights."""
+
+_FAILURES = (OSError, ImportError, ValueError)
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A Hugging Face directory on a filesystem."""
+
+    shown: str
+    """The source as the configuration has it."""
+    fs: Any
+    path: str
+
+    def __str__(self) -> str:
+        return f"model.source {self.shown}"
+
+    def files(self) -> dict[str, int]:
+        """Sizes of its files in bytes, by name, sorted.
+
+        Raises:
+            InputError: there is no such folder, or it cannot be read.
+        """
+        try:
+            there = self.fs.ls(self.path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            raise InputError(f"{self} does not exist: give a Hugging Face directory") from None
+        except _FAILURES as error:
+            raise self._unreadable("it", error) from None
+        found = {str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: entry for entry in there}
+        return {name: int(entry["size"]) for name, entry in sorted(found.items()) if entry["type"] != "directory"}
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """The bytes of a file, or those from `start` to before `end`.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        try:
+            return self.fs.cat_file(f"{self.path}/{name}", start=start, end=end)
+        except FileNotFoundError:
+            raise InputError(f"{self} has no {name}: give a Hugging Face directory") from None
+        except _FAILURES as error:
+            raise self._unreadable(name, error) from None
+
+    def document(self, name: str) -> dict[str, Any]:
+        """A file that holds a JSON object.
+
+        Raises:
+            InputError: it is missing, or is something else.
+        """
+        try:
+            value = json.loads(self.read(name))
+        except ValueError as error:
+            raise InputError(f"{self}: {name} is not JSON ({error}): restore it from where the model came") from None
+        if not isinstance(value, dict):
+            raise InputError(f"{self}: {name} holds a {type(value).__name__}, not an object: restore it")
+        return value
+
+    def weights(self) -> list[str]:
+        """Names of the files with the model's weights: those of the index, if there is one.
+
+        Raises:
+            InputError: there are none, or the index names one that is not there.
+        """
+        there = self.files()
+        if INDEX in there:
+            places = self.document(INDEX).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise InputError(f"{self}: {INDEX} has no weight_map: restore it from where the model came")
+            named = sorted(set(places.values()))
+            if missing := [file for file in named if file not in there]:
+                raise InputError(
+                    f"{self} lacks {missing[0]}, which {INDEX} names ({len(missing)} of {len(named)} files are "
+                    "missing): copy or download the model again"
+                )
+            return named
+        found = [name for name in there if name.endswith(".safetensors")]
+        if not found:
+            other = next((f", only {name}" for name in there if name.endswith((".bin", ".pt", ".pth", ".gguf"))), "")
+            raise InputError(f"{self} holds no safetensors files{other}: convert the weights first")
+        return ["model.safetensors"] if "model.safetensors" in found else found
+
+    def fetch(self, name: str, target: Path) -> None:
+        """Copy a file to `target`. Raises InputError if it cannot be read."""
+        try:
+            self.fs.get_file(f"{self.path}/{name}", str(target))
+        except _FAILURES as error:
+            raise self._unreadable(name, error) from None
+
+    def _unreadable(self, what: str, error: Exception) -> InputError:
+        return InputError(f"{self}: {what} cannot be read ({without_secrets(str(error))}): make it readable")
+
+
+def open_model(section: ModelSection) -> ModelFolder:
+    """The directory of a model that is not generated; with `model.download` it is brought from the hub first.
+
+    Raises:
+        InputError: there is no such directory, and the hub's cache does not have it.
+    """
+    source = str(resolve(section.source, "model.source"))
+    token = resolve(section.token, "model.token") if section.token is not None else None
+    if section.download and _names_a_hub_model(source):
+        return _local(section, fetch(hub_id(source), None if token is None else str(token)))
+    return find_model(section)
+
+
+def find_model(section: ModelSection) -> ModelFolder:
+    """Like `open_model`, but nothing is fetched from the hub."""
+    source = str(resolve(section.source, "model.source"))
+    if _names_a_hub_model(source):
+        folder = cached(hub_id(source))
+        if folder is None:
+            raise InputError(_absent(section, source))
+        return _local(section, folder)
+    try:
+        fs, path = fsspec.core.url_to_fs(source)
+    except _FAILURES as error:
+        reason = without_secrets(str(error))
+        raise InputError(
+            f"model.source {section.source} cannot be read ({reason}): give a Hugging Face directory"
+        ) from None
+    return ModelFolder(str(section.source), fs, path)
+
+
+def fill_model_directory(directory: Path, section: ModelSection, seed: int) -> list[str]:
+    """Copy or generate the model that a run starts from; returns the names of its files, sorted."""
+    if section.generate is not None:
+        generate_model(directory, section.generate, seed)
+    else:
+        copy_model(section, directory)
+    return sorted(path.name for path in directory.iterdir())
+
+
+def copy_model(section: ModelSection, directory: Path) -> None:
+    """Copy the files of a Hugging Face directory to `directory`.
+
+    Raises:
+        InputError: the directory does not exist or holds no weights.
+    """
+    folder = open_model(section)
+    there = folder.files()
+    for name in (*wanted_texts(there), *folder.weights()):
+        folder.fetch(name, directory / name)
+
+
+def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> list[str]:
+    """Copy the files with wanted names from a model's folder to `directory`; returns their names. Fetches nothing.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    folder = find_model(ModelSection(source=source))
+    chosen = [name for name in folder.files() if wanted(name)]
+    for name in chosen:
+        folder.fetch(name, directory / name)
+    return chosen
+
+
+def wanted_texts(there: dict[str, int]) -> list[str]:
+    """What is taken besides the files of the weights, of the files in a folder."""
+    return [name for name in there if name in TEXT_FILES or (is_weights(name) and name == INDEX)]
+
+
+def _names_a_hub_model(source: str) -> bool:
+    return source.startswith("hf://") or (is_hub_id(source) and not Path(source).exists())
+
+
+def _local(section: ModelSection, folder: Path) -> ModelFolder:
+    return ModelFolder(str(section.source), *fsspec.core.url_to_fs(str(folder)))
+
+
+def _absent(section: ModelSection, source: str) -> str:
+    model, as_folder = hub_id(source), "" if "://" in source else f"there is no folder {source}, and "
+    name = section.source if referenced(section.source) is not None else source
+    return (
+        f"model.source {name}: {as_folder}the hub's cache ({cache_folder()}) has no model {model}. Give an existing "
+        "Hugging Face directory, or set model.download = true to fetch it from the hub"
+    )

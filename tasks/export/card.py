@@ -1,0 +1,82 @@
+"""What an exported model says about itself: the README.md of its folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from storage.manifest import Manifest
+from storage.upkeep.lineage import WeightsLineage
+from tasks.config.credentials import shown_text
+from tasks.config.run import RunConfig
+from tasks.data.hub import hub_id, is_hub_id
+from tasks.stages.prepared import MODEL
+from trainer_core.config import Precision
+
+
+def model_card(
+    config: RunConfig, lineage: WeightsLineage, prepared: Manifest, evaluated: Manifest | None, precision: Precision
+) -> str:
+    """The card as Markdown, with the metadata that the hub reads."""
+    rows = dict(_rows(config, lineage, evaluated, precision))
+    return "\n".join(
+        [
+            "---",
+            *(f"{key}: {json.dumps(value)}" for key, value in _metadata(config).items()),  # JSON is YAML
+            "---",
+            f"# {lineage.run}, iteration {lineage.version}",
+            "",
+            "Trained by reinforcement learning with Ratchet.",
+            "",
+            *_table(rows),
+            "",
+            "## Made from",
+            *_table({part.name: f"xxh3-128 `{part.digest}`, {part.bytes} bytes" for part in _inputs(prepared)}),
+            "",
+        ]
+    )
+
+
+def _metadata(config: RunConfig) -> dict[str, Any]:
+    known = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ratchet", "grpo"]}
+    source = config.model.source or ""
+    return {**known, **({"base_model": hub_id(source).name} if is_hub_id(source) else {})}
+
+
+def _base_model(config: RunConfig) -> str:
+    source = config.model.source
+    if source is None:
+        return "random weights (model.generate)"
+    return Path(source).name if Path(source).is_absolute() else shown_text(source)  # no path of this machine
+
+
+def _rows(
+    config: RunConfig, lineage: WeightsLineage, evaluated: Manifest | None, precision: Precision
+) -> Iterator[tuple[str, str]]:
+    trained = lineage.steps[-1]
+    yield "run", lineage.run
+    yield "iteration", str(lineage.version)
+    if trained.origin is not None:
+        yield "trained by run", trained.origin.run
+    yield "base model", _base_model(config)
+    yield "precision of this folder", precision
+    yield "weights as they were served", f"`{lineage.weights_digest}`"
+    yield "manifest of the train state", f"`{trained.digest}`"
+    yield "configuration", f"`{trained.config_digest}`"
+    yield "code", ", ".join(sorted({step.code_version for step in lineage.steps}))
+    yield "finished", f"{trained.finished:%Y-%m-%d %H:%M} UTC"
+    if evaluated is not None and "accuracy" in evaluated.metrics:
+        yield "held-out accuracy", f"{evaluated.metrics['accuracy']:.4f}"
+
+
+def _inputs(prepared: Manifest) -> list[Any]:
+    """The base model's files, then the prompts."""
+    return sorted(prepared.parts, key=lambda part: (not part.name.startswith(MODEL), part.name))
+
+
+def _table(rows: Mapping[str, str]) -> list[str]:
+    return [
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows.items()),
+    ]

@@ -1,0 +1,166 @@
+"""Export: the weights of one iteration as a Hugging Face folder, from storage alone, proven by digests.
+
+Tensors stream from the stored state into the shards one at a time. Imports torch; Megatron is imported by the first
+export.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from storage.backends.root import Root
+from storage.errors import DigestMismatch
+from storage.layout import STATE
+from storage.manifest import Manifest
+from storage.parts import materialize, read_part
+from storage.upkeep.lineage import of_weights
+from tasks.config.stored import stored_config
+from tasks.engine.protocol import weights_digest
+from tasks.export.card import model_card
+from tasks.export.choice import Chosen
+from tasks.export.shards import INDEX, Planned, planned_shards, write_shards
+from tasks.export.target import Target
+from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.prepared import MODEL
+from tasks.stages.views import Served
+from trainer_core.config import Precision
+from trainer_core.platform.platform import prepare
+from trainer_core.state.facts import needed_for_weights
+from trainer_core.state.saved import SavedState
+from trainer_core.weights.digest import dtype_name, tensor_digest
+
+if TYPE_CHECKING:
+    from trainer_core.hugging_face import StoredWeights  # imports Megatron
+
+SHARD_BYTES = 4 << 30
+_WRITTEN: dict[Precision, tuple[torch.dtype, str]] = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16")}
+_CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.md"
+
+
+class Exported(BaseModel):
+    """What an export wrote."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    iteration: int
+    folder: str
+    """The folder or URL."""
+    precision: Precision
+    """Type of the weights in it."""
+    weights_digest: str
+    """Identity of the weights as they were served, which the export was compared with."""
+    tensors: int
+    bytes: int
+    """Size of the weights."""
+    files: dict[str, str]
+    """xxh3-128 of each file, by name."""
+
+
+def export(
+    root: Root, chosen: Chosen, target: Target, precision: Precision | None, limit: int = SHARD_BYTES
+) -> Exported:
+    """Write the weights of an iteration as a Hugging Face folder.
+
+    Args:
+        precision: of the weights; by default that of the state. A state in bf16 exported as fp32 holds the same values.
+        limit: largest size of a shard, bytes.
+
+    Raises:
+        DigestMismatch: the state does not give the weights that were served, or a part of it is damaged.
+        InputError: the architecture cannot be exported.
+        StorageError: a file is not what was written.
+    """
+    with tempfile.TemporaryDirectory(prefix="ratchet-export-") as place:
+        folder = Path(place)
+        prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
+        model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
+        (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
+        materialize(root, trained, folder / "state", STATE, needed_for_weights)
+        state = SavedState(folder / "state")
+        weights = _weights(folder, state, int(model_config["vocab_size"]))
+        written = precision or state.facts.precision
+        dtype, name = _WRITTEN[written]
+        planned = [Planned(n, s, name) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)]
+        shards = planned_shards(planned, limit)
+        target.begin()
+        digests: dict[str, str] = {}
+        index = write_shards(target, shards, _streamed(weights, dtype, digests))
+    served = Served(chosen.manifest(Stage.WEIGHT_SYNC)).weights_digest
+    _compare(chosen, digests, served)
+    if len(shards) > 1:
+        target.write(INDEX, _json(index))
+    _write_texts(root, chosen, target, written, model_config)
+    model_config.pop("torch_dtype", None)  # the name of `dtype` in older files
+    target.finish(_json({**model_config, "dtype": dtype_name(dtype)}))
+    return Exported(
+        run=chosen.run,
+        iteration=chosen.iteration,
+        folder=target.shown,
+        precision=written,
+        weights_digest=served,
+        tensors=len(planned),
+        bytes=sum(tensor.bytes for tensor in planned),
+        files=target.digests,
+    )
+
+
+def _weights(folder: Path, state: SavedState, vocab_size: int) -> "StoredWeights":
+    prepare("cpu")
+    from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first
+
+    return StoredWeights(folder, state, vocab_size)
+
+
+def _streamed(
+    weights: "StoredWeights", dtype: torch.dtype, digests: dict[str, str]
+) -> Iterator[tuple[str, memoryview]]:
+    """The bytes of each tensor; `digests` gets that of each as it was served."""
+    for name, tensor in weights:
+        digests[name] = tensor_digest(tensor)
+        yield name, memoryview(tensor.to(dtype).reshape(-1).view(torch.uint8).numpy())
+
+
+def _compare(chosen: Chosen, digests: dict[str, str], served: str) -> None:
+    found = weights_digest(digests)
+    if found != served:
+        raise DigestMismatch(
+            f"the state of iteration {chosen.iteration} of run {chosen.run!r} gives weights {found}, but {served} were "
+            "served: the folder is left unfinished. Check the store with `ratchet verify`"
+        )
+
+
+def _write_texts(root: Root, chosen: Chosen, target: Target, precision: Precision, model_config: dict) -> None:
+    """Everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
+    prepared = chosen.manifest(Stage.PREPARE, 0)
+    texts = {part.name.removeprefix(MODEL): read_part(root, part) for part in _texts(prepared)}
+    texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
+    for name, text in texts.items():
+        target.write(name, text)
+    config = stored_config(root, chosen.run)
+    lineage = of_weights(root, WORKFLOW, chosen.run, chosen.iteration)
+    evaluated = chosen.find(Stage.EVALUATE, chosen.iteration)
+    target.write(_CARD, model_card(config, lineage, prepared, evaluated, precision).encode())
+
+
+def _texts(prepared: Manifest) -> Sequence:
+    weights = (".safetensors", ".safetensors.index.json")
+    own = [part for part in prepared.parts if part.name.startswith(MODEL) and not part.name.endswith(weights)]
+    return [part for part in own if part.name != MODEL + _CONFIG]
+
+
+def _generation(given: dict, model_config: dict, prepared: Manifest) -> dict[str, object]:
+    """The model's generation settings, with the stop tokens that the run used."""
+    known = {key: model_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    stop = prepared.facts.get("stop_tokens")
+    used = {"eos_token_id": stop} if isinstance(stop, list) and stop else {}
+    return {key: value for key, value in {**known, **given, **used}.items() if value is not None}
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"

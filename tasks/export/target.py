@@ -1,0 +1,144 @@
+"""The folder that an export fills, on any fsspec filesystem. `config.json` comes last: without it there is no model."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import fsspec
+import xxhash
+
+from storage.errors import InputError, StorageError, StorageUnavailable
+from tasks.config.credentials import has_credentials, shown_text
+from tasks.config.environment import resolve, without_secrets
+
+_LAST = "config.json"
+_MARK = ".unfinished-export"
+"""Is there from the first write to the last."""
+
+_WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
+_BLOCK = 1 << 20
+_FAILURES = (OSError, ImportError, ValueError)
+
+
+class Hashed:
+    """A file that hashes what is written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash = file, xxhash.xxh3_128()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of `data`."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _BLOCK):
+            self._hash.update(view[start : start + _BLOCK])
+            self._file.write(view[start : start + _BLOCK])
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of what was written."""
+        return self._hash.hexdigest()
+
+
+@dataclass
+class Target:
+    """A new folder."""
+
+    shown: str
+    """Its name in messages."""
+    fs: Any
+    path: str
+    digests: dict[str, str] = field(default_factory=dict)
+    """xxh3-128 of the files written, by name."""
+
+    @classmethod
+    def new(cls, url: str) -> "Target":
+        """Accept a folder that does not exist, is empty, or was left by an export that was interrupted.
+
+        Raises:
+            InputError: it holds something else, has credentials in its URL, or cannot be reached.
+        """
+        if has_credentials(url):
+            raise InputError(
+                f"--to {shown_text(url)} has credentials in its URL: give it by reference, as env:NAME, and export NAME"
+            )
+        try:
+            fs, path = fsspec.core.url_to_fs(str(resolve(url, "--to")))
+            target = cls(url, fs, path)
+            there = target.names()
+        except _FAILURES as error:
+            raise InputError(f"--to {url} cannot be used: {without_secrets(str(error))}. Give another folder") from None
+        if there and _MARK not in there:
+            raise InputError(f"--to {url} is not empty: it holds {there[0]}. Give a new folder, or remove this one")
+        return target
+
+    def begin(self) -> None:
+        """Mark the folder as unfinished, and remove the weights that an interrupted export left."""
+        self.write(_MARK, b"")
+        del self.digests[_MARK]
+        for name in self.names():
+            if name == _LAST or _WEIGHTS.fullmatch(name):
+                self.fs.rm_file(f"{self.path}/{name}")
+
+    def finish(self, config: bytes) -> None:
+        """Read everything back, write what makes the folder a model and remove the mark.
+
+        Raises:
+            StorageError: a file is not what was written.
+        """
+        self._check(list(self.digests))
+        self.write(_LAST, config)
+        self._check([_LAST])
+        self.fs.rm_file(f"{self.path}/{_MARK}")
+
+    def names(self) -> list[str]:
+        """Names of what is in the folder, sorted.
+
+        Raises:
+            NotADirectoryError: it is a file.
+        """
+        if not self.fs.exists(self.path):
+            return []
+        if not self.fs.isdir(self.path):
+            raise NotADirectoryError("it is a file")
+        return sorted(str(name).rstrip("/").rsplit("/", 1)[-1] for name in self.fs.ls(self.path, detail=False))
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[Hashed]:
+        """Write a file from beginning to end.
+
+        Raises:
+            StorageUnavailable: it cannot be written.
+        """
+        try:
+            self.fs.makedirs(self.path, exist_ok=True)
+            with self.fs.open(f"{self.path}/{name}", "wb") as opened:
+                hashed = Hashed(cast(IO[bytes], opened))
+                yield hashed
+        except OSError as error:
+            raise StorageUnavailable(f"{name} cannot be written to {self.shown}: {error}. Export again") from error
+        self.digests[name] = hashed.digest
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file."""
+        with self.file(name) as file:
+            file.write(data)
+
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
+            found, expected = xxhash.xxh3_128(), self.digests[name]
+            with self.fs.open(f"{self.path}/{name}", "rb") as file:
+                while block := file.read(_BLOCK):
+                    found.update(block)
+            if found.hexdigest() != expected:
+                raise StorageError(
+                    f"{self.shown}/{name} is damaged: xxh3-128 {found.hexdigest()} was read, {expected} was written. "
+                    "Export again to another folder"
+                )
+
+
+def local_or_url(to: str) -> str:
+    """A local folder as an absolute path; a URL or a reference as it is."""
+    return to if "://" in to or to.startswith("env:") else str(Path(to).expanduser().absolute())

@@ -1,0 +1,116 @@
+"""Which architectures are supported. Data, because the registries are slow to import; a test compares."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from storage.errors import InputError
+from trainer_core.config import Device
+
+KNOWN_TO_BOTH = frozenset(
+    {
+        "BailingMoeV2ForCausalLM", "DeciLMForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+        "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM",
+        "FalconH1ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GemmaForCausalLM",
+        "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "HYV3ForCausalLM",
+        "LlamaForCausalLM", "MiMoForCausalLM", "MiMoV2FlashForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM",
+        "NemotronForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "SarvamMLAForCausalLM", "SarvamMoEForCausalLM",
+        "Step3p5ForCausalLM",
+    }
+)  # fmt: skip
+"""Text models that megatron-bridge and vLLM both have, in the versions of pyproject.toml."""
+
+LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Of these, those that can be built without Transformer Engine: dense decoders with RMSNorm and a gated MLP."""
+
+_ROPE_TYPES: Mapping[str, frozenset[str]] = {
+    "LlamaForCausalLM": frozenset({"default", "linear", "llama3"}),
+    "MistralForCausalLM": frozenset({"default"}),
+    "Qwen2ForCausalLM": frozenset({"default", "yarn"}),
+    "Qwen3ForCausalLM": frozenset({"default", "yarn"}),
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core assumes of llama3's scaling."""
+
+
+def architecture_of(facts: Mapping[str, Any], where: str) -> str:
+    """The architecture that config.json names.
+
+    Raises:
+        InputError: it names none.
+    """
+    named = facts.get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        raise InputError(
+            f"{where}: config.json names no architectures: take the config.json that belongs to the weights"
+        )
+    return named[0]
+
+
+def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> None:
+    """Refuse a model that trainer or engine cannot compute.
+
+    Raises:
+        InputError: its code is its own, its weights are quantized, or its architecture or a variant is not supported.
+    """
+    if facts.get("auto_map"):
+        raise InputError(
+            f"{where} brings code of its own (auto_map in config.json), which is not run: use a model whose "
+            "architecture transformers has, or remove auto_map if transformers has this one too"
+        )
+    if facts.get("quantization_config"):
+        raise InputError(f"{where} is quantized (quantization_config in config.json): use the model in bf16 or fp32")
+    name = architecture_of(facts, where)
+    if name not in KNOWN_TO_BOTH:
+        raise InputError(
+            f"{where}: the architecture {name} is not supported: megatron-bridge and vLLM must both have it. Use one "
+            f"of {', '.join(sorted(LLAMA_LIKE))}"
+        )
+    if device == "cpu" and name not in LLAMA_LIKE:
+        raise InputError(
+            f"{where}: the architecture {name} needs Transformer Engine, which needs a GPU; on CPU use one of "
+            f"{', '.join(sorted(LLAMA_LIKE))}"
+        )
+    if name in LLAMA_LIKE:
+        _check_positions(facts, name, where)
+        _check_biases(facts, name, where)
+
+
+def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:
+    """Refuse sequences that are longer than a sliding window, which the trainer's attention does not have.
+
+    Raises:
+        InputError: naming both lengths.
+    """
+    window = facts.get("sliding_window")
+    used = facts.get("use_sliding_window", architecture_of(facts, where) == "MistralForCausalLM")
+    if used and isinstance(window, int) and max_length > window:
+        raise InputError(
+            f"train.max_length = {max_length} is longer than the sliding window of {window} tokens in config.json of "
+            f"{where}, which the trainer does not compute: lower train.max_length to {window}"
+        )
+
+
+def _check_positions(facts: Mapping[str, Any], name: str, where: str) -> None:
+    given = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in _ROPE_TYPES[name]:
+        raise InputError(
+            f"{where}: rope type {kind!r} in config.json is not supported for {name}, only "
+            f"{', '.join(sorted(_ROPE_TYPES[name]))}: use a model without it"
+        )
+    wrong = [key for key, value in _LLAMA3.items() if kind == "llama3" and given.get(key, value) != value]
+    if wrong:
+        raise InputError(
+            f"{where}: rope scaling with {wrong[0]} = {given[wrong[0]]} in config.json is not supported: megatron-core "
+            f"computes llama3 with {_LLAMA3[wrong[0]]}"
+        )
+
+
+def _check_biases(facts: Mapping[str, Any], name: str, where: str) -> None:
+    for key in ("attention_bias", "mlp_bias"):
+        if facts.get(key):
+            raise InputError(
+                f"{where}: {key} = true in config.json is not supported: megatron-bridge does not convert these "
+                f"biases of {name}"
+            )

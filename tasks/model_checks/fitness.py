@@ -1,0 +1,59 @@
+"""All checks of a model in their order."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from storage.errors import InputError
+from tasks.config.run import RunConfig
+from tasks.data.generated import model_config
+from tasks.data.models import open_model
+from tasks.model_checks.architectures import check_architecture, check_window
+from tasks.model_checks.layout import check_head_size, check_numbers, check_parallel
+from tasks.model_checks.weights import check_weights
+from trainer_core.config import Device
+
+Facts = Mapping[str, Any]
+"""The content of a model's config.json."""
+
+_TOKENIZER = "tokenizer_config.json"
+
+
+def source_facts(config: RunConfig, device: Device) -> Facts:
+    """The config.json of the model that a new run starts from, after its files were checked.
+
+    Raises:
+        InputError: the model cannot be had, is not whole, or cannot be trained or served.
+    """
+    section = config.model
+    if section.generate is not None:
+        return model_config(section.generate)
+    folder = open_model(section)
+    there, facts = folder.files(), folder.document("config.json")
+    check_architecture(facts, device, str(folder))
+    if _TOKENIZER in there and folder.document(_TOKENIZER).get("auto_map"):
+        raise InputError(
+            f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run: use a "
+            "model whose tokenizer transformers has"
+        )
+    check_numbers(facts, str(folder))
+    check_weights(folder, facts)
+    return facts
+
+
+def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
+    """Refuse a configuration that does not fit the model. `where` is the model's name in messages.
+
+    Raises:
+        InputError: naming the keys.
+    """
+    check_numbers(facts, where)
+    check_parallel(config.train.parallel, facts)
+    check_head_size(facts, device, where)
+    check_window(facts, config.train.max_length, where)
+    context = int(facts["max_position_embeddings"])
+    for name, length in (
+        ("engine.max_model_len", config.engine.max_model_len),
+        ("train.max_length", config.train.max_length),
+    ):
+        if length > context:
+            raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")

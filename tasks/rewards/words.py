@@ -1,0 +1,47 @@
+"""Texts about what a reward function did, as they may be stored: short, without its secrets, encodable."""
+
+import reprlib
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+LONGEST = 1000
+"""Characters of a text, about."""
+
+_MASK = "***"
+_LIBRARIES = ("site-packages", "importlib", "asyncio")
+
+_hidden: list[str] = []
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Keep these values out of every text of this process."""
+    _hidden[:] = sorted(filter(None, {*_hidden, *secrets}), key=len, reverse=True)  # one may contain another
+
+
+def storable(text: str, last: bool = False) -> str:
+    """The beginning of a text, or its end, without secrets and without what UTF-8 cannot encode."""
+    for secret in _hidden:  # before it is shortened, which could cut one in two
+        text = text.replace(secret, _MASK)
+    return (text[-LONGEST // 2 :] if last else text[:LONGEST]).encode(errors="backslashreplace").decode()
+
+
+def shown(value: object) -> str:
+    """A value in short."""
+    try:
+        return reprlib.repr(storable(value) if isinstance(value, str) else value)
+    except Exception:  # noqa: BLE001 - the value's own __repr__
+        return f"a {type(value).__name__}"
+
+
+def described(error: BaseException) -> str:
+    """An error, with the line of the user's file that raised it."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the error's own __str__
+        text = type(error).__name__
+    here = Path(__file__).parent
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != here]
+    own = [frame for frame in frames if not any(library in frame.filename for library in _LIBRARIES)]
+    places = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in own[-1:]]
+    return storable(text) + "".join(places)

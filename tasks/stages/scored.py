@@ -1,0 +1,122 @@
+"""What the stages that score responses have in common: the responses, the limit on failures, columns and metrics."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from storage.errors import StageFailed
+from storage.reader import row_views
+from tasks.rewards.pool import Response
+from tasks.rewards.sample import Score
+from tasks.rewards.scoring import EXAMPLES, failures_allowed
+
+COLUMNS = ("reward", "status", "detail", "reason", "components")
+"""Of a table of scores, in this order in `columns`."""
+SOURCE, REPLACED = "reward_source", "reward_source_replaced"
+"""Keys of facts: what the functions were made of, and what those were before that have changed."""
+
+_EXCERPT = 80
+
+
+def responses_of(
+    table: pa.Table, texts: Sequence[str], records: Mapping[str, Mapping[str, Any]], iteration: int
+) -> list[Response]:
+    """The responses of a table with `prompt_id`, `sample_id`, `response_tokens` and `finish_reason`."""
+    rows = zip(
+        table["prompt_id"].to_pylist(),
+        table["sample_id"].to_pylist(),
+        texts,
+        table["finish_reason"].to_pylist(),
+        row_views(table["response_tokens"]),
+        strict=True,
+    )
+    return [
+        Response(records[name], text, name, number, iteration, finish, tokens)
+        for name, number, text, finish, tokens in rows
+    ]
+
+
+def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limit: float, what: str) -> list[Score]:
+    """The scores, unless too many failed.
+
+    Args:
+        limit: largest share without a score.
+        what: `reward of iteration 3`, for the message.
+
+    Raises:
+        StageFailed: with three examples.
+    """
+    tried = [score for score in scores if score is not None]
+    bad = [place for place, score in enumerate(scores) if score is not None and score.reward is None]
+    if not scores:
+        raise StageFailed(f"{what}: there are no responses to score")
+    if len(tried) == len(scores) and not too_many(tried, limit):
+        return tried
+    examples = "\n".join(f"  {_example(responses[place], scores[place])}" for place in _chosen(bad, scores))
+    counts = metrics(tried)
+    asked = f"{len(scores)}" if len(tried) == len(scores) else f"the first {len(tried)} of {len(scores)}"
+    kinds = f"{counts['errors']:.0f} errors, {counts['non_finite']:.0f} not finite, {counts['timeouts']:.0f}"
+    raise StageFailed(
+        f"{what}: {len(bad)} of {asked} responses have no score ({kinds} time-outs), but reward.max_failures = "
+        f"{limit:g} allows {failures_allowed(limit, len(scores))} of {len(scores)}. For example:\n{examples}\n"
+        "Nothing was trained on them. Fix the function (`ratchet reward` tries it on stored samples), or change "
+        "reward.max_failures: neither begins another run"
+    )
+
+
+def too_many(scores: Sequence[Score], limit: float) -> bool:
+    """Whether none has a score, or a larger share than `limit` has none."""
+    unscored = sum(score.reward is None for score in scores)
+    return unscored == len(scores) or unscored > failures_allowed(limit, len(scores))
+
+
+def columns(scores: Sequence[Score]) -> list[pa.Array]:
+    """The columns COLUMNS of a table of scores."""
+    named = [None if score.components is None else list(score.components.items()) for score in scores]
+    return [
+        pa.array([score.reward for score in scores], pa.float32()),
+        pa.array([score.status for score in scores], pa.string()),
+        pa.array([score.detail for score in scores], pa.string()),
+        pa.array([score.reason for score in scores], pa.string()),
+        pa.array(named, pa.map_(pa.string(), pa.float32())),
+    ]
+
+
+def metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Counts of what has no score, and the mean of each component over the scores that have it.
+
+    `unscored` is the sum of `errors`, `non_finite` (the function returned such a number) and `timeouts`.
+    """
+    reasons = Counter(score.reason for score in scores if score.reward is None)
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in (score.components or {}).items():
+            parts.setdefault(name, []).append(value)
+    return {
+        "errors": float(reasons.total() - reasons["timeout"] - reasons["non_finite"]),
+        "timeouts": float(reasons["timeout"]),
+        "non_finite": float(reasons["non_finite"]),
+        "unscored": float(reasons.total()),
+        **{f"reward/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
+    }
+
+
+def _chosen(places: Sequence[int], scores: Sequence[Score | None]) -> list[int]:
+    """Examples, of different reasons first."""
+    seen: set[str | None] = set()
+    order: list[tuple[bool, int]] = []
+    for place in places:
+        score = scores[place]
+        reason = score.reason if score is not None else None
+        order.append((reason in seen, place))
+        seen.add(reason)
+    return [place for _, place in sorted(order)[:EXAMPLES]]
+
+
+def _example(response: Response, score: Score | None) -> str:
+    text = response.text if len(response.text) <= _EXCERPT else f"{response.text[:_EXCERPT]}..."
+    detail = "" if score is None else f"{score.reason}: {score.detail}"
+    return f"prompt {response.prompt_id!r}, response {text!r}: {detail}"

@@ -1,0 +1,159 @@
+"""Trying a reward on stored samples: what it would score, beside what is stored. Writes nothing."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
+
+from storage.backends.root import Root
+from storage.errors import InputError
+from storage.manifest import find, need
+from storage.parts import materialize, read_parts, read_table
+from storage.schema import PROMPTS, REWARD, ROLLOUT
+from tasks.config.reward import RewardSection
+from tasks.data.tokenizer import TextCodec
+from tasks.rewards.pool import Response
+from tasks.rewards.sample import Score
+from tasks.rewards.scoring import score_responses
+from tasks.stages.names import Stage
+from tasks.stages.prepared import MODEL, records_of
+from tasks.stages.scored import metrics, responses_of, too_many
+
+_NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason"]
+_WEIGHTS = (".safetensors", ".bin", ".pt")
+_EXAMPLES = 5
+
+
+class Example(BaseModel):
+    """One response."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt_id: str
+    sample_id: int
+    response: str
+    """Its text."""
+    stored: float | None
+    """The stored reward; None if there is none."""
+    reward: float | None
+    """What the function gives it; None if that is no score."""
+    components: dict[str, float] | None
+    detail: str
+    """Why there is no score."""
+
+
+class Trial(BaseModel):
+    """What a reward gives the stored samples of an iteration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    iteration: int
+    sources: dict[str, str]
+    """By name of a function: the digest of its file, or the version of one of ours."""
+    samples: int
+    unscored: int
+    """Samples without a score."""
+    reasons: dict[str, int]
+    """Why: exception, exit, no_number, non_finite or timeout, with the number of samples."""
+    too_many: bool
+    """Whether the stage would fail with so many."""
+    mean: float | None
+    """Mean reward of the samples with a score."""
+    components: dict[str, float]
+    """Mean of each component."""
+    stored_mean: float | None
+    """Mean of the stored rewards; None if the iteration is not scored."""
+    changed: int | None
+    """Samples whose stored reward is another; None if the iteration is not scored."""
+    examples: tuple[Example, ...]
+    """Of what failed, else of what has changed, else the first."""
+
+
+def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> Trial:
+    """Score the stored samples of an iteration.
+
+    Raises:
+        InputError: the iteration has no samples, or the function cannot be found.
+        StageFailed: the function cannot be imported.
+    """
+    responses = _stored_responses(root, run, iteration)
+    scored = score_responses(section, responses, patient=True)
+    scores = [score for score in scored.scores if score is not None]
+    before = _stored_rewards(root, run, iteration)
+    counted = metrics(scores)
+    stored = [before.get((one.prompt_id, one.sample_id)) for one in responses]
+    return Trial(
+        run=run,
+        iteration=iteration,
+        sources=dict(scored.sources),
+        samples=len(responses),
+        unscored=int(counted["unscored"]),
+        reasons=dict(Counter(score.reason for score in scores if score.reason is not None)),
+        too_many=too_many(scores, section.max_failures),
+        mean=_mean([score.reward for score in scores]),
+        components={name.removeprefix("reward/"): one for name, one in counted.items() if name.startswith("reward/")},
+        stored_mean=_mean(stored),
+        changed=sum(map(_differs, stored, scores)) if before else None,
+        examples=_examples(responses, scores, stored if before else None),
+    )
+
+
+def _stored_responses(root: Root, run: str, iteration: int) -> list[Response]:
+    rollout = find(root, run, iteration, Stage.ROLLOUT)
+    if rollout is None:
+        raise InputError(f"run {run!r} has no samples of iteration {iteration}: `ratchet show {run}` lists what it has")
+    prepared = need(root, run, 0, Stage.PREPARE)
+    table = read_table(root, rollout, ROLLOUT, _NEEDED)
+    records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
+    with tempfile.TemporaryDirectory(prefix="ratchet-reward-") as folder:
+        materialize(root, prepared, Path(folder), MODEL, lambda name: not name.endswith(_WEIGHTS))
+        texts = TextCodec.from_directory(Path(folder)).decode_column(table["response_tokens"])
+    return responses_of(table, texts, records, iteration)
+
+
+def _stored_rewards(root: Root, run: str, iteration: int) -> dict[tuple[str, int], float | None]:
+    reward = find(root, run, iteration, Stage.REWARD)
+    if reward is None:
+        return {}
+    names = ["prompt_id", "sample_id", "reward"]
+    columns = [read_table(root, reward, REWARD, names)[name].to_pylist() for name in names]
+    return {(prompt, sample): value for prompt, sample, value in zip(*columns, strict=True)}
+
+
+def _mean(rewards: Sequence[float | None]) -> float | None:
+    there = [np.float32(reward) for reward in rewards if reward is not None]
+    return float(np.mean(there)) if there else None
+
+
+def _differs(stored: float | None, score: Score) -> bool:
+    given = None if score.reward is None else pa.scalar(score.reward, pa.float32()).as_py()
+    return given != stored
+
+
+def _examples(
+    responses: Sequence[Response], scores: Sequence[Score], stored: Sequence[float | None] | None
+) -> tuple[Example, ...]:
+    places = range(len(scores))
+    failed = [place for place in places if scores[place].reward is None]
+    changed = [] if stored is None else [place for place in places if _differs(stored[place], scores[place])]
+    return tuple(
+        Example(
+            prompt_id=responses[place].prompt_id,
+            sample_id=responses[place].sample_id,
+            response=responses[place].text,
+            stored=None if stored is None else stored[place],
+            reward=scores[place].reward,
+            components=_table(scores[place].components),
+            detail=scores[place].detail,
+        )
+        for place in list(dict.fromkeys([*failed, *changed, *places]))[:_EXAMPLES]
+    )
+
+
+def _table(components: Mapping[str, float] | None) -> dict[str, float] | None:
+    return None if components is None else dict(components)

@@ -1,0 +1,197 @@
+"""Models that cannot be trained or served: one message before the start, exit code 2, nothing heavy imported."""
+
+import numpy as np
+import pytest
+
+from storage import layout, records
+from storage.backends.root import open_root
+from tests.bad_input import models
+from tests.storage.runs import DOCUMENT, make_run
+
+CONFIG = """\
+[model]
+source = "model"
+[data.generate]
+[rollout]
+max_tokens = 4
+[train]
+max_length = 32
+[train.optimizer]
+learning_rate = 1e-3
+[engine]
+max_model_len = 32
+[device]
+kind = "cpu"
+"""
+
+FOLDERS = {
+    "no weights": (models.only_pickles, ["holds no safetensors files, only pytorch_model.bin", "convert"]),
+    "no config": (models.without("config.json"), ["has no config.json", "give a Hugging Face directory"]),
+    "config no JSON": (models.text("config.json", "{"), ["config.json is not JSON", "restore it"]),
+    "config no object": (models.text("config.json", "[]"), ["config.json holds a list"]),
+    "no architecture": (models.config(architectures=None), ["config.json names no architectures"]),
+    "unknown architecture": (
+        models.config(architectures=["GPT2LMHeadModel"]),
+        ["GPT2LMHeadModel is not supported", "LlamaForCausalLM"],
+    ),
+    "needs a GPU": (
+        models.config(architectures=["Gemma2ForCausalLM"]),
+        ["Gemma2ForCausalLM needs Transformer Engine", "on CPU use one of"],
+    ),
+    "remote code": (models.config(auto_map={"AutoModel": "x.Y"}), ["auto_map in config.json", "is not run"]),
+    "remote code of the tokenizer": (
+        models.text("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}'),
+        ["auto_map in tokenizer_config.json"],
+    ),
+    "quantized": (models.config(quantization_config={"quant_method": "fp8"}), ["is quantized", "bf16 or fp32"]),
+    "quantized tensor": (
+        models.tensor("model.norm.weight", np.ones(64, dtype=np.int8)),
+        ["model.norm.weight in model.safetensors is of type I8"],
+    ),
+    "file missing": (
+        models.without("model-00001-of-00002.safetensors"),
+        ["lacks model-00001-of-00002.safetensors, which model.safetensors.index.json names (1 of 2 files"],
+    ),
+    "file cut off": (models.cut, ["model-00002-of-00002.safetensors has", "its header describes", "copy it again"]),
+    "no safetensors": (models.no_header, ["model-00002-of-00002.safetensors is not a safetensors file"]),
+    "header damaged": (models.broken_header, ["the header of model-00001-of-00002.safetensors is damaged"]),
+    "index of more": (models.index_with_more, ["index.json names model.layers.7.mlp.up_proj.weight"]),
+    "index no index": (models.text("model.safetensors.index.json", "{}"), ["has no weight_map"]),
+    "tensor missing": (
+        models.tensor("model.layers.1.mlp.up_proj.weight", None),
+        ["lack model.layers.1.mlp.up_proj.weight, which config.json asks for"],
+    ),
+    "output layer missing": (models.tensor("lm_head.weight", None), ["lack lm_head.weight"]),
+    "other vocabulary": (
+        models.config(vocab_size=64),
+        ["model.embed_tokens.weight has the shape [32, 64], but config.json describes [64, 64]"],
+    ),
+    "fewer layers": (
+        models.config(num_hidden_layers=1),
+        ["hold model.layers.1.", "which config.json does not describe"],
+    ),
+    "more layers": (models.config(num_hidden_layers=3), ["lack model.layers.2."]),
+    "other heads": (
+        models.config(num_key_value_heads=2),
+        ["model.layers.0.self_attn.k_proj.weight has the shape [32, 64]", "describes [64, 64]"],
+    ),
+    "heads and groups": (
+        models.config(num_key_value_heads=4),
+        ["num_attention_heads = 2", "no multiple of num_key_value_heads = 4"],
+    ),
+    "no number": (models.config(hidden_size="64"), ["hidden_size in config.json is '64'"]),
+    "rope": (models.config(rope_scaling={"rope_type": "longrope"}), ["rope type 'longrope'", "default, yarn"]),
+    "bias": (models.config(attention_bias=True), ["attention_bias = true in config.json is not supported"]),
+    "window": (
+        models.config(sliding_window=16, use_sliding_window=True),
+        ["train.max_length = 32 is longer than the sliding window of 16"],
+    ),
+    "context": (models.config(max_position_embeddings=16), ["= 32 is longer than the model's context of 16 tokens"]),
+}
+
+SETTINGS = {
+    "layers": (
+        ["train.parallel.pipeline=3"],
+        ["layers (2) cannot be divided by train.parallel.pipeline = 3", "[1, 2]"],
+    ),
+    "key-value heads": (["train.parallel.tensor=2"], ["key-value heads (1)", "train.parallel.tensor = 2"]),
+    "vocabulary": (
+        ["model={generate={vocabulary=33}}", "train.parallel.tensor=2"],
+        ["the model's vocabulary (33) cannot be divided by train.parallel.tensor = 2"],
+    ),
+    "cards": (
+        ["device.kind=cuda", "train.parallel.data=2"],
+        ["tp1 pp1 dp2 under [train.parallel] needs 2 GPUs", "1 are visible"],
+    ),
+    "head size": (
+        ["model={generate={hidden=64,heads=4,head_dim=16}}"],
+        ["model.generate has heads of 16 (head_dim)", "[32, 64,"],
+    ),
+    "neither folder nor hub": (
+        ["model.source=models/llama@v2"],
+        ["there is no folder models/llama@v2", "no model models/llama@v2", "model.download = true"],
+    ),
+    "hub URL": (["model.source=hf://org/other"], ["has no model org/other@main", "model.download = true"]),
+    "hub URL of another form": (["model.source=hf://org"], ["hf://org is not of the form hf://org/name"]),
+    "no folder": (["model.source=./elsewhere"], ["./elsewhere does not exist", "give a Hugging Face directory"]),
+    "unknown protocol": (["model.source=gopher://host/model"], ["gopher://host/model cannot be read"]),
+    "no variable": (["model.source=env:RATCHET_NO_MODEL"], ["RATCHET_NO_MODEL is not set"]),
+    "literal token": (["model.token=hf_abc"], ["model.token would be stored", "env:NAME"]),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    models.make(tmp_path / "model")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def refused(command, folder, arguments, words, **environment):
+    outcome = command(arguments, folder, **environment)
+    assert outcome.code == 2, outcome.said
+    assert all(word in outcome.said.replace("\n", " ") for word in words), outcome.said
+    assert outcome.imported == []
+    assert "/tmp/ratchet-" not in outcome.said
+    assert not any(path.is_file() for path in (folder / "runs").rglob("*"))
+
+
+@pytest.mark.parametrize(("change", "words"), FOLDERS.values(), ids=FOLDERS)
+def test_a_model_that_cannot_be_used(command, folder, change, words):
+    change(folder / "model")
+    refused(command, folder, ["run", "run.toml", "--run=new"], words)
+
+
+@pytest.mark.parametrize(("settings", "words"), SETTINGS.values(), ids=SETTINGS)
+def test_settings_that_do_not_fit_the_model(command, folder, settings, words):
+    given = [f"--set={setting}" for setting in settings]
+    home = str(folder / "home")
+    refused(command, folder, ["run", "run.toml", "--run=new", *given], words, CUDA_VISIBLE_DEVICES="0", HF_HOME=home)
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache(command, folder):
+    snapshot = models.in_hub_cache(folder / "home", "org/name", "v1")
+    (snapshot / "model-00001-of-00002.safetensors").unlink()
+    home = {"HF_HOME": str(folder / "home")}
+    for source in ("org/name@v1", "hf://org/name@v1"):
+        given = ["run", "run.toml", "--run=new", f"--set=model.source={source}"]
+        refused(command, folder, given, [f"model.source {source} lacks model-00001-of-00002"], **home)
+    given = ["run", "run.toml", "--run=new", "--set=model.source=org/name"]
+    refused(command, folder, given, ["there is no folder org/name, and the hub", "no model org/name@main"], **home)
+    models.make(folder / "org" / "name")
+    models.cut(folder / "org" / "name")
+    refused(command, folder, given, ["org/name: model-00002-of-00002.safetensors has"], **home)
+
+
+def test_what_the_hub_refuses(command, folder):
+    given = [f"--set={one}" for one in ("model.source=org/name", "model.download=true", "model.token=env:OUR_TOKEN")]
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home"), "OUR_TOKEN": "hf_s3cret"}
+    words = ["model.source org/name@main cannot be fetched from the hub", "model.token"]
+    refused(command, folder, ["run", "run.toml", "--run=new", *given], words, **nowhere)
+
+
+EXPORTS = {
+    "no run": (["run", "--to=out"], ["there is no run 'run'"]),
+    "no iteration yet": (["there", "--to=out"], ["'there' has no complete iteration yet"]),
+    "no number": (["full@last", "--to=out"], ["'full@last' is not of the form RUN, RUN@ITERATION or RUN@best"]),
+    "another iteration": (["full@7", "--to=out"], ["iteration 7 of run 'full' is not there; those of [0, 1] are"]),
+    "nothing evaluated": (["full@best", "--to=out"], ["no evaluation of an iteration whose state is kept ([0, 1])"]),
+    "a folder that is not empty": (["full", "--to=model"], ["model is not empty: it holds config.json"]),
+    "a file": (["full", "--to=run.toml"], ["run.toml cannot be used: it is a file"]),
+    "credentials": (["full", "--to=s3://key:s3cret@bucket/out"], ["has credentials in its URL", "env:NAME"]),
+    "unknown protocol": (["full", "--to=gopher://host/out"], ["gopher://host/out cannot be used"]),
+    "precision": (["full", "--to=out", "--precision=fp8"], ["fp8", "fp32", "bf16"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), EXPORTS.values(), ids=EXPORTS)
+def test_an_export_that_cannot_be_made(command, folder, arguments, words):
+    root = open_root(str(folder / "runs"))
+    make_run(root, "full", 1)
+    records.publish(root, layout.run_config_key("there"), DOCUMENT)
+    outcome = command(["export", *arguments], folder)
+    assert outcome.code == 2, outcome.said
+    assert all(word in outcome.said.replace("\n", " ") for word in words), outcome.said
+    assert "s3cret" not in outcome.said
+    assert outcome.imported == []
+    assert not (folder / "out").exists()

@@ -1,0 +1,160 @@
+"""The table of metrics: made from manifests alone, the same bytes whether written at once or line by line."""
+
+import math
+import struct
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
+
+from flows.views import events, table
+from flows.views.history import read_history
+from flows.views.reports import write_report
+from flows.views.table import MetricsFile, Row, decode, encode, row_of
+from storage import layout
+from storage.backends.root import Root, open_root
+from storage.derived import GrowingFile
+from tasks.stages.names import Stage
+from tests.flows.runs import MakeRun, make_manifest
+
+CSV, EVENTS = layout.report_key("a", layout.METRICS), layout.report_key("a", layout.EVENTS)
+
+
+@pytest.fixture(params=["file", "memory"])
+def any_root(request, tmp_path) -> Iterator[Root]:
+    url = str(tmp_path / "runs") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
+    yield open_root(url, allow_memory=True)
+
+
+def rows_of(*columns: tuple[str, ...]) -> list[Row]:
+    """A row with each of these columns; the values are odd on purpose."""
+    return [
+        Row(
+            iteration=number,
+            finished=datetime(2026, 1, 1, 12, number, 7, 123456, UTC),
+            values={"seconds": 0.1 + number, **dict.fromkeys(sorted(names, key=table._place), 1 / (3 + number))},
+        )
+        for number, names in enumerate(columns)
+    ]
+
+
+ROWS = rows_of(
+    ("train/loss",), ("rollout/tokens", "train/loss"), ("rollout/tokens",), ("evaluate/accuracy", "train/loss")
+)
+
+
+def parsed(data: bytes) -> list[Event]:
+    """The events of a file, read by the classes of another library, with its checksums."""
+    found, start = [], 0
+    while start < len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        body = data[start + 12 : start + 12 + length]
+        checks = struct.unpack_from("<I", data, start + 8) + struct.unpack_from("<I", data, start + 12 + length)
+        assert checks == (masked_crc32c(data[start : start + 8]), masked_crc32c(body))
+        found.append(Event.FromString(body))
+        start += 16 + length
+    return found
+
+
+def test_a_row_has_the_metrics_of_every_stage():
+    scored = make_manifest("a", 2, Stage.REWARD)
+    scored = scored.model_copy(update={"metrics": {"reward_mean": 0.5, "reward/right": 0.25, "odd": math.nan}})
+    row = row_of([make_manifest("a", 2, Stage.ROLLOUT), scored], 7.5)
+    assert row.values == {
+        "seconds": 7.5,
+        "rollout/seconds": 1.0,
+        "rollout/tokens": 1920.0,
+        "rollout/tokens_per_second": 3000.0,
+        "reward/reward_mean": 0.5,
+        "reward/right": 0.25,
+    }
+    assert row.finished == scored.finished
+
+
+def test_the_csv_reads_back_bit_for_bit():
+    assert decode(encode(ROWS)) == ROWS
+    header = encode(ROWS).decode().splitlines()[0]
+    assert header == "iteration,finished,seconds,rollout/tokens,train/loss,evaluate/accuracy"
+
+
+@pytest.mark.parametrize("data", [b"", b"other,columns\n1,2\n", b"\xff\xfe", b"iteration,finished"])
+def test_what_is_no_table_has_no_rows(data):
+    assert decode(data) == []
+
+
+def test_events_are_those_of_tensorboard():
+    opening, *found = parsed(events.encode(ROWS))
+    assert opening.file_version == "brain.Event:2"
+    assert [event.step for event in found] == [0, 1, 2, 3]
+    for row, event in zip(ROWS, found, strict=True):
+        assert event.wall_time == row.finished.timestamp()
+        assert {one.tag: one.simple_value for one in event.summary.value} == pytest.approx(row.values, rel=1e-6)
+    huge = Row(iteration=300, finished=ROWS[0].finished, values={"a": 1e300})
+    (event,) = parsed(events.record_of(huge))
+    assert (event.step, event.summary.value[0].simple_value) == (300, pytest.approx(3.4028235e38))
+
+
+def test_line_by_line_is_the_same_as_at_once(any_root):
+    written, recorded = MetricsFile(any_root, "a"), events.EventFile(any_root, "a")
+    assert written.load(0) == []
+    recorded.load([])
+    for row in ROWS:
+        written.add(row)
+        recorded.add(row)
+    written.flush()
+    recorded.flush()
+    assert any_root.read_bytes(CSV) == encode(ROWS)
+    assert any_root.read_bytes(EVENTS) == events.encode(ROWS)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_torn_end_is_repaired(any_root, cut):
+    any_root.replace(CSV, encode(ROWS)[:-cut])
+    any_root.replace(EVENTS, events.encode(ROWS)[:-cut])
+    written, recorded = MetricsFile(any_root, "a"), events.EventFile(any_root, "a")
+    rows = written.load(4)
+    assert rows == ROWS[:3]
+    recorded.load(rows)
+    written.add(ROWS[3])
+    recorded.add(ROWS[3])
+    written.flush()
+    recorded.flush()
+    assert any_root.read_bytes(CSV) == encode(ROWS)
+    assert any_root.read_bytes(EVENTS) == events.encode(ROWS)
+
+
+def test_rows_that_are_not_complete_doubled_or_out_of_order_are_dropped(any_root):
+    whole = encode(ROWS)
+    lines = whole.splitlines(keepends=True)
+    any_root.replace(CSV, b"".join([*lines[:3], lines[2], lines[4]]))
+    assert MetricsFile(any_root, "a").load(4) == ROWS[:2]
+    any_root.replace(CSV, whole)
+    assert MetricsFile(any_root, "a").load(1) == ROWS[:1]
+    assert any_root.read_bytes(CSV) == encode(ROWS[:1])
+
+
+def test_a_file_that_cannot_be_appended_to_is_uploaded_from_time_to_time():
+    root = open_root(f"memory://{uuid.uuid4().hex}", allow_memory=True)
+    growing = GrowingFile(root, "a/report/x", seconds=1e6)
+    for letter in b"abc":
+        growing.append(bytes([letter]))
+    assert root.read_bytes("a/report/x") == b"a"
+    assert growing.read() == b"abc"
+    growing.flush()
+    assert root.read_bytes("a/report/x") == b"abc"
+
+
+def test_the_report_is_made_again_from_the_manifests(make_run: MakeRun, root: Root):
+    make_run("a", 3)
+    rows = [record.row for record in read_history(root, "a")]
+    write_report(root, "a")
+    assert root.read_bytes(CSV) == encode(rows)
+    assert root.read_bytes(EVENTS) == events.encode(rows)
+    root.append(CSV, b"3,damaged\n")
+    root.replace(EVENTS, b"damaged")
+    write_report(root, "a")
+    assert root.read_bytes(CSV) == encode(rows)
+    assert root.read_bytes(EVENTS) == events.encode(rows)

@@ -1,0 +1,161 @@
+"""Removing a run: nothing of it is left, nothing of others is touched, and after a kill doing it again finishes it."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import pytest
+
+from storage import layout, records
+from storage.backends.root import Root
+from storage.errors import InputError, LeaseHeld, LeaseLost
+from storage.ownership.lease import acquire, hold, unlock
+from storage.ownership.process import this_process
+from storage.upkeep.catalog import Removal, check_not_removed, require_run, runs, summaries
+from storage.upkeep.fork import check_unused, fork
+from storage.upkeep.removal import forget, remove, what_is_there
+from storage.upkeep.verify import verify
+from tasks.stages.names import WORKFLOW
+from tests.storage.runs import DOCUMENT, make_run
+
+
+class KilledError(BaseException):
+    pass
+
+
+@dataclass(frozen=True)
+class Killing(Root):
+    """Dies after some removals."""
+
+    left: list[int] | None = None
+
+    def remove(self, key):
+        assert self.left is not None
+        if not self.left[0]:
+            raise KilledError
+        self.left[0] -= 1
+        super().remove(key)
+
+
+def removed(root: Root, run: str):
+    with hold(root, run, "ratchet rm") as lease:
+        found = remove(root, run, lease)
+    forget(root, run)
+    return found
+
+
+def test_nothing_of_it_is_left_and_nothing_of_others_is_touched(any_root):
+    make_run(any_root, "run", 2)
+    make_run(any_root, "runner", 1)
+    before = any_root.keys("runner")
+    found = removed(any_root, "run")
+    assert found.objects > 15
+    assert any_root.keys("run") == []
+    assert any_root.protocol == "memory" or any_root.folders() == ["runner"]
+    assert any_root.keys("runner") == before
+    assert verify(any_root, "runner").sound
+    check_unused(any_root, "run")
+    make_run(any_root, "run", 1)
+    assert verify(any_root, "run").sound
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5, 20, 24])
+def test_a_removal_that_was_killed_is_known_and_finished(root, after):
+    make_run(root, "run", 2)
+    killing = Killing(root.url, root.fs, root.path, root.protocol, left=[after])
+    with pytest.raises(KilledError), hold(root, "run", "ratchet rm") as lease:
+        remove(killing, "run", lease)
+        forget(killing, "run")
+    assert (runs(root) == ["run"]) == (not after)
+    (listed,) = summaries(root)
+    assert not after or "its removal was begun and is not finished: `ratchet rm run`" in str(listed.damaged)
+    for refused in (check_unused, require_run):
+        with pytest.raises(InputError, match=r"is being removed: finish that with `ratchet rm run`"):
+            refused(root, "run")
+    removed(root, "run")
+    assert root.keys("") == []
+
+
+def test_a_run_whose_parts_others_use_stays(root):
+    make_run(root, "run", 2)
+    fork(root, WORKFLOW, "run", 1, "child", "c1", DOCUMENT)
+    fork(root, WORKFLOW, "child", 1, "grandchild", "c2", DOCUMENT)
+    before = [key for key in root.keys("") if "/lease/" not in key]
+    with pytest.raises(InputError, match="'run' is not removed: child, grandchild use its parts"):
+        removed(root, "run")
+    assert [key for key in root.keys("") if "/lease/" not in key] == before
+    for run in ("grandchild", "child"):
+        removed(root, run)
+    assert runs(root) == ["run"]
+    assert verify(root, "run").sound
+    removed(root, "run")
+
+
+def test_a_run_stays_while_it_is_not_known_whether_others_use_it(root):
+    make_run(root, "run", 1)
+    make_run(root, "other", 0)
+    key = layout.manifest_key("other", 0, "prepare", 0)
+    root.replace(key, b"{}")
+    with pytest.raises(InputError, match="a record of run 'other' that may name its parts cannot be read"):
+        removed(root, "run")
+    require_run(root, "run")
+    assert verify(root, "run").sound
+
+
+def test_of_a_fork_and_a_removal_at_the_same_time_one_sees_the_other(root):
+    make_run(root, "run", 1)
+
+    @dataclass(frozen=True)
+    class Removing(Root):
+        """The removal of the parent begins when the fork publishes its first manifest."""
+
+        def put_if_absent(self, key, data, durable=True):
+            if key.startswith("child/manifests"):
+                records.publish(root, layout.removal_key("run"), Removal(time=datetime.now(UTC)))
+            return super().put_if_absent(key, data, durable)
+
+    with pytest.raises(InputError, match="'run' is being removed"):
+        fork(Removing(root.url, root.fs, root.path, root.protocol), WORKFLOW, "run", 1, "child", "c1", DOCUMENT)
+    assert runs(root) == ["run"]
+    with pytest.raises(InputError, match="child uses its parts"):
+        removed(root, "run")
+    require_run(root, "run")
+    removed(root, "child")  # what is left of the fork
+    removed(root, "run")
+
+
+def test_a_removal_that_was_killed_before_it_removed_anything_is_taken_back_if_it_cannot_be_finished(root):
+    make_run(root, "run", 1)
+    fork(root, WORKFLOW, "run", 1, "child", "c1", DOCUMENT)
+    records.publish(root, layout.removal_key("run"), Removal(time=datetime.now(UTC)))
+    with pytest.raises(InputError, match="child uses its parts"):
+        removed(root, "run")
+    require_run(root, "run")
+    check_not_removed(root, "run")
+
+
+def test_a_run_that_is_driven_stays(root):
+    make_run(root, "run", 1)
+    acquire(root, "run", this_process("ratchet run"))
+    with pytest.raises(LeaseHeld, match="driven by ratchet run"):
+        removed(root, "run")
+    assert verify(root, "run").sound
+
+
+def test_a_process_that_lost_the_lease_removes_nothing_more(root):
+    make_run(root, "run", 1)
+    with pytest.raises(LeaseLost), hold(root, "run", "ratchet rm") as lease:
+        unlock(root, "run", this_process("another"), force=True)
+        remove(root, "run", lease)
+    assert root.exists(layout.run_config_key("run"))
+
+
+def test_what_is_not_there_is_said(root):
+    with pytest.raises(InputError, match="nothing under the name 'nobody'"):
+        what_is_there(root, "nobody")
+
+
+def test_what_a_failed_start_has_left_is_removed(root):
+    with hold(root, "run", "ratchet run"):
+        pass
+    removed(root, "run")
+    assert root.keys("") == []

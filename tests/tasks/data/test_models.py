@@ -1,0 +1,81 @@
+"""Where a model is found, and what is taken of it."""
+
+import fsspec
+import pytest
+
+from storage.errors import InputError
+from tasks.config.model import ModelSection
+from tasks.data import hub
+from tasks.data.hub import HubId, hub_id, is_hub_id
+from tasks.data.models import copy_files, fill_model_directory, find_model
+from tasks.model_checks.weights import check_weights
+from tests.bad_input import models
+
+TAKEN = {
+    "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model with files that a run does not take."""
+    made = models.make(tmp_path / "model")
+    for name in ("consolidated.safetensors", "training_args.bin", "README.md"):
+        (made / name).write_bytes(b"?")
+    (made / "original").mkdir()
+    return made
+
+
+def taken(tmp_path, source):
+    target = tmp_path / "taken"
+    target.mkdir()
+    return set(fill_model_directory(target, ModelSection(source=source), 0))
+
+
+def test_the_weights_of_the_index_and_the_tokenizer_are_taken(model, tmp_path):
+    assert taken(tmp_path, str(model)) == TAKEN
+
+
+def test_a_model_at_a_url(model, tmp_path):
+    fsspec.filesystem("memory").put(str(model), "/stored/model", recursive=True)
+    section = ModelSection(source="memory://stored/model")
+    folder = find_model(section)
+    check_weights(folder, folder.document("config.json"))
+    assert taken(tmp_path, section.source) == TAKEN
+
+
+@pytest.mark.parametrize("source", ["org/name@v1", "hf://org/name@v1", "hf://models/org/name@v1/"])
+def test_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch, source):
+    models.in_hub_cache(tmp_path / "home", "org/name", "v1")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    assert taken(tmp_path, source) == TAKEN
+    only = tmp_path / "only"
+    only.mkdir()
+    assert copy_files(source, only, lambda name: name == "config.json") == ["config.json"]
+
+
+def test_an_existing_folder_comes_before_the_hub(tmp_path, monkeypatch):
+    models.make(tmp_path / "org" / "name")
+    monkeypatch.chdir(tmp_path)
+    assert taken(tmp_path, "org/name") == TAKEN
+    with pytest.raises(InputError, match="there is no folder org/other"):
+        find_model(ModelSection(source="org/other"))
+
+
+@pytest.mark.parametrize(
+    ("source", "meant"),
+    [
+        ("org/name", HubId("org/name")),
+        ("org/name@refs/pr/7", HubId("org/name", "refs/pr/7")),
+        ("hf://org/name", HubId("org/name")),
+        ("hf://org/name@refs%2Fpr%2F7/sub/folder", HubId("org/name", "refs/pr/7", "sub/folder")),
+    ],
+)
+def test_what_an_id_means(source, meant):
+    assert hub_id(source) == meant
+
+
+@pytest.mark.parametrize("source", ["name", "./org/name", "/org/name", "a/b/c", "../name", "~/name", "s3://org/name"])
+def test_what_is_no_id(source):
+    assert not is_hub_id(source)

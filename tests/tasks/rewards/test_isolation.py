@@ -1,0 +1,159 @@
+"""Whatever a reward function does happens to its own sample alone, is recorded with its reason, and leaves nothing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.errors import StageFailed
+from tasks.config.code_version import PROJECT_ROOT
+from tasks.rewards.pool import score_in_processes
+from tests.tasks.rewards.orders import HELPERS, order, responses, scores
+
+MARK = "RATCHET_TEST_MARK"
+
+FAILING = {
+    "raise": ("exception", r"KeyError: 'answer' \(misbehaving.py, line \d+\)"),
+    "raise without text": ("exception", "NoText"),
+    "interrupt": ("exception", "KeyboardInterrupt"),
+    "sys.exit": ("exit", "SystemExit: enough"),
+    "os._exit": ("exit", "ended with code 3"),
+    "kill": ("exit", "ended by signal SIGKILL"),
+    "kill the group": ("exit", "ended by signal SIGKILL"),
+    "segfault": ("exit", "ended by signal SIGSEGV"),
+    "hang": ("timeout", "no score within 1 s"),
+    "hang deaf": ("timeout", "no score within 1 s"),
+    "print and hang": ("timeout", "no score within 1 s"),
+    "close": ("exit", "ended with code 0"),
+    "kill the keeper": ("exit", "scoring process ended with code -9"),
+}
+FINE = ("nothing", "print", "fork", "forget", "read", "daemon", "child", "threads")
+
+
+@pytest.fixture
+def marked(monkeypatch):
+    """Names the processes that were started since, by a mark in their environment."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+
+    def find() -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                    found.append(process.name())
+            except psutil.Error:
+                continue
+        return found
+
+    return find
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_a_function_does_happens_to_its_sample_alone(processes, marked):
+    before = Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGCHLD)
+    asked = [one for bad in FAILING for one in (bad, "nothing")] + [*FINE, "nothing"]
+    found = list(
+        zip(asked, scores(order(f"{HELPERS}:behaving", deadline_s=1), asked, processes=processes), strict=True)
+    )
+    for name, score in found:
+        if name in FAILING:
+            reason, detail = FAILING[name]
+            assert (score.reward, score.reason) == (None, reason), (name, score)
+            assert score.status == ("timeout" if reason == "timeout" else "error")
+            assert re.search(detail, score.detail), (name, score)
+            assert len(score.detail) < 1200
+        else:
+            assert (score.reward, score.status, score.detail) == (1.0, "ok", ""), (name, score)
+    assert before == (Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGCHLD))
+    assert marked() == []
+
+
+def test_a_death_after_the_answer_does_not_count_for_the_next_sample():
+    found = scores(order(f"{HELPERS}:behaving"), ["die later", "slow", "slow"])
+    assert [score.reward for score in found] == [1.0, 1.0, 1.0]
+
+
+def test_a_function_that_forks_answers_once(tmp_path):
+    (tmp_path / "own.py").write_text("import os\ndef f(record, response):\n  os.fork()\n  return float(response)")
+    assert [score.reward for score in scores(order(f"{tmp_path}/own.py:f"), list("12345"))] == [1, 2, 3, 4, 5]
+
+
+def test_words_before_a_death_are_kept(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import os\ndef f(record, response):\n  print('out of luck', flush=True)\n  os._exit(9)"
+    )
+    (score,) = scores(order(f"{tmp_path}/own.py:f"), ["x"])
+    assert score.detail == "its process ended with code 9; it said last: out of luck"
+
+
+OWNER = """
+import sys
+from tests.tasks.rewards.orders import *
+scores(order(f"{HELPERS}:behaving", deadline_s=600), ["daemon", "child", sys.argv[1]])
+"""
+
+
+def wait_for(fact):
+    until = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("last", ["hang", "hang deaf"])
+def test_nothing_is_left_when_the_run_is_killed(marked, last):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, last], cwd=PROJECT_ROOT)
+    wait_for(lambda: "sleep" in marked())
+    assert len(marked()) >= 5  # itself, worker, scorer, daemon, child
+    owner.kill()
+    owner.wait()
+    wait_for(lambda: marked() == [])
+
+
+def test_an_interruption_ends_the_scoring_at_once(marked):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, "hang"], cwd=PROJECT_ROOT, stderr=subprocess.PIPE)
+    wait_for(lambda: "sleep" in marked())
+    owner.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in owner.communicate(timeout=30)[1]
+    assert marked() == []
+
+
+def test_a_function_that_cannot_be_imported_fails_the_stage():
+    with pytest.raises(StageFailed, match=r"'no\.such\.module:f' cannot be used: ModuleNotFoundError: No module"):
+        scores(order("no.such.module:f"), ["x"])
+
+
+CHANGING = """
+import os
+from pathlib import Path
+
+def f(record, response):
+    if response == "change":
+        Path(__file__).write_text(Path(__file__).read_text().replace("return 1", "return 2"))
+        os._exit(1)
+    return 1
+"""
+
+
+def test_a_file_that_changes_while_it_scores_is_not_mixed(tmp_path, monkeypatch):
+    """A module is read again by each process; of a file named by its path, all processes run the same text."""
+    (tmp_path / "changing.py").write_text(CHANGING)
+    by_path = scores(order(f"{tmp_path}/changing.py:f"), ["x", "change", "x"])
+    assert [score.reward for score in by_path] == [1.0, None, 1.0]
+    (tmp_path / "changing.py").write_text(CHANGING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(StageFailed, match="its file has changed while the stage was scoring"):
+        scores(order("changing:f"), ["x", "change", "x"])
+
+
+def test_scoring_ends_once_too_many_have_failed():
+    found = score_in_processes(order(f"{HELPERS}:crashing"), responses(["raise"] * 20), 1, allowed=2).scores
+    assert [score is not None for score in found] == [True] * 3 + [False] * 17

@@ -1,0 +1,120 @@
+"""A run is continued with what it was started with, or refused with both values and the command that forks it."""
+
+import os
+import shlex
+
+import pytest
+
+from flows.cli.app import execute
+from storage.backends.root import open_root
+from storage.errors import InputError
+from storage.manifest import Part, commit
+from storage.parts import PartWriter
+from tasks.checks import check_config, prepared_stage
+from tasks.config.document import load_config
+from tasks.config.stored import record_config
+from tasks.stages.names import Stage
+from tests.bad_input import models
+from tests.bad_input.test_models import CONFIG
+from tests.storage.tables import manifest
+
+RUN = "run"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with three iterations, whose model was read from `model`."""
+    models.make(tmp_path / "model")
+    (tmp_path / "run.toml").write_text(CONFIG + "[evaluate]\nevery = 0\n")
+    root, config = open_root(str(tmp_path / "runs")), load_config(str(tmp_path / "run.toml"))
+    digest = record_config(root, RUN, config)
+    writer = PartWriter(root, RUN, 0, Stage.PREPARE)
+
+    def stored(name: str) -> Part:
+        part = writer.write_bytes(name, (tmp_path / "model" / name).read_bytes())
+        return part.model_copy(update={"name": f"model/{name}"})
+
+    parts = tuple(stored(path.name) for path in sorted((tmp_path / "model").iterdir()))
+    prepared = commit(root, manifest(Stage.PREPARE, 0, parts, config_digest=digest, facts={"cursor": 0}))
+    for iteration in range(3):
+        inputs = {"prepare": prepared.digest}
+        trained = commit(root, manifest(Stage.TRAIN, iteration, config_digest=digest, inputs=inputs))
+        commit(root, manifest(Stage.WEIGHT_SYNC, iteration, config_digest=digest, inputs={"train": trained.digest}))
+    return tmp_path
+
+
+def check(folder, *settings):
+    root = open_root(str(folder / "runs"))
+    check_config(load_config(str(folder / "run.toml"), settings), root, prepared_stage(root, RUN))
+
+
+def test_what_is_unchanged_is_continued(folder):
+    check(folder)
+    check(folder, "engine.max_num_seqs=2", "run.iterations=9")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.rename(model.parent / "elsewhere"),
+        lambda model: [path.unlink() for path in model.iterdir()],
+        lambda model: (model / "notes.txt").write_text("nothing of the model"),
+        lambda model: [os.utime(path) for path in model.iterdir()],
+    ],
+    ids=["away", "empty", "another file", "touched"],
+)
+def test_a_model_that_is_away_or_the_same_is_no_matter(folder, change):
+    change(folder / "model")
+    check(folder)
+
+
+CHANGES = {
+    "other weights": (
+        lambda model: models.tensor("model.norm.weight", None)(model),
+        "model-00001-of-00002.safetensors was there",
+    ),
+    "one bit": (
+        lambda model: flip(model / "model-00002-of-00002.safetensors"),
+        "model-00002-of-00002.safetensors had the digest",
+    ),
+    "configuration": (models.config(rms_norm_eps=1e-5), "config.json had"),
+    "a file is gone": (models.without("tokenizer.json"), "tokenizer.json was there when the run was started"),
+}
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
+def test_another_model_is_refused(folder, change, words):
+    change(folder / "model")
+    with pytest.raises(InputError, match=r"is not the model that run 'run' was started with") as caught:
+        check(folder)
+    assert words in str(caught.value)
+    assert "start a new run with another --run" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [("rollout.top_p=0.9", ("1.0", "0.9")), ("engine.precision=bf16", ("'fp32'", "'bf16'"))],
+)
+def test_the_command_makes_the_fork_that_has_the_setting(folder, setting, values):
+    with pytest.raises(InputError, match="was started with different settings") as caught:
+        check(folder, setting)
+    key = setting.partition("=")[0]
+    was, now = values
+    assert f"{key}: the run was started with {was}, but is now given {now}" in str(caught.value)
+    command = shlex.split(str(caught.value).splitlines()[-1])
+    assert command[:4] == ["ratchet", "fork", RUN, "--at=2"]
+    assert execute(command[1:]) == 0
+    root = open_root(str(folder / "runs"))
+    forked = load_config(str(folder / "run.toml"), [setting])
+    check_config(forked, root, prepared_stage(root, f"{RUN}-fork"))
+
+
+def test_a_fork_cannot_change_what_iteration_0_fixed(folder):
+    with pytest.raises(InputError, match="or start a new run with another --run"):
+        check(folder, "warmup.steps=7", "rollout.top_p=0.9")

@@ -1,0 +1,74 @@
+"""What a run holds on a cluster is released when it is complete, and by `ratchet stop`; other runs keep theirs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import ray
+
+from tasks.config.environment import Settings
+from tasks.workers.actors import find_groups, fresh_names, group_name, spawn
+from tasks.workers.cluster import Cluster
+from tasks.workers.ranks import rendezvous
+
+BLOCK = """
+import sys
+from tasks.config.environment import Settings
+from tasks.workers.cluster import Cluster
+from tasks.workers.fleet import Fleet, release
+from tests.small.config import small_config
+cluster = Cluster(Settings.from_environment())
+assert not cluster.local
+if sys.argv[1] == "stop":
+    print(release("run", cluster))
+    raise SystemExit
+with Fleet("run", small_config(), cluster):
+    cluster.start()
+    if sys.argv[1] == "fail":
+        raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray that another process attaches to as to a cluster."""
+    with Cluster(Settings(ray_address=None, ray_token=None, gpus=())) as started:
+        started.start()
+        yield started
+
+
+def leave(run: str, count: int) -> str:
+    """Detached actors as the ranks of a run leave them, and the folder where they met; returns the group's name."""
+    names = fresh_names(f"{run}/trainers/1234", count)
+    actors = spawn(names, [{}] * count, detached=True)
+    ray.get([actor.pid.remote() for actor in actors])
+    rendezvous(group_name(names[0])).mkdir()
+    return group_name(names[0])
+
+
+def carry_out(how: str) -> str:
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    done = subprocess.run([sys.executable, "-c", BLOCK, how], env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == (how != "fail"), done.stderr
+    return done.stdout
+
+
+def test_a_run_that_ends_well_or_is_stopped_leaves_nothing_on_the_cluster(cluster):
+    groups = [leave(run, count) for run, count in (("run", 2), ("run", 1), ("run-2", 1))]
+    folders = [rendezvous(group) for group in groups]
+    try:
+        carry_out("fail")
+        assert len(find_groups("run")) == 2
+        assert all(folder.is_dir() for folder in folders)
+        carry_out("succeed")
+        assert find_groups("run") == {}
+        assert [folder.is_dir() for folder in folders] == [False, False, True]
+        assert list(find_groups("run-2")) == [groups[2]]
+        leave("run", 3)
+        assert carry_out("stop") == "3\n"
+        assert find_groups("run") == {}
+    finally:
+        for folder in folders:
+            if folder.is_dir():
+                folder.rmdir()

@@ -1,0 +1,184 @@
+"""One long-lived trainer: whatever happens between two trainings, overlapped communication changes no bit."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage.errors import InputError
+from tests.trainer_core.models import random_samples, random_sequences, read_export
+from tests.trainer_core.ranks import run_trainers
+from trainer_core.config import MegatronConfig, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+
+LAYOUTS = {
+    "dp2": ParallelConfig(data=2),
+    "pp2-dp2": ParallelConfig(pipeline=2, data=2),
+    "tp2-dp2": ParallelConfig(tensor=2, data=2),
+}
+OVERLAPS = {
+    "gradients": MegatronConfig(overlap_grad_reduce=True),
+    "both": MegatronConfig(overlap_grad_reduce=True, overlap_param_gather=True),
+}
+EVENTS = ("train", "score", "save", "load", "export", "reference")
+
+
+def configuration(parallel, megatron=None):
+    return TrainerConfig(
+        parallel=parallel,
+        megatron=megatron or MegatronConfig(),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        policy=PolicyConfig(mini_batches=2, kl_coefficient=0.1),  # nothing gathers the weights after an update
+        micro_batch_size=4,
+        max_length=64,
+    )
+
+
+def events(seed):
+    """Everything happens in a random order, after a training and before one."""
+    generator = np.random.default_rng(seed)
+    drawn = [*EVENTS, *generator.choice(EVENTS, 2)]
+    return ["train", "export", *generator.permutation(drawn).tolist(), "train", "export"]
+
+
+def live(trainer, folder, order):
+    """What is seen of each event."""
+    trainer.import_model()
+    trainer.save(f"{folder}/0")
+    trainer.load_reference(f"{folder}/0", "reference")
+    saved, seen = 0, []
+    for number, event in enumerate(order):
+        if event == "train":
+            seen.append(trainer.train_policy(random_samples(number), 1.0, reference=True))
+        elif event == "score":
+            seen.append([values.tobytes() for values in trainer.logprobs(random_sequences())])
+        elif event == "save":
+            saved = number + 1
+            trainer.save(f"{folder}/{saved}")
+        elif event == "load":
+            trainer.load(f"{folder}/{saved}")
+        elif event == "export":
+            trainer.export(f"{folder}/export-{number}")
+        elif event == "reference":
+            trainer.load_reference(f"{folder}/0", "reference")
+    return seen
+
+
+def lived(model_dir, settings, order):
+    """What is seen on rank 0, and the bytes of every export."""
+    with tempfile.TemporaryDirectory() as folder:
+        seen = run_trainers(model_dir, settings, live, folder, order)[0]
+        exports = [read_export(path) for path in sorted(Path(folder).glob("export-*"))]
+    return seen, [{name: tensor.tobytes() for name, tensor in export.items()} for export in exports]
+
+
+@pytest.fixture(scope="module")
+def plainly(model_dir):
+    """The same without overlap, each layout and order once."""
+    done = {}
+
+    def look(layout, seed):
+        if (layout, seed) not in done:
+            done[layout, seed] = lived(model_dir, configuration(LAYOUTS[layout]), events(seed))
+        return done[layout, seed]
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("layout", "seed", "overlap"),
+    [("dp2", 1, "gradients"), ("dp2", 1, "both"), ("pp2-dp2", 3, "both"), ("tp2-dp2", 4, "both")],
+)
+def test_overlap_changes_no_bit_in_any_order_of_events(plainly, model_dir, layout, seed, overlap):
+    found = lived(model_dir, configuration(LAYOUTS[layout], OVERLAPS[overlap]), events(seed))
+    expected = plainly(layout, seed)
+    assert found[0] == expected[0]
+    assert found[1] == expected[1]
+    assert len({tuple(export.values()) for export in found[1]}) > 1  # the weights moved between exports
+
+
+def step(trainer, folder):
+    import torch
+
+    trainer.import_model()
+    kept, after_forward = [], []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    trainer._model.ddp.register_forward_hook(lambda *_: after_forward.append(sum(kept)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        metrics = trainer.train_policy(random_samples(), 1.0)
+    trainer.export(folder)
+    return metrics, after_forward[0]
+
+
+@pytest.mark.parametrize("recompute", ["attention", "layers"])
+def test_recomputing_activations_changes_no_bit_and_keeps_fewer(model_dir, tmp_path, recompute):
+    plain, other = (
+        run_trainers(model_dir, settings, step, str(tmp_path / name))[0]
+        for name, settings in {
+            "plain": TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3), max_length=64),
+            "other": TrainerConfig(
+                optimizer=OptimizerConfig(learning_rate=1e-3),
+                max_length=64,
+                megatron=MegatronConfig(recompute=recompute),
+            ),
+        }.items()
+    )
+    assert other[0] == plain[0]
+    assert other[1] < {"attention": 1.0, "layers": 0.5}[recompute] * plain[1]
+    left, right = read_export(tmp_path / "plain"), read_export(tmp_path / "other")
+    assert all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def swapped(trainer):
+    """Buffers after a reference was in place, loaded from a state with another value of one."""
+    import torch
+
+    trainer.import_model()
+    trainer._model.ddp.module.register_buffer("bias", torch.zeros(3))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(folder)
+        trainer.load_reference(folder, "reference")
+    trainer._model.ddp.module.bias.fill_(2)
+    with trainer._reference.in_place():
+        inside = trainer._model.ddp.module.bias.tolist()
+    return inside, trainer._model.ddp.module.bias.tolist()
+
+
+def test_a_reference_takes_buffers_too_and_puts_them_back(model_dir):
+    ((inside, after),) = run_trainers(model_dir, configuration(ParallelConfig()), swapped)
+    assert inside == [0, 0, 0]
+    assert after == [2, 2, 2]
+
+
+def ineffective(trainer):
+    from trainer_core.model.effective import check_effective, check_overlap, check_recompute
+
+    model, messages = trainer._model, []
+    for check, asked in (
+        (check_overlap, MegatronConfig(overlap_grad_reduce=True)),
+        (check_overlap, MegatronConfig(overlap_param_gather=True)),
+        (check_recompute, MegatronConfig(recompute="layers")),
+        (check_recompute, MegatronConfig(recompute="attention")),
+    ):
+        with pytest.raises(InputError) as caught:
+            check(model.ddp, asked)
+        messages.append(str(caught.value))
+    with pytest.raises(InputError) as caught:
+        check_effective(model.config, {"sequence_parallel": True})
+    return [*messages, str(caught.value)]
+
+
+def test_a_setting_that_did_not_take_effect_is_named_with_both_values(model_dir):
+    (messages,) = run_trainers(model_dir, configuration(ParallelConfig()), ineffective)
+    for message, name in zip(
+        messages,
+        ["overlap_grad_reduce", "overlap_param_gather", "recompute of layers", "recompute of attention", "sequence_p"],
+        strict=True,
+    ):
+        assert message.startswith(name)
+        assert "True" in message
+        assert "False" in message

@@ -1,0 +1,81 @@
+"""The only form of a batch: sequences one after another in flat arrays, without padding between them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_core.batches.sequences import Sequences
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """S segments of T positions in all, R of which predict a response token. Position s predicts token s + 1."""
+
+    rows: Indices
+    """(S,) number of each segment's sequence; -1 for the segment that fills an empty batch."""
+    lengths: Indices
+    """(S,) positions of each segment; they sum to T."""
+    response_lengths: Indices
+    """(S,) positions of each segment that predict a response token; they sum to R."""
+    tokens: Indices
+    """(T,) inputs."""
+    positions: Indices
+    """(T,) place of each input in its segment."""
+    predicting: Indices
+    """(R,) the positions that predict a response token, ascending."""
+    targets: Indices
+    """(R,) the tokens that they predict."""
+    responses: Indices
+    """(R,) place of each predicted token among the response tokens of all sequences; -1 in an empty batch."""
+
+    @property
+    def response_tokens(self) -> int:
+        """Predicted tokens that count."""
+        return int(np.count_nonzero(self.responses >= 0))
+
+
+_EMPTY = FlatBatch(
+    rows=np.array([-1]),
+    lengths=np.array([1]),
+    response_lengths=np.array([1]),
+    tokens=np.array([0]),
+    positions=np.array([0]),
+    predicting=np.array([0]),
+    targets=np.array([0]),
+    responses=np.array([-1]),
+)
+
+
+def flatten(sequences: Sequences, rows: Indices) -> FlatBatch:
+    """The batch of these rows, in their order.
+
+    Without rows it is one position that counts nowhere: every data-parallel rank runs the same number of batches.
+    """
+    if not len(rows):
+        return _EMPTY
+    positions, responses = sequences.positions[rows], sequences.response_lengths[rows]
+    prompts = sequences.prompt_lengths[rows]
+    first = _starts(sequences.lengths)[rows]  # of each sequence among all tokens
+    return FlatBatch(
+        rows=rows,
+        lengths=positions,
+        response_lengths=responses,
+        tokens=sequences.tokens[_ranges(first, positions)].astype(np.int64),
+        positions=_ranges(np.zeros_like(positions), positions),
+        predicting=_ranges(_starts(positions) + prompts - 1, responses),
+        targets=sequences.tokens[_ranges(first + prompts, responses)].astype(np.int64),
+        responses=_ranges(_starts(sequences.response_lengths)[rows], responses),
+    )
+
+
+def _starts(lengths: Indices) -> Indices:
+    """Where each of several stretches begins if they lie one after another."""
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: Indices, lengths: Indices) -> Indices:
+    """The numbers start, start + 1, ... of each stretch, one stretch after another."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())

@@ -1,0 +1,67 @@
+"""Which sequences go through the model together, on which data-parallel rank."""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large a micro-batch may be."""
+
+    tokens: int
+    """Most positions; a sequence that is longer goes alone."""
+    sequences: int | None = None
+    """Most sequences; None: as many as fit."""
+
+
+def share(lengths: Indices, rows: Indices, replicas: int, limits: Limits) -> list[list[Indices]]:
+    """Divide `rows` over data-parallel replicas and then into micro-batches: result[replica][micro-batch] -> rows.
+
+    Longest first, each sequence goes to the emptiest micro-batch (LPT, Graham 1969), of which there are as few as fit.
+    All replicas get the same number, as the schedules require, and those that run at the same time are of similar size.
+    What is missing is an empty array. The result depends on nothing but the arguments.
+
+    Args:
+        lengths: (N,) positions of all sequences.
+        rows: the sequences to divide; those without positions are left out.
+        replicas: data-parallel ranks.
+        limits: of each micro-batch.
+    """
+    rows = rows[lengths[rows] > 0]
+    order = rows[np.argsort(-lengths[rows], kind="stable")]
+    rounds = max(1, -(-_fewest(lengths[order], limits) // replicas))
+    while (filled := _fill(lengths, order, rounds * replicas, limits)) is None:
+        rounds += max(1, rounds // 16)
+    filled.sort(key=lambda members: -int(lengths[members].sum()))
+    return [filled[replica::replicas] for replica in range(replicas)]
+
+
+def _fewest(lengths: Indices, limits: Limits) -> int:
+    """A number of micro-batches below which the sequences cannot fit."""
+    by_tokens = -(-int(np.minimum(lengths, limits.tokens).sum()) // limits.tokens)
+    by_sequences = -(-len(lengths) // (limits.sequences or max(1, len(lengths))))
+    large = int(np.count_nonzero(2 * lengths > limits.tokens))  # no two of them fit together
+    return max(by_tokens, by_sequences, large)
+
+
+def _fill(lengths: Indices, order: Indices, count: int, limits: Limits) -> list[Indices] | None:
+    """`count` micro-batches that hold `order`, or None if it does not fit so."""
+    members: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, number) for number in range(count)]  # a heap of (positions, micro-batch) with room
+    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        if not emptiest:
+            return None
+        load, number = emptiest[0]
+        if load and load + length > limits.tokens:
+            return None
+        members[number].append(row)
+        if len(members[number]) == limits.sequences:
+            heapq.heappop(emptiest)
+        else:
+            heapq.heapreplace(emptiest, (load + length, number))
+    return [np.sort(np.array(batch, dtype=np.int64)) for batch in members]

@@ -1,0 +1,145 @@
+"""The weights of a stored state under their Hugging Face names, in one process without process groups or a GPU.
+
+megatron-bridge's registry says which names a stored tensor becomes. Its conversions gather from ranks, so what they do
+to a whole tensor is done here. Tensors come one after another: none is held longer than the caller does.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion import param_mapping as maps
+
+from storage.errors import InputError, StorageError
+from trainer_core.platform.platform import quietly
+from trainer_core.state.facts import OPTIMIZER_PREFIX
+from trainer_core.state.saved import Region, SavedState
+
+_STACKED = re.compile(r"^(?P<before>.*\blayers)\.(?P<after>[^\d].*)$")
+_NUMBERED = re.compile(r"\.layers\.(\d+)\.")
+_OF_THE_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_UNCHANGED = (
+    maps.AutoMapping, maps.DirectMapping, maps.ColumnParallelMapping, maps.RowParallelMapping, maps.ReplicatedMapping,
+)  # fmt: skip
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the state, or one layer of a stacked one, and what it becomes."""
+
+    stored: str
+    """Its name in the state."""
+    region: Region
+    """Which part of it."""
+    names: tuple[str, ...]
+    """Hugging Face names."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes."""
+    dtype: torch.dtype
+    split: Callable[[torch.Tensor], Tensors]
+    """Makes the tensors of these names."""
+    place: tuple[int, int]
+    """Where it belongs in the order of the layers: embedding, layers, norm, output."""
+
+
+class StoredWeights:
+    """All weights of a state, in the order of the layers."""
+
+    def __init__(self, model_dir: Path, state: SavedState, vocab_size: int) -> None:
+        """Plan the conversion; reads no tensor.
+
+        Args:
+            model_dir: has the model's config.json.
+            vocab_size: rows of the embedding without padding.
+
+        Raises:
+            InputError: megatron-bridge does not know the architecture, or a tensor cannot be converted.
+        """
+        with quietly():
+            bridge = AutoBridge.from_hf_pretrained(str(model_dir))
+            self._config = bridge.to_megatron_provider(load_weights=False)
+            self._registry = cast(Any, bridge)._model_bridge.mapping_registry()
+        self._state, self._vocab_size = state, vocab_size
+        tensors = [name for name in sorted(state.names) if state.tensor(name) and not name.startswith(OPTIMIZER_PREFIX)]
+        found = [entry for name in tensors for entry in self._entries(name)]
+        self.entries = tuple(sorted(found, key=lambda entry: (entry.place, entry.stored)))
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face name and contiguous tensor, in the order of `entries`."""
+        for entry in self.entries:
+            whole = self._state.read(entry.stored, entry.region)
+            parts = entry.split(whole.reshape(whole.shape[1:]) if _is_layer(entry) else whole)
+            del whole
+            for name, tensor in zip(entry.names, parts, strict=True):
+                yield name, tensor.contiguous()
+
+    def _entries(self, stored: str) -> Iterator[Entry]:
+        size = tuple(cast(Any, self._state.tensor(stored)).size)
+        stacked = _STACKED.match(stored)
+        if stacked is None:
+            yield self._entry(stored, stored, Region((0,) * len(size), size))
+            return
+        rest = size[1:]
+        for layer in range(size[0]):
+            region = Region((layer, *(0 for _ in rest)), (1, *rest))
+            yield self._entry(stored, f"{stacked['before']}.{layer}.{stacked['after']}", region)
+
+    def _entry(self, stored: str, name: str, region: Region) -> Entry:
+        mapping = self._registry.megatron_to_hf_lookup(name)
+        if mapping is None:
+            raise StorageError(
+                f"megatron-bridge does not know {name}, which is {stored} in the state: use the pinned versions"
+            )
+        split = self._split(mapping, name)
+        dtype = cast(Any, self._state.tensor(stored)).properties.dtype
+        shape = region.shape if stored == name else region.shape[1:]
+        shapes = tuple(tuple(part.shape) for part in split(torch.empty(shape, dtype=dtype, device="meta")))
+        return Entry(stored, region, _names(mapping.hf_param), shapes, dtype, split, _place(name))
+
+    def _split(self, mapping: Any, name: str) -> Callable[[torch.Tensor], Tensors]:
+        if type(mapping) is maps.QKVMapping:
+            return functools.partial(_query_key_value, self._config)
+        if type(mapping) is maps.GatedMLPMapping:
+            return _halves
+        if type(mapping) is maps.RMSNorm2ZeroCenteredRMSNormMapping:
+            return lambda weight: (weight + 1,)
+        if type(mapping) in _UNCHANGED and not vars(mapping).get("permute_dims"):
+            rows = self._vocab_size if name in _OF_THE_VOCABULARY else None
+            return lambda weight: (weight[:rows],)
+        raise InputError(
+            f"{name} is converted by megatron-bridge's {type(mapping).__name__}, which `ratchet export` does not know: "
+            "export works for dense decoders such as Llama, Mistral, Qwen2 and Qwen3"
+        )
+
+
+def _query_key_value(config: Any, fused: torch.Tensor) -> Tensors:
+    return tuple((maps.split_qkv_biases if fused.ndim == 1 else maps.split_qkv_weights)(config, fused))
+
+
+def _halves(fused: torch.Tensor) -> Tensors:
+    """The gate's rows come before the up projection's, whatever the layout that saved them."""
+    return tuple(fused.chunk(2))
+
+
+def _names(param: str | dict[str, str]) -> tuple[str, ...]:
+    if isinstance(param, str):
+        return (param,)
+    return tuple(param[key] for key in (("q", "k", "v") if "q" in param else ("gate", "up")))
+
+
+def _place(name: str) -> tuple[int, int]:
+    numbered = _NUMBERED.search(name)
+    if numbered:
+        return 1, int(numbered.group(1))
+    return (0, 0) if name.startswith("embedding.") else (2, int(name == "output_layer.weight"))
+
+
+def _is_layer(entry: Entry) -> bool:
+    return _STACKED.match(entry.stored) is not None

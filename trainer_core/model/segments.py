@@ -1,0 +1,17 @@
+"""Sums over the segments of flat response tokens."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which of R flat response tokens belong to which of S sequences."""
+
+    lengths: torch.Tensor
+    """(S,) int64, tokens of each sequence; they sum to R."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """(R,) -> (S,), differentiable. A layout that divides sequences over ranks adds its partial sums here."""
+        return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True, initial=0)

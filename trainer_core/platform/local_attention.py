@@ -1,0 +1,130 @@
+"""Causal attention within the segments of a flat batch, by torch's scaled_dot_product_attention.
+
+Used where Transformer Engine, which has kernels for that, is absent.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from numpy.typing import NDArray
+
+
+@dataclass(kw_only=True)
+class LocalSegments(PackedSeqParams):
+    """The segments of a flat batch, prepared once for all layers.
+
+    The format is not "thd", with which megatron-core rotates one segment after another: the batch axis of length 1
+    stays, and every position brings its own angles.
+    """
+
+    positions: torch.Tensor
+    """(T,) int64, place of each position in its segment."""
+    order: torch.Tensor
+    """(T,) int64, the positions by length of their segment: segments of equal length are attended to together."""
+    inverse: torch.Tensor
+    """(T,) int64, undoes `order`."""
+    blocks: tuple[tuple[int, int], ...]
+    """(segments, length) of each block of equal lengths, in that order."""
+
+
+def local_segments(lengths: NDArray[np.int64], positions: torch.Tensor) -> LocalSegments:
+    """What the local layers need to know of segments.
+
+    `lengths`, (S,), sum to T; `positions`, (T,) int64 on the model's device, count from 0 in each segment.
+    """
+    order = np.argsort(np.repeat(lengths, lengths), kind="stable")
+    found, counts = np.unique(lengths, return_counts=True)
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    permutations = torch.from_numpy(np.stack((order, inverse))).to(positions.device)  # (2, T)
+    longest = int(lengths.max())
+    return LocalSegments(
+        qkv_format="sbhd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=positions,
+        order=permutations[0],
+        inverse=permutations[1],
+        blocks=tuple(zip(counts.tolist(), found.tolist(), strict=True)),
+    )
+
+
+class LocalSelfAttention(SelfAttention):
+    """megatron-core's self-attention, in which positions count from the beginning of each segment."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *args: Any,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: LocalSegments | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(T, 1, H) -> (T, 1, H); `rotary_pos_emb` (L, 1, 1, D) holds the angles of the first L places of a segment.
+
+        Without segments each row of (S, B, H) is one.
+        """
+        if packed_seq_params is not None:
+            rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]  # (T, 1, 1, D)
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+
+
+class LocalDotProductAttention(MegatronModule):
+    """Causal core attention within segments, without dropout."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale if softmax_scale is not None else cast(int, config.kv_channels) ** -0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        /,
+        *,
+        packed_seq_params: PackedSeqParams | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Query (T, 1, heads / tp, D), key and value with the key-value heads -> (T, 1, heads / tp * D).
+
+        Without segments each row of (S, B, heads / tp, D) is one.
+        """
+        if packed_seq_params is None:
+            return self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
+        segments = cast(LocalSegments, packed_seq_params)
+        if len(segments.blocks) == 1:  # nothing to sort
+            rows = (tensor.unflatten(0, segments.blocks[0]).squeeze(2) for tensor in (query, key, value))
+            return self._attend(*rows).flatten(0, 1).unsqueeze(1)
+        sizes = [count * length for count, length in segments.blocks]
+        ordered = (tensor.squeeze(1)[segments.order].split(sizes) for tensor in (query, key, value))  # (T, heads, D)
+        mixed = [
+            self._attend(*(part.unflatten(0, (count, length)) for part in parts)).flatten(0, 1)
+            for (count, length), *parts in zip(segments.blocks, *ordered, strict=True)
+        ]
+        return torch.cat(mixed)[segments.inverse].unsqueeze(1)
+
+    def _attend(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Query, key and value of n sequences of equal length, (n, L, heads, D) -> (n, L, heads * D)."""
+        query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, D)
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return mixed.transpose(1, 2).flatten(2)

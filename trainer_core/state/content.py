@@ -1,0 +1,118 @@
+"""The identity of a live train state: a digest of what it holds, equal under every layout and in every file format.
+
+Each element is one 64-bit word: its bits, as a signed whole number. Words are mixed with their row-major positions in
+the whole tensor and added modulo 2**64, so the sums of shards add up, wherever they are cut.
+"""
+
+import torch
+import torch.distributed as dist
+
+from storage.digest import value_digest
+from storage.errors import RatchetError
+from trainer_core.state.boxes import Box, Shard
+from trainer_core.state.facts import STATE_SCHEME, StateFacts, StateIdentity
+from trainer_core.weights.digest import dtype_name, mix
+
+_CHUNK = 1 << 22  # elements; bounds the temporary memory to a few times 32 MiB
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_HALF = 16  # hexadecimal characters of a 64-bit word
+
+_Kind = tuple[str, str, tuple[int, ...]]  # name, type and shape of a whole tensor
+
+
+class Identifier:
+    """Identifies the states of one trainer. From one to the next it keeps the list of all ranks' tensors."""
+
+    def __init__(self) -> None:
+        self._kinds: list[_Kind] | None = None
+
+    def identity(
+        self, shards: list[Shard], facts: StateFacts, generators: str, rank: int, device: torch.device
+    ) -> StateIdentity:
+        """Identify the state that all ranks' shards make up. Collective.
+
+        Args:
+            shards: what this rank owns of it.
+            facts: what it says about itself.
+            generators: digest of this rank's random generators.
+            rank: of this process.
+            device: where sums are exchanged.
+
+        Raises:
+            RatchetError: the shards do not make up the whole tensors, or the padding of the vocabulary is not zero.
+        """
+        if self._kinds is None:
+            self._kinds = _all_kinds(shards)
+        sums = _sums(shards, [name for name, _, _ in self._kinds], device)  # (tensors, 3)
+        table = torch.cat((sums.reshape(-1), _own_words(generators, rank, dist.get_world_size()).to(device)))
+        dist.all_reduce(table)  # wraps around like the sums themselves
+        numbers = table.tolist()
+        whole = list(zip(*[iter(numbers[: sums.numel()])] * 3, strict=True))
+        _check(self._kinds, whole)
+        words = [f"{number % 2**64:016x}" for number in numbers[sums.numel() :]]
+        return StateIdentity(
+            scheme=STATE_SCHEME,
+            tensors=value_digest(
+                [[*kind, f"{one[0] % 2**64:016x}"] for kind, one in zip(self._kinds, whole, strict=True)]
+            ),
+            progress=value_digest(facts.progress()),
+            generators=value_digest([facts.parallel.model_dump(mode="json"), words]),
+        )
+
+
+def _all_kinds(shards: list[Shard]) -> list[_Kind]:
+    """Every whole tensor of which some rank owns elements, in the order of names. Collective."""
+    own = {(shard.box.name, dtype_name(shard.values.dtype), shard.box.content) for shard in shards}
+    everyones: list[set[_Kind]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    return sorted(set().union(*everyones))
+
+
+def _sums(shards: list[Shard], names: list[str], device: torch.device) -> torch.Tensor:
+    """For each tensor the sum of its words, the number of elements, and of those in the padding that are not zero."""
+    found = torch.zeros((len(names), 3), dtype=torch.int64, device=device)
+    rows = {name: row for row, name in enumerate(names)}
+    for shard in shards:
+        row = found[rows[shard.box.name]]
+        for begin in range(0, shard.values.numel(), _CHUNK):
+            row += _partial(shard.box, shard.first + begin, shard.values[begin : begin + _CHUNK])
+    return found
+
+
+def _partial(box: Box, first: int, values: torch.Tensor) -> torch.Tensor:
+    positions = box.positions(first, values.numel(), values.device)
+    mixed = mix(values.view(_BITS[values.element_size()]).to(torch.int64), positions)
+    if box.size == box.content:
+        return torch.stack((mixed.sum(), positions.new_full((), values.numel()), positions.new_zeros(())))
+    inside = positions < _elements(box.content)  # padding is the end of the first axis
+    return torch.stack(((mixed * inside).sum(), inside.sum(), ((values != 0) & ~inside).sum()))
+
+
+def _own_words(digest: str, rank: int, world_size: int) -> torch.Tensor:
+    """A table of all ranks' digests as two words each, in which only the own ones are not zero."""
+    table = torch.zeros((world_size, 2), dtype=torch.int64)
+    for half in range(2):
+        word = int(digest[half * _HALF : (half + 1) * _HALF], 16)
+        table[rank, half] = word - 2**64 if word >= 2**63 else word
+    return table.reshape(-1)
+
+
+def _check(kinds: list[_Kind], whole: list[tuple[int, ...]]) -> None:
+    for (name, _, shape), (_, elements, padding) in zip(kinds, whole, strict=True):
+        if elements != _elements(shape):
+            raise RatchetError(
+                f"the ranks own {elements} elements of {name}, whose shape is {shape}: the state is not saved. "
+                "Report this, with the model and the layout"
+            )
+        if padding:
+            raise RatchetError(
+                f"{padding} elements of {name} belong to no token (the vocabulary is padded) and are not zero: the "
+                "state is not saved. Something has trained them; report this, with the model and the configuration"
+            )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

@@ -1,0 +1,150 @@
+"""Which elements of which whole tensors this rank holds, by names and positions that are the same under every layout.
+
+The names are those of megatron-core's sharded state dict: one tensor for all layers, the layer is its first index; a
+fused matrix is one tensor, whichever halves of it a rank holds. The distributed optimizer gives each data-parallel rank
+a range of each parameter's elements, which is cut into boxes here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from storage.errors import RatchetError
+from trainer_core.model.model import Model
+from trainer_core.model.optimizer import Optimizer
+from trainer_core.state.boxes import Box, Shard
+from trainer_core.state.facts import OPTIMIZER_PREFIX
+from trainer_core.state.pickles import is_empty
+from trainer_core.state.saved import Region
+
+_Leaf = ShardedTensor | ShardedTensorFactory | ShardedObject
+_STATE = f"{OPTIMIZER_PREFIX}state"
+_MAIN = "param"  # the optimizer's name of the main weights
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A parameter or buffer of this rank's part of the model."""
+
+    tensor: torch.Tensor
+    """The live parameter or buffer."""
+    boxes: tuple[tuple[int, Box], ...]
+    """The boxes that it consists of, each with the number of the element at which it begins."""
+    speaks: bool
+    """Whether no other tensor- or pipeline-parallel rank has the same elements, or this one speaks for them."""
+    first_replica: bool
+    """Whether this is the first of the data-parallel ranks."""
+
+    def shards(self, values: torch.Tensor, begin: int, prefix: str = "") -> Iterator[Shard]:
+        """The elements `begin` and those that follow, whose values (n,) are given, as shards of `prefix` + name."""
+        end = begin + values.numel()
+        for offset, box in self.boxes:
+            first, last = max(begin, offset), min(end, offset + box.elements)
+            if first < last:
+                named = replace(box, name=prefix + box.name)
+                yield Shard(named, first - offset, values[first - begin : last - begin])
+
+
+def local_tensors(model: Model) -> list[LocalTensor]:
+    """Everything of the model that is part of its state, on this rank.
+
+    Raises:
+        RatchetError: Megatron rearranges a tensor in a way that has no boxes, or a module has a state that is not in
+            its tensors, such as the scales of fp8.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    content = {"dp_cp_group": group, "singleton_local_shards": False}
+    state = model.module.sharded_state_dict(metadata=content)  # pyright: ignore[reportCallIssue]
+    found = list(_leaves(state))
+    for entry in found:
+        if isinstance(entry, ShardedObject) and not is_empty(entry.data):
+            raise RatchetError(f"{entry.key} holds what is not in tensors and would be lost: use fp32 or bf16")
+    return [_local(entry, model.vocab_size) for entry in found if not isinstance(entry, ShardedObject)]
+
+
+def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
+    """Every element of the train state that this rank owns: weights, buffers, main weights and moments.
+
+    Main weights that are the weights themselves, as in fp32, are not repeated.
+    """
+    held = dict(_optimizer_states(optimizer))
+    for local in filter(lambda one: one.speaks, tensors):
+        live = local.tensor.detach().reshape(-1)
+        if local.tensor in held:
+            begin, states = held[local.tensor]
+            count = states[_MAIN].numel()
+            yield from local.shards(live[begin : begin + count], begin)
+            yield from _optimizer_shards(local, begin, states)
+        elif local.first_replica and not _is_optimized(local.tensor):
+            yield from local.shards(live, 0)
+
+
+def optimizer_shards(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
+    """This rank's main weights and moments, also those that another rank speaks for."""
+    held = dict(_optimizer_states(optimizer))
+    for local in tensors:
+        if local.tensor in held:
+            yield from _optimizer_shards(local, *held[local.tensor])
+
+
+def _optimizer_shards(local: LocalTensor, begin: int, states: dict[str, torch.Tensor]) -> Iterator[Shard]:
+    weights = local.tensor.detach().view(-1)[begin:]
+    for key, values in states.items():
+        if key != _MAIN or values.data_ptr() != weights.data_ptr():
+            yield from local.shards(values.detach().view(-1), begin, f"{_STATE}.{key}.")
+
+
+def _optimizer_states(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, tuple[int, dict[str, torch.Tensor]]]]:
+    """Each parameter of which this data-parallel rank has elements: the first of them, main weights and moments."""
+    for part in optimizer.parts:
+        for parameter in part.model_param_group_index_map:
+            states = part._get_main_param_and_optimizer_states(parameter)
+            wanted = {key: values for key, values in states.items() if key != "step"}
+            yield parameter, (part._get_model_param_range_map(parameter)["param"].start, wanted)
+
+
+def _is_optimized(tensor: torch.Tensor) -> bool:
+    """Whether some data-parallel rank owns each element, though this one may own none."""
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
+def _leaves(state: object) -> Iterator[_Leaf]:
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from _leaves(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from _leaves(value)
+    elif isinstance(state, ShardedTensor | ShardedTensorFactory | ShardedObject):
+        yield state
+
+
+def _local(entry: ShardedTensor | ShardedTensorFactory, vocab_size: int) -> LocalTensor:
+    tensor = cast(torch.Tensor, entry.data)
+    parts = _leaves(entry.build()) if isinstance(entry, ShardedTensorFactory) else iter([entry])
+    boxes = tuple((_offset(tensor, part), _box(part, vocab_size)) for part in cast(Iterator[ShardedTensor], parts))
+    if sum(box.elements for _, box in boxes) != tensor.numel():
+        raise RatchetError(f"{entry.key} is not made up of the boxes that Megatron gives for it: {boxes}")
+    replica = cast(tuple[int, ...], entry.replica_id)
+    return LocalTensor(tensor, boxes, speaks=not any(replica[:-1]), first_replica=not replica[-1])
+
+
+def _offset(whole: torch.Tensor, part: ShardedTensor) -> int:
+    """The element of the local tensor at which a part begins that is some of its rows."""
+    values = cast(torch.Tensor, part.data)
+    same = values.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    if not (same and values.is_contiguous() and whole.is_contiguous()):
+        raise RatchetError(f"{part.key} is rearranged in the state, and only parts that are rows can be saved")
+    return int(values.storage_offset() - whole.storage_offset())
+
+
+def _box(part: ShardedTensor, vocab_size: int) -> Box:
+    size, ahead = tuple(part.global_shape), part.prepend_axis_num
+    content = (*size[:ahead], vocab_size, *size[ahead + 1 :]) if part.allow_shape_mismatch else size
+    region = Region(tuple(part.global_offset), (*(1,) * ahead, *part.local_shape))
+    return Box(part.key, size, content, region)
