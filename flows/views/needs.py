@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict
 
 from tasks.config.run import RunConfig
+from tasks.rewards.scoring import scoring_processes
 from trainer_core.config import Device, Precision
 
 _WEIGHT: Mapping[Precision, int] = {"fp32": 4, "bf16": 2}
@@ -57,7 +58,7 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
         device=device,
         ranks=parallel.world_size,
         engines=config.engine.count,
-        reward_processes=config.reward.processes,
+        reward_processes=scoring_processes(config.reward),
         parameters=parameters,
         rank_bytes=round(share * held),
         engine_bytes=parameters * _WEIGHT[config.engine.precision] + (config.engine.kv_cache_mib << 20),

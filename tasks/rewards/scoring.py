@@ -62,6 +62,11 @@ def order_of(section: RewardSection, part: RewardFunction) -> ScoringOrder:
     return ScoringOrder(target, part.arguments, part.weights, part.batch, section.deadline_s, section.start_deadline_s)
 
 
+def scoring_processes(section: RewardSection) -> int:
+    """How many processes score at once; 0 if the calling process does."""
+    return section.processes or int(any(find_reward(part.function).needs_process for part in section.parts))
+
+
 def notices(section: RewardSection) -> list[str]:
     """What a person should know about how responses will be scored."""
     named = [find_reward(part.function) for part in section.parts]

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ THINGS = ("apples", "books", "coins", "marbles", "pens", "shells", "stamps", "st
 MORE = ("buys", "finds", "gets", "wins")
 LESS = ("breaks", "loses", "sells", "spends")
 PROBLEM = "{name} has {first} {things} and {verb} {second}. How many {things} does {name} have now?"
-MISTAKES = 0.75
+HERE = Path(__file__).resolve().parent
+MISTAKES = 0.6
 """Share of the solved examples that forget to carry or to borrow, which the reward has to correct."""
 
 
@@ -141,7 +143,7 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="where the files go")
+    parser.add_argument("folder", nargs="?", type=Path, default=HERE, help="where the files go")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model and the problems")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
@@ -153,6 +155,8 @@ def main() -> None:
     write_lines(folder / "test.jsonl", records(test, "test"))
     write_lines(folder / "solved.jsonl", demonstrations(train, rng))
     texts = [SYSTEM, *(f"{one.text}\n{one.solution(careful=True)}" for one in train[:4000])]
+    if folder.resolve() != HERE:
+        shutil.copy(HERE / "chat.toml", folder)
     make_model(folder / "model", make_tokenizer(texts, vocabulary=512), arguments.seed)
 
 

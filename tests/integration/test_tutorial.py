@@ -1,0 +1,74 @@
+"""Every command of docs/tutorial.md is carried out, in order, and says what the page says it does."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.config.code_version import PROJECT_ROOT
+
+PAGE = PROJECT_ROOT / "docs" / "tutorial.md"
+_BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.M | re.S)
+_NUMBER = re.compile(r"\d+(?:\\\.\d+)?")
+_FIGURES = re.compile(r" \\\| .*")
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """Language, title and text of each block of the page."""
+    return _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """The commands of a block, each with the lines that are shown below it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        elif line != "...":
+            found[-1][1].append(line)
+    return found
+
+
+def said(line: str, output: str) -> bool:
+    """Whether the output has a line as this one; numbers, and the figures of an iteration, may be others."""
+    pattern = _NUMBER.sub(r"\\d+(?:\\.\\d+)?", _FIGURES.sub(" .*", re.escape(line).replace(r"\ ", " ")))
+    return re.search(f"^{pattern}$", output, re.M) is not None
+
+
+@pytest.fixture
+def environment(tmp_path: Path, home: Path) -> dict[str, str]:
+    (tmp_path / "infra").symlink_to(PROJECT_ROOT / "infra")
+    program = tmp_path / "bin" / "ratchet"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flows "$@"\n')
+    program.chmod(0o755)
+    (program.parent / "python").symlink_to(sys.executable)
+    return {
+        **os.environ,
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(PROJECT_ROOT),
+        "PREFECT_HOME": str(home),
+    }
+
+
+@pytest.mark.slow
+def test_every_command_does_what_the_page_says(tmp_path: Path, environment: dict[str, str]):
+    def carried_out(command: list[str]) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout + done.stderr
+
+    count = 0
+    for language, title, text in blocks():
+        if title:
+            (tmp_path / "first" / title).write_text(text)
+        elif language == "python":
+            carried_out([sys.executable, "-c", text])
+        for command, lines in commands(text) if language == "console" else ():
+            output = carried_out(["sh", "-c", command])
+            assert [line for line in lines if not said(line, output)] == [], output
+            count += 1
+    assert count == 15
