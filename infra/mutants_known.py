@@ -608,6 +608,14 @@ MUTANTS = (
         ("tests/tasks/stages/test_held_state.py",),
     ),
     Mutant(
+        "ended-ranks-are-asked-again",
+        "ranks of which some could not read shared memory, and that were ended, are to load from the store",
+        "tasks/stages/held_state.py",
+        "            group = trainers(context, prepared)  # if only some",
+        "            # if only some",
+        ("tests/tasks/stages/test_held_state.py",),
+    ),
+    Mutant(
         "memory-of-another-run",
         "a run takes over what another run left in shared memory",
         "tasks/workers/scratch.py",

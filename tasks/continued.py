@@ -15,7 +15,7 @@ from storage.errors import InputError
 from storage.manifest import Part
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
-from tasks.config.identity import changed_meaning
+from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import read_config
 from tasks.data.model_files import is_weights
@@ -24,7 +24,6 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Prepared
 
-_FIXED_BY_PREPARE = ("model", "data", "warmup")
 _SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its size and its beginning
 
 
@@ -43,7 +42,7 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
 def fork_command(root: Root, run: str, changes: dict[str, JsonValue]) -> str | None:
     """The command that makes a fork with these settings; None if a fork cannot have them."""
     unsayable = [value for value in changes.values() if value is None or isinstance(value, dict)]
-    if unsayable or any(key.partition(".")[0] in _FIXED_BY_PREPARE or is_secret(key) for key in changes):
+    if unsayable or any(key.startswith(FIXED_BY_PREPARE) or is_secret(key) for key in changes):
         return None
     complete = names(root, run).of_stage(Stage.WEIGHT_SYNC).values()
     if not complete:

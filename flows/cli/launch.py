@@ -14,7 +14,7 @@ from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.output import Output
 from flows.views.progress import closing_lines
-from flows.views.reports import write_report
+from flows.views.reports import finish_report
 from flows.views.status import RunStatus, read_status
 from storage.backends.root import Root
 from storage.errors import InputError, RatchetError, WorkerLost
@@ -76,7 +76,7 @@ def launch(order: Order, output: Output) -> int:
             first = next_iteration(root, order.run, order.config)
             if first > order.config.run.iterations:
                 _release(order.run, output)
-                write_report(root, order.run)
+                finish_report(root, order.run, order.config, output.say)
             else:
                 output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
                 _run_flow_to_its_end(order, signals, root, output)

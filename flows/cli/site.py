@@ -32,7 +32,10 @@ def up_command(
         str | None,
         Parameter(help="PostgreSQL for the server, as postgresql://user@host:port/name or env:NAME; else SQLite."),
     ] = None,
-    at_once: Annotated[int, Parameter(help="Flow runs that are executed at once.", validator=Number(gte=1))] = 1,
+    at_once: Annotated[
+        int | None,
+        Parameter(help="Flow runs that are executed at once; at first 1, then as it was.", validator=Number(gte=1)),
+    ] = None,
     deployments: Annotated[Path, Parameter(help="Deployments to register.")] = DEPLOYMENTS,
     folder: Folder = DEFAULT_FOLDER,
     json: Json = False,

@@ -26,13 +26,12 @@ from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.document import apply_override, parse_config, with_functions
-from tasks.config.identity import changed_meaning
+from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import WORKFLOW, Stage
 
-_DECIDED = ("model", "data", "warmup")
 _BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
 
 
@@ -279,7 +278,7 @@ def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -
     document["run"]["name"] = run
     config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
     changed = changed_meaning(before.meaning(), config.meaning())
-    decided = [line for line in changed if line.startswith(_DECIDED)]
+    decided = [line for line in changed if line.startswith(FIXED_BY_PREPARE)]
     if decided:
         raise InputError(
             f"what iteration 0 of run {parent!r} has fixed cannot be changed in a fork of it:\n  "

@@ -71,7 +71,12 @@ def _machine(root: str) -> Iterator[Finding]:
 
 def _versions() -> Finding:
     wrong = [] if sys.version_info[:2] == (3, 12) else [f"Python {sys.version.split()[0]} is not 3.12"]
-    for line in importlib.metadata.requires("ratchet") or ():
+    try:
+        lines = importlib.metadata.requires("ratchet") or ()
+    except importlib.metadata.PackageNotFoundError:
+        text = "not compared: Ratchet is on PYTHONPATH, and not installed"
+        return Finding(check="versions", level="warning", text=text)
+    for line in lines:
         wanted = Requirement(line)
         if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             wrong += _mismatch(wanted)

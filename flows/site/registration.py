@@ -65,12 +65,12 @@ class DeploymentsFile(BaseModel):
     deployments: tuple[DeploymentEntry, ...]
 
 
-def register(deployments: Deployments, at_once: int) -> tuple[str, ...]:
+def register(deployments: Deployments, at_once: int | None) -> tuple[str, ...]:
     """Register everything with the server that Prefect is connected to.
 
     Args:
         deployments: each with its flow.
-        at_once: flow runs that may be executed at the same time.
+        at_once: flow runs that may be executed at the same time; None keeps what the pool has, at first 1.
 
     Returns:
         The deployments, as flow/deployment.
@@ -106,12 +106,14 @@ def _flow(entry: DeploymentEntry) -> Flow[..., Any]:
     return found
 
 
-def _keep_pool(client: SyncPrefectClient, at_once: int) -> None:
+def _keep_pool(client: SyncPrefectClient, at_once: int | None) -> None:
     try:
         client.read_work_pool(POOL)
-        client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=at_once))
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=at_once))
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=at_once or 1))
+        return
+    if at_once is not None:
+        client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=at_once))
 
 
 def _keep_deployment(client: SyncPrefectClient, entry: DeploymentEntry, flow: Flow[..., Any]) -> str:

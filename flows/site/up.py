@@ -39,7 +39,7 @@ class Wanted:
     port: int = 4200
     database: str | None = None
     """URL of the server's database; None keeps what the site has."""
-    at_once: int = 1
+    at_once: int | None = None
     """Flow runs that the worker executes at the same time."""
 
 

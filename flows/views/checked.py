@@ -6,13 +6,15 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from flows.views.needs import Needs, needs_of
-from tasks.checks import check_content, check_scratch, model_facts
+from flows.views.trackers import check_trackers
+from tasks.checks import advice, check_content, check_scratch, model_facts
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
 from tasks.data.checking import check_prompts
 from tasks.data.parameters import count_parameters
 from tasks.data.sources import Prompts, text_codec
 from tasks.data.tokenizer import TextCodec
+from tasks.rewards.scoring import notices
 
 _GIB = 1 << 30
 _SHOWN_TOKENS = 400
@@ -78,6 +80,7 @@ def checked(config: RunConfig) -> Checked:
     """
     check_scratch()
     check_content(config)
+    check_trackers(config.report)
     codec, prompts = text_codec(config.model, config.rollout.stop_tokens), check_prompts(config)
     train = prompts.tables["train"]
     parameters = count_parameters(config.model, model_facts(config))
@@ -88,7 +91,7 @@ def checked(config: RunConfig) -> Checked:
         context=min(config.engine.max_model_len, codec.context),
         stop_tokens=_tokens(codec.stop_tokens, codec),
         sources=_counts(prompts),
-        notes=tuple(_notes(config, codec)),
+        notes=(*_notes(config, codec), *advice(config), *notices(config.reward)),
         needs=needs_of(config, Settings.from_environment().device(config.device.kind), parameters, size),
     )
 

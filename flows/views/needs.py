@@ -10,7 +10,7 @@ from trainer_core.config import Device, Precision
 
 _WEIGHT: Mapping[Precision, int] = {"fp32": 4, "bf16": 2}
 _GRADIENT = 4  # kept in fp32
-_OPTIMIZER = 12  # fp32 weights and two moments
+_OPTIMIZER: Mapping[Precision, int] = {"fp32": 8, "bf16": 12}  # two moments, and fp32 weights if there are others
 
 
 class Needs(BaseModel):
@@ -34,7 +34,7 @@ class Needs(BaseModel):
     stored_bytes: int
     """Disk for what is stored once: model and prompts."""
     state_bytes: int
-    """Disk for the train state of one iteration."""
+    """Disk for the train state of one iteration; one is in shared memory too while the run is driven."""
     states_kept: int
     """Train states kept at the end, by `[storage]`."""
 
@@ -52,8 +52,9 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
         prompt_bytes: size of the tables of prompts.
     """
     weight, parallel = _WEIGHT[config.train.precision], config.train.parallel
+    optimizer = _OPTIMIZER[config.train.precision]
     share = parameters / (parallel.tensor * parallel.pipeline)
-    held = weight + _GRADIENT + _OPTIMIZER / parallel.data + (weight if config.train.policy.kl_coefficient else 0)
+    held = weight + _GRADIENT + optimizer / parallel.data + (weight if config.train.policy.kl_coefficient else 0)
     return Needs(
         device=device,
         ranks=parallel.world_size,
@@ -63,7 +64,7 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
         rank_bytes=round(share * held),
         engine_bytes=parameters * _WEIGHT[config.engine.precision] + (config.engine.kv_cache_mib << 20),
         stored_bytes=parameters * weight + prompt_bytes,
-        state_bytes=parameters * (weight + _OPTIMIZER),
+        state_bytes=parameters * (weight + optimizer),
         states_kept=_states_kept(config),
     )
 

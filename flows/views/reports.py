@@ -48,6 +48,14 @@ def write_report(root: Root, run: str, history: list[IterationRecord] | None = N
     return store_plot(root, run, rows)
 
 
+def finish_report(root: Root, run: str, config: RunConfig, say: Say) -> bytes:
+    """`write_report` of a complete run. Trackers, too, get what a process that died at the end did not send them."""
+    if trackers(root, run, config):
+        with Reports(root, run, config, say) as reports:
+            reports.add(read_record(root, run, config.run.iterations))
+    return write_report(root, run)
+
+
 class Reports:
     """The reports of one process that drives a run; as a context manager it ends them."""
 

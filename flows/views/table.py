@@ -41,7 +41,8 @@ def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
     values = {
         _column(one.stage, name): value
         for one in manifests
-        for name, value in one.metrics.items()
+        # a component of a reward may be named like a number of ours, which comes last and counts
+        for name, value in sorted(one.metrics.items(), key=lambda item: "/" not in item[0])
         if value is not None and math.isfinite(value)
     }
     ordered = {name: values[name] for name in sorted(values, key=_place)}

@@ -1,5 +1,6 @@
 """Numbers of a configuration that have the right type and cannot work all the same."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ LARGEST = 2**31 - 1
 LONGEST_S = 1e8
 """Longest deadline, seconds: three years. The operating system's own limit is a few hundred."""
 
-_FREE = "reward.arguments"
+_FREE = re.compile(r"reward\.(functions\[\d+\]\.)?arguments\b")
 """What is below belongs to the reward function, which alone knows what it can use."""
 
 
@@ -24,7 +25,7 @@ def _unusable(value: Any, path: str) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
             yield from _unusable(inner, f"{path}[{number}]")
-    elif not path.startswith(_FREE) and isinstance(value, int | float):
+    elif _FREE.match(path) is None and isinstance(value, int | float):
         yield from _out_of_range(value, path)
 
 

@@ -4,12 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import fsspec
-
-from storage.errors import InputError
-from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
 from tasks.data.generated import shapes
+from tasks.data.models import open_model
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -30,9 +27,6 @@ def count_parameters(section: ModelSection, facts: Mapping[str, Any]) -> int:
 
 
 def _bytes_of_weights(section: ModelSection) -> int:
-    try:
-        fs, path = fsspec.core.url_to_fs(str(resolve(section.source, "model.source")))
-        files = fs.ls(path, detail=True)
-    except (OSError, ImportError, ValueError) as error:
-        raise InputError(f"model.source {section.source} cannot be listed: {without_secrets(str(error))}") from None
-    return sum(int(file["size"]) for file in files if str(file["name"]).endswith(".safetensors"))
+    folder = open_model(section)
+    sizes = folder.files()
+    return sum(sizes[name] for name in folder.weights())

@@ -65,8 +65,8 @@ def _rows(
     yield "configuration", f"`{trained.config_digest}`"
     yield "code", ", ".join(sorted({step.code_version for step in lineage.steps}))
     yield "finished", f"{trained.finished:%Y-%m-%d %H:%M} UTC"
-    if evaluated is not None and "accuracy" in evaluated.metrics:
-        yield "held-out accuracy", f"{evaluated.metrics['accuracy']:.4f}"
+    if evaluated is not None and (accuracy := evaluated.metrics.get("accuracy")) is not None:
+        yield "held-out accuracy", f"{accuracy:.4f}"
 
 
 def _inputs(prepared: Manifest) -> list[Any]:

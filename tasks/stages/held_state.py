@@ -53,6 +53,7 @@ def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> Tra
     if group.identity() != state.digest:
         if not _loaded_from_memory(context, group, state):
             context.outbox.settle()  # ranks that died may have left a state that is not stored yet
+            group = trainers(context, prepared)  # if only some could read what is in memory, the group was ended
             stored = _stored(context, state)
             with local_copy(context, stored) as folder:
                 loaded = group.load(folder)
@@ -72,6 +73,7 @@ def _loaded_from_memory(context: RunContext, group: TrainerGroup, state: Trained
     try:
         _compare(state, group.load(folder))
     except StorageError as error:
+        (folder / _SAVED).unlink(missing_ok=True)  # so that it is not tried again
         logger.warning("the state in %s is not used, it is loaded from the store: %s", folder, error)
         return False
     logger.info("the state of iteration %d was loaded from shared memory", state.manifest.iteration)

@@ -22,6 +22,7 @@ from tasks.rewards.scoring import score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL, records_of
 from tasks.stages.scored import metrics, responses_of, too_many
+from tasks.stages.views import Prepared
 
 _NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason"]
 _WEIGHTS = (".safetensors", ".bin", ".pt")
@@ -112,7 +113,8 @@ def _stored_responses(root: Root, run: str, iteration: int) -> list[Response]:
     records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
     with tempfile.TemporaryDirectory(prefix="ratchet-reward-") as folder:
         materialize(root, prepared, Path(folder), MODEL, lambda name: not name.endswith(_WEIGHTS))
-        texts = TextCodec.from_directory(Path(folder)).decode_column(table["response_tokens"])
+        codec = TextCodec.from_directory(Path(folder), Prepared(prepared).stop_tokens)
+        texts = codec.decode_column(table["response_tokens"])
     return responses_of(table, texts, records, iteration)
 
 

@@ -39,29 +39,39 @@ def kept_in_memory(mark: str) -> Iterator[Path]:
         mark: what the folder is for, such as a run; only one that was left with the same mark is taken over.
     """
     with scratch(memory=True) as folder:
-        for left in _left():
-            if _mark_of(left) == mark:
-                folder.rmdir()
-                left.rename(folder)
-                break
-        else:
+        if not any(_mark_of(left) == mark and _taken(left, folder) for left in _left()):
             (folder / _MARK).write_text(mark, encoding="utf-8")
         yield folder
 
 
 def new_folder(memory: bool = False) -> Path:
     """A new folder, as `scratch`, which the caller removes."""
-    own = this_process("")
-    place = _SHARED_MEMORY if memory and _SHARED_MEMORY.is_dir() else None
-    return Path(tempfile.mkdtemp(prefix=f"ratchet-{_short(own)}-{own.process}-{own.birth or 0}-", dir=place))
+    return _new_below(_SHARED_MEMORY if memory and _SHARED_MEMORY.is_dir() else None)
 
 
 def sweep() -> list[Path]:
     """Remove the folders of dead processes of this machine; returns them."""
-    left = _left()
-    for path in left:
-        shutil.rmtree(path, ignore_errors=True)
-    return left
+    removed: list[Path] = []
+    for path in _left():
+        own = _new_below(path.parent)
+        if _taken(path, own):  # first, so that no other process takes over what is being removed
+            removed.append(path)
+        shutil.rmtree(own, ignore_errors=True)
+    return removed
+
+
+def _new_below(parent: Path | None) -> Path:
+    own = this_process("")
+    return Path(tempfile.mkdtemp(prefix=f"ratchet-{_short(own)}-{own.process}-{own.birth or 0}-", dir=parent))
+
+
+def _taken(left: Path, folder: Path) -> bool:
+    """Give a folder of a dead process the name of an empty one of this process; False if it cannot be had."""
+    try:
+        left.rename(folder)
+    except OSError:  # another process was faster, or it is another user's
+        return False
+    return True
 
 
 def _left() -> list[Path]:
@@ -72,9 +82,11 @@ def _left() -> list[Path]:
 
 def _mark_of(folder: Path) -> str | None:
     """The mark in a folder of this user in shared memory; None if there is none."""
-    mark = folder / _MARK
-    ours = folder.parent == _SHARED_MEMORY and folder.lstat().st_uid == os.getuid() and mark.is_file()
-    return mark.read_text(encoding="utf-8") if ours else None
+    try:
+        ours = folder.parent == _SHARED_MEMORY and folder.lstat().st_uid == os.getuid()
+        return (folder / _MARK).read_text(encoding="utf-8") if ours else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _is_left(path: Path) -> bool:

@@ -51,9 +51,13 @@ class WorkersHere:
     """Ranks and engines of a run, made on first use; `calls` has the methods that were called."""
 
     def __init__(
-        self, config: RunConfig, engine: type[SmallEngine] = SmallEngine, trainer: type[SmallTrainer] = SmallTrainer
+        self,
+        config: RunConfig,
+        engine: type[SmallEngine] = SmallEngine,
+        trainer: type[SmallTrainer] = SmallTrainer,
+        group: type[GroupHere] = GroupHere,
     ) -> None:
-        self._config, self._engine, self._rank = config, engine, trainer
+        self._config, self._engine, self._rank, self._group = config, engine, trainer, group
         self._trainers: TrainerGroup | None = None
         self._engines: list[EngineHandle] = []
         self.ranks: list[SmallTrainer] = []
@@ -65,7 +69,7 @@ class WorkersHere:
     def trainers(self, model_dir: Path, config: Any) -> TrainerGroup:
         if self._trainers is None or not self._trainers.alive():
             self.ranks = [self._rank(str(model_dir), config, rank) for rank in range(config.parallel.world_size)]
-            self._trainers = TrainerGroup(GroupHere(self.ranks, self.calls.append), self._config.workers)
+            self._trainers = TrainerGroup(self._group(self.ranks, self.calls.append), self._config.workers)
         return self._trainers
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:

@@ -15,7 +15,7 @@ from trainer_core.config import PolicyConfig
 from trainer_core.model import rng
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
-from trainer_core.model.passes import Objective, Passes, Scores
+from trainer_core.model.passes import Gradients, Objective, Passes, Scores
 from trainer_core.model.token_loss import TokenLoss
 
 
@@ -49,13 +49,13 @@ class PolicyPhase:
             raise StageFailed(f"none of the {len(samples)} samples has a reward; see the status column of the rewards")
         values = self._values(samples, reference_logprobs)
         if self.policy.epochs == self.policy.mini_batches == 1:
-            updates = [self._update(samples, rows, values, report_entropy=True)]
-            before = updates[0].gradients.scores()
+            update, gradients = self._update(samples, rows, values, report_entropy=True)
+            updates, before = [update], gradients.scores()
         else:
             before = self.passes.score(samples, rows, self.temperature, "reported")
             values["old_logprobs"] = before.logprobs
             updates = [
-                self._update(samples, mini_batch, values, report_entropy=False)
+                self._update(samples, mini_batch, values, report_entropy=False)[0]
                 for _ in range(self.policy.epochs)
                 for mini_batch in self._mini_batches(rows)
             ]
@@ -96,7 +96,7 @@ class PolicyPhase:
 
     def _update(
         self, samples: Samples, rows: NDArray[np.int64], values: dict[str, Vector], report_entropy: bool
-    ) -> Update:
+    ) -> tuple[Update, Gradients]:
         weights = np.zeros(len(samples), dtype=np.float32)
         lengths, groups = samples.response_lengths[rows], samples.groups[rows]
         weights[rows] = sequence_weights(lengths, groups, self.policy.loss_aggregation)
@@ -119,9 +119,9 @@ class PolicyPhase:
 
 def _mean_of(updates: list[Update]) -> dict[str, float]:
     return {
-        "loss": float(np.mean([update.gradients.loss for update in updates])),
+        "loss": float(np.mean([update.loss for update in updates])),
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
-        "clip_fraction": float(np.mean([update.gradients.clip_fraction for update in updates])),
+        "clip_fraction": float(np.mean([update.clip_fraction for update in updates])),
         "learning_rate": updates[-1].learning_rate,
         "steps": float(len(updates)),
     }

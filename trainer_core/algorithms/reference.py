@@ -16,13 +16,15 @@ class Reference:
     """
 
     def __init__(self, directory: str, model: Model) -> None:
-        """Read the weights of a saved state, leaving the model's own as they are."""
+        """Read the weights of a saved state, leaving the model's own as they are, also if it cannot be read."""
         self._model = model
         with model.weights():
             live = _copies(model)
-            load_weights(directory, model)
-            self._weights = _copies(model)
-            _put(model, live)
+            try:
+                load_weights(directory, model)
+                self._weights = _copies(model)
+            finally:
+                _put(model, live)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -38,13 +38,14 @@ class SupervisedPhase:
         objective = Objective(_cross_entropy, temperature=1.0, entropy="none")
         updates, tokens = [], 0
         for rows in _batches(len(examples), batch_size, steps, self.seed):
-            updates.append(apply_loss(self.passes, self.optimizer, examples, rows, weights, {}, objective))
+            update, _ = apply_loss(self.passes, self.optimizer, examples, rows, weights, {}, objective)
+            updates.append(update)
             tokens += int(examples.response_lengths[rows].sum())
         if not updates:
             return {"steps": 0.0, "tokens": 0.0}
         return {
-            "first_loss": updates[0].gradients.loss,
-            "loss": updates[-1].gradients.loss,
+            "first_loss": updates[0].loss,
+            "loss": updates[-1].loss,
             "grad_norm": float(np.mean([update.grad_norm for update in updates])),
             "learning_rate": updates[-1].learning_rate,
             "steps": float(steps),

@@ -15,10 +15,10 @@ from trainer_core.model.passes import Gradients, Objective, Passes
 
 @dataclass(frozen=True)
 class Update:
-    """What an update reports."""
+    """What an update reports: numbers alone, so that a list of them holds nothing on the device."""
 
-    gradients: Gradients
-    """The pass before the update, with its loss."""
+    loss: float
+    clip_fraction: float
     grad_norm: float
     """Global norm of the gradient before clipping."""
     learning_rate: float
@@ -33,8 +33,11 @@ def apply_loss(
     weights: Vector,
     values: Mapping[str, Vector],
     objective: Objective,
-) -> Update:
+) -> tuple[Update, Gradients]:
     """Take one optimizer step on `rows`; see `Passes.gradients` for the arguments. Collective.
+
+    Returns:
+        What it reports, and the pass before it, which holds its micro-batches.
 
     Raises:
         NumericsError: if the loss or the gradient norm is not finite; the weights are then unchanged.
@@ -46,4 +49,4 @@ def apply_loss(
             f"learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
         )
     norm = optimizer.update()
-    return Update(gradients, norm, optimizer.learning_rate)
+    return Update(gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate), gradients

@@ -156,7 +156,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        wanted = _settings(config, platform, deterministic)
+        wanted = _settings(config, platform, deterministic) | _of_experts(provider)
         _configure(provider, wanted)
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
@@ -215,6 +215,13 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
         settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
         settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}
     return settings
+
+
+def _of_experts(provider: GPTModelProvider) -> dict[str, Any]:
+    """What megatron-bridge switches on without being asked, for models with experts: it stays off."""
+    if not provider.num_moe_experts:
+        return {}
+    return {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
 
 
 def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:

@@ -90,7 +90,12 @@ class Saver:
             self._files = None
         directory.mkdir(parents=True, exist_ok=True)
         files = _laid_out(directory, shards, self._mesh)
-        entries = _of_all_ranks(files)
+        try:
+            entries = _of_all_ranks(files)
+        except StorageUnavailable:
+            if isinstance(files, MappedFiles):
+                files.close()
+            raise
         self._files = cast(MappedFiles, files)
         self._descriptions = describe(directory, entries) if self._mesh.rank == 0 else []
         return self._files

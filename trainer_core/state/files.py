@@ -65,7 +65,13 @@ class MappedFiles:
         self.directory = directory
         self.entries = list(_entries(shards, rank))
         self._pins = device.type == "cuda"
-        self._maps = {name: self._mapped(name, list(own)) for name, own in _by_file(self.entries)}
+        self._maps: dict[str, torch.Tensor] = {}
+        try:
+            for name, own in _by_file(self.entries):
+                self._maps[name] = self._mapped(name, list(own))
+        except StorageUnavailable:
+            self.close()
+            raise
         self._places = [_place(self._maps[entry.file], entry) for entry in self.entries]
 
     @property
@@ -128,7 +134,7 @@ def describe(directory: Path, entries: Iterable[Entry]) -> list[str]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file anew: the one before may have become a part of a store, under another name."""
+    """Replace a file: the one before may have become a part of a store, under another name."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 

@@ -229,7 +229,9 @@ def test_a_fork_of_a_run_that_recorded_a_secret_names_it_instead(call, root: Roo
     assert need(root, "child", 2, Stage.TRAIN).config_digest == read_config(root, "child").digest
 
 
-@pytest.mark.parametrize("setting", ["model.generate.layers=3", "data.shuffle=false", "warmup.steps=3"])
+@pytest.mark.parametrize(
+    "setting", ["model.generate.layers=3", "data.shuffle=false", "warmup.steps=3", "rollout.stop_tokens=[1]"]
+)
 def test_what_iteration_0_decided_is_not_changed_by_a_fork(call, setting):
     with pytest.raises(InputError, match=setting.partition("=")[0]):
         call("fork", "run", "--at", "2", "--run", "child", "--set", setting)

@@ -11,7 +11,7 @@ import pytest
 
 from flows.views import events, reports
 from flows.views.history import read_history
-from flows.views.reports import Reports
+from flows.views.reports import Reports, finish_report
 from flows.views.samples import Samples
 from flows.views.table import encode
 from storage import layout
@@ -123,6 +123,19 @@ def test_mlflow_continues_the_same_run(root, tmp_path):
         parameters = dict(connection.execute("select key, value from params").fetchall())
     assert steps == [(0,), (1,), (2,)]
     assert parameters["rollout.samples"] == "2"
+
+
+def test_what_a_tracker_lacks_at_the_end_is_sent_when_the_complete_run_is_started_again(root, tmp_path):
+    database = tmp_path / "mlflow.db"
+    config, said = small_config([f"report.mlflow=sqlite:///{database}"]), []
+    drive(root, tmp_path / "scratch", small_config(), said)  # as if the process had died before it told the tracker
+    for _ in range(2):
+        finish_report(root, RUN, config, said.append)
+    assert said == []
+    with sqlite3.connect(database) as connection:
+        assert connection.execute("select name, status from runs").fetchall() == [(RUN, "FINISHED")]
+        steps = connection.execute("select step from metrics where key = 'train/loss' order by step").fetchall()
+    assert steps == [(0,), (1,), (2,)]
 
 
 def test_a_tracker_that_refuses_is_said_once(root, tmp_path):

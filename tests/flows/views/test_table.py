@@ -61,7 +61,11 @@ def parsed(data: bytes) -> list[Event]:
 
 def test_a_row_has_the_metrics_of_every_stage():
     scored = make_manifest("a", 2, Stage.REWARD)
-    scored = scored.model_copy(update={"metrics": {"reward_mean": 0.5, "reward/right": 0.25, "odd": math.nan}})
+    scored = scored.model_copy(
+        update={
+            "metrics": {"reward_mean": 0.5, "reward/right": 0.25, "errors": 2.0, "reward/errors": 0.5, "odd": math.nan}
+        }
+    )
     row = row_of([make_manifest("a", 2, Stage.ROLLOUT), scored], 7.5)
     assert row.values == {
         "seconds": 7.5,
@@ -70,6 +74,7 @@ def test_a_row_has_the_metrics_of_every_stage():
         "rollout/tokens_per_second": 3000.0,
         "reward/reward_mean": 0.5,
         "reward/right": 0.25,
+        "reward/errors": 2.0,
     }
     assert row.finished == scored.finished
 

@@ -55,7 +55,13 @@ def test_all_of_them_are_named_at_once():
 
 
 @pytest.mark.parametrize(
-    "setting", [f"run.seed={LARGEST}", f"reward.arguments.limit={10**30}", "train.policy.entropy_coefficient=-0.1"]
+    "setting",
+    [
+        f"run.seed={LARGEST}",
+        f"reward.arguments.limit={10**30}",
+        "train.policy.entropy_coefficient=-0.1",
+        f'reward.functions=[{{name="a", function="exact_match", arguments={{seed=-1, limit={10**12}}}}}]',
+    ],
 )
 def test_what_can_work_is_taken(setting):
     config_with(setting)

@@ -8,6 +8,7 @@ from tasks.config.model import ModelSection
 from tasks.data import hub
 from tasks.data.hub import HubId, hub_id, is_hub_id
 from tasks.data.models import copy_files, fill_model_directory, find_model
+from tasks.data.parameters import count_parameters
 from tasks.model_checks.weights import check_weights
 from tests.bad_input import models
 
@@ -15,6 +16,8 @@ TAKEN = {
     "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
     "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
 }  # fmt: skip
+
+WEIGHTS = [name for name in TAKEN if name.endswith(".safetensors")]
 
 
 @pytest.fixture
@@ -53,6 +56,9 @@ def test_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch, source):
     only = tmp_path / "only"
     only.mkdir()
     assert copy_files(source, only, lambda name: name == "config.json") == ["config.json"]
+    section = ModelSection(source=source)
+    sizes = find_model(section).files()
+    assert count_parameters(section, {"dtype": "float32"}) == sum(sizes[name] for name in WEIGHTS) // 4
 
 
 def test_an_existing_folder_comes_before_the_hub(tmp_path, monkeypatch):

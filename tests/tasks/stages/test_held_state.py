@@ -28,7 +28,7 @@ from tasks.stages.held_state import STATE, ensure_reference, ensure_state, saved
 from tasks.stages.names import Stage
 from tasks.stages.stage import Work
 from tasks.stages.views import IDENTITY, Prepared, Trained
-from tests.small.here import WorkersHere
+from tests.small.here import GroupHere, WorkersHere
 from tests.small.workers import SmallTrainer, replace_file
 from tests.storage.tables import manifest
 from tests.tasks.config.test_run import MINIMAL
@@ -223,6 +223,34 @@ def test_a_torn_copy_in_memory_is_not_used(kept, prepared, caplog):
     lose(context, stored)
     with pytest.raises(PartMissing):
         ensure_state(replace(context, workers=WorkersHere(context.config)), prepared, stored)
+
+
+class HalfBlind(SmallTrainer):
+    """A rank that alone cannot read what is in memory."""
+
+    def load(self, directory: str) -> LoadedState:
+        if Path(directory).name == "state":
+            raise PartMissing("this rank's file is gone")
+        return super().load(directory)
+
+
+class Fragile(GroupHere):
+    """A group that is ended when a rank fails alone, as the real one is."""
+
+    def submit(self, method: str, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().submit(method, *arguments, **options)
+        except PartMissing:
+            self.end()
+            raise
+
+
+def test_ranks_that_fail_apart_over_memory_load_from_the_store(kept, prepared):
+    context, stored = kept
+    workers = WorkersHere(context.config, trainer=HalfBlind, group=Fragile)
+    group = ensure_state(replace(context, workers=workers), prepared, stored)
+    assert group.alive()
+    assert group.identity() == stored.digest
 
 
 def test_another_state_in_memory_is_not_used(kept, prepared):
