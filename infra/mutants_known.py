@@ -619,8 +619,8 @@ MUTANTS = (
         "memory-of-another-run",
         "a run takes over what another run left in shared memory",
         "tasks/workers/scratch.py",
-        "            if _mark_of(left) == mark:\n",
-        "            if _mark_of(left) is not None:\n",
+        "if not any(_mark_of(left) == mark and",
+        "if not any(_mark_of(left) is not None and",
         ("tests/tasks/workers/test_scratch.py",),
     ),
     Mutant(
