@@ -17,7 +17,7 @@ from storage.backends.root import open_root
 from storage.manifest import need
 from storage.ownership.lease import hold
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import SiteHere, command, connected_to, ended, free_port, up, wait_for
+from tests.flows.site.conftest import SiteHere, command, ended, up, wait_for
 from tests.small.config import _DOCUMENT
 
 pytestmark = pytest.mark.slow
@@ -175,31 +175,6 @@ def test_the_form_describes_every_field(client: SyncPrefectClient):
         assert field.get("title"), name
         assert field.get("description"), name
     assert set(schema["required"]) == {"run", "root"}
-
-
-def test_down_ends_a_flow_run_and_up_continues_it(tmp_path: Path, config: str, root: str):
-    """A site of its own, ended in the middle of a rollout."""
-    folder, port = tmp_path / "site", free_port()
-    (tmp_path / "slow-rollout").write_text("60")
-    here = SiteHere(folder, port, up(folder, port)["api"])
-    try:
-        with connected_to(here) as client:
-            deployment = client.read_deployment_by_name("train/train")
-            parameters = {"run": "a", "root": root, "iterations": 1, "config": config}
-            flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
-            wait_for(lambda: open_root(root).keys("a/manifests/000001"))
-            tree = [psutil.Process(here.process(role)) for role in ("server", "worker")]
-            tree += [child for process in tree for child in process.children(recursive=True)]
-            assert len(tree) > 2
-            assert json.loads(command("down", f"--folder={folder}").stdout)["ended"] == ["worker", "server"]
-            assert not [process for process in tree if process.is_running()]
-            (tmp_path / "slow-rollout").unlink()
-            assert up(folder, port)["started"] == ["server", "worker"]
-            done = ended(here, client, flow_run, attempt=2)
-            assert done.state.is_completed(), done.state
-            assert need(open_root(root), "a", 1, Stage.ROLLOUT).attempt == 1
-    finally:
-        command("down", f"--folder={folder}")
 
 
 def test_down_ends_what_was_started_and_nothing_else(tmp_path: Path):

@@ -118,6 +118,7 @@ def test_nothing_is_left_when_the_run_is_killed(marked, last):
     wait_for(lambda: marked() == [])
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_an_interruption_ends_the_scoring_at_once(marked):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, "hang"], cwd=PROJECT_ROOT, stderr=subprocess.PIPE)
     wait_for(lambda: "sleep" in marked())

@@ -96,6 +96,7 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
 
 LATER_PROCESS = """
 import json, sys
+from contextlib import suppress
 from tasks.workers.cluster import Cluster
 from tasks.config.run import RunConfig
 from tasks.engine.protocol import Sampling
@@ -104,13 +105,17 @@ from tasks.config.environment import Settings
 from trainer_core.weights.records import TensorRecord
 
 config, model, action = RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], sys.argv[3]
-with Fleet("run", config, Cluster(Settings.from_environment())) as fleet:
+class Unfinished(Exception):
+    """The run is not complete: what it has started stays."""
+
+with suppress(Unfinished), Fleet("run", config, Cluster(Settings.from_environment())) as fleet:
     (engine,) = fleet.engines(model)
     if action == "receive":
         engine.receive(sys.argv[4], 7, [TensorRecord.model_validate(record) for record in json.loads(sys.argv[5])])
     print(engine.identity().model_dump_json())
-    if action == "close":
-        fleet.close()
+    if action != "close":
+        raise Unfinished
+    fleet.close()
 """
 
 
