@@ -106,7 +106,7 @@ from trainer_core.weights.records import TensorRecord
 
 config, model, action = RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], sys.argv[3]
 class Unfinished(Exception):
-    """The run is not complete: what it has started stays."""
+    'The run is not complete: what it has started stays.'
 
 with suppress(Unfinished), Fleet("run", config, Cluster(Settings.from_environment())) as fleet:
     (engine,) = fleet.engines(model)
