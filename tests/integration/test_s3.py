@@ -104,7 +104,8 @@ def test_of_the_reference_the_weights_alone_were_fetched(bucket, continued):
     found = [[part.name for part in state.parts if any(part.key in one for one in fetched)] for state in states]
     others = ("state/optimizer", "state/generators")
     assert found[0] == [part.name for part in states[0].parts if not part.name.startswith(others)]
-    assert found[1] == [part.name for part in states[1].parts], "the state that the killed run continued from"
+    # the killed run continues from shared memory, unless another run of this host has started in between
+    assert found[1] in ([], [part.name for part in states[1].parts])
 
 
 def test_a_process_of_its_own_reads_it(bucket, on_s3, home):
