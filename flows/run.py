@@ -13,21 +13,20 @@ from prefect import flow
 from flows.driving import complete, next_iteration
 from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
+from flows.starting import check_start
 from flows.views.artifacts import examples_publisher, publish
 from flows.views.progress import Progress
 from flows.views.reports import Reports, write_report
 from flows.views.status import read_status
-from flows.views.trackers import check_trackers
 from storage.backends.root import Root, open_root
 from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
-from tasks.checks import advice, check_config, check_scratch, prepared_stage
+from tasks.checks import advice, check_scratch
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
-from tasks.config.stored import check_record
 from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
@@ -98,9 +97,7 @@ def ready(name: str, root: str, config: RunConfig) -> Root:
     check_scratch()
     check_root_url(root)
     store = open_root(root).waiting(config.run.outage_s)
-    check_config(config, store, prepared_stage(store, name))
-    check_trackers(config.report)
-    check_record(store, name, config)
+    check_start(name, store, config)
     if next_iteration(store, name, config) <= config.run.iterations:
         check_free(store, name)
     return store

@@ -707,8 +707,8 @@ MUTANTS = (
         "checked-after-the-imports",
         "a configuration is checked only after Prefect and Ray were imported",
         "flows/cli/app.py",
-        "    check_config(config, store, prepared_stage(store, name))",
-        "    store.check_writable()",
+        "    check_start(name, open_root(root), config)",
+        "    open_root(root).check_writable()",
         ("tests/bad_input/test_models.py",),
     ),
     Mutant(

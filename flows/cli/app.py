@@ -21,7 +21,6 @@ from flows.cli.printing import of_configuration
 from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
-from flows.views.trackers import check_trackers
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
@@ -30,7 +29,6 @@ from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config
 from tasks.config.environment import prepare_process, without_secrets
-from tasks.config.stored import check_record
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -230,13 +228,10 @@ def _carry_out(
     if name is None:
         raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
     check_run_name(name)
-    from tasks.checks import check_config, prepared_stage
+    from flows.starting import check_start
 
     prepare_process()
-    store = open_root(root)
-    check_trackers(config.report)
-    check_config(config, store, prepared_stage(store, name))  # `launch` checks again; it needs seconds for its imports
-    check_record(store, name, config)
+    check_start(name, open_root(root), config)  # `launch` checks again; it needs seconds for its imports
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = continuing_command(words, name, settings, replaced, root, json)

@@ -16,9 +16,6 @@ from tasks.data.generated import generate_model
 from tasks.data.hub import cache_folder, cached, fetch, hub_id, is_hub_id
 from tasks.data.model_files import INDEX, TEXT_FILES, is_weights
 
-MODEL_FILES = TEXT_FILES
-"""What is taken from a Hugging Face directory besides the weights."""
-
 _FAILURES = (OSError, ImportError, ValueError)
 
 

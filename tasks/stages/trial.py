@@ -15,6 +15,7 @@ from storage.manifest import find, need
 from storage.parts import materialize, read_parts, read_table
 from storage.schema import PROMPTS, REWARD, ROLLOUT
 from tasks.config.reward import RewardSection
+from tasks.data.model_files import is_weights
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
@@ -25,7 +26,6 @@ from tasks.stages.scored import metrics, responses_of, too_many
 from tasks.stages.views import Prepared
 
 _NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason"]
-_WEIGHTS = (".safetensors", ".bin", ".pt")
 _EXAMPLES = 5
 
 
@@ -112,7 +112,7 @@ def _stored_responses(root: Root, run: str, iteration: int) -> list[Response]:
     table = read_table(root, rollout, ROLLOUT, _NEEDED)
     records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
     with tempfile.TemporaryDirectory(prefix="ratchet-reward-") as folder:
-        materialize(root, prepared, Path(folder), MODEL, lambda name: not name.endswith(_WEIGHTS))
+        materialize(root, prepared, Path(folder), MODEL, lambda name: not is_weights(name))
         codec = TextCodec.from_directory(Path(folder), Prepared(prepared).stop_tokens)
         texts = codec.decode_column(table["response_tokens"])
     return responses_of(table, texts, records, iteration)

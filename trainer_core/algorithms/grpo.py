@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from storage.errors import StageFailed
-from trainer_core.algorithms.losses import group_advantages, kl_estimate, policy_loss, sequence_weights
+from trainer_core.algorithms.advantages import group_advantages
+from trainer_core.algorithms.losses import kl_estimate, policy_loss, sequence_weights
 from trainer_core.algorithms.update import Update, apply_loss
 from trainer_core.batches.sequences import Samples, Vector
 from trainer_core.config import PolicyConfig

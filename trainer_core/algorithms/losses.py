@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer_core.algorithms.advantages import group_advantages as group_advantages
 from trainer_core.config import Aggregation, KlEstimator, PolicyConfig
 from trainer_core.model.token_loss import TokenLoss
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_core.algorithms.losses import group_advantages, kl_estimate, policy_loss, sequence_weights
+from trainer_core.algorithms.advantages import group_advantages
+from trainer_core.algorithms.losses import kl_estimate, policy_loss, sequence_weights
 from trainer_core.config import PolicyConfig
 
 

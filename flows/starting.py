@@ -1,0 +1,19 @@
+"""What is checked of a run before anything starts: by the command line before its slow imports, and by the flow."""
+
+from flows.views.trackers import check_trackers
+from storage.backends.root import Root
+from tasks.checks import check_config, prepared_stage
+from tasks.config.run import RunConfig
+from tasks.config.stored import check_record
+
+
+def check_start(name: str, root: Root, config: RunConfig) -> None:
+    """Refuse what cannot work, or would continue a run with another meaning. A second call repeats little.
+
+    Raises:
+        InputError: the configuration cannot be used, or the run was started with another meaning.
+        StorageUnavailable: the root cannot be written.
+    """
+    check_config(config, root, prepared_stage(root, name))
+    check_trackers(config.report)
+    check_record(root, name, config)
