@@ -776,6 +776,14 @@ MUTANTS = (
         ("tests/flows/views/test_lane.py",),
     ),
     Mutant(
+        "ray-by-any-word",
+        "a user's fork server counts as a process of Ray, and ends with it",
+        "tasks/workers/cluster.py",
+        "any(word.startswith(package) for word in _command(child))",
+        "any(package in word for word in _command(child))",
+        ("tests/tasks/workers/test_cluster.py",),
+    ),
+    Mutant(
         "cluster-not-released",
         "the processes of a complete run stay on the cluster",
         "tasks/workers/fleet.py",

@@ -74,6 +74,20 @@ def test_an_earlier_ray_of_this_machine_is_left_alone():
         assert done.returncode == 0, done.stderr
 
 
+def test_a_fork_server_outlives_a_ray_that_was_started_after_it(tmp_path):
+    (tmp_path / "forks.py").write_text(
+        "import multiprocessing, os\n"
+        "from tests.tasks.workers.test_cluster import LOCAL, Cluster\n"  # imports Ray, which adds to `sys.path`
+        "forks = multiprocessing.get_context('forkserver')\n"
+        "for _ in range(2):\n"
+        "    child = forks.Process(target=os.getpid)\n    child.start()\n    child.join(60)\n"
+        "    assert child.exitcode == 0\n"
+        "    with Cluster(LOCAL) as cluster:\n        cluster.start()\n"
+    )
+    code = f"import runpy; runpy.run_path({str(tmp_path / 'forks.py')!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+
+
 def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):
     code = (
         "from tests.tasks.workers.test_cluster import LOCAL, Cluster, start_actor\n"
