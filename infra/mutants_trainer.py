@@ -76,8 +76,8 @@ TRAINER = (
         "stale-weights-are-read",
         "weights are read while other replicas still hold the last update's",
         "trainer_core/model/model.py",
-        "        overlapped = self.ddp.ddp_config.overlap_param_gather\n",
-        "        overlapped = False\n",
+        "[chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]",
+        "[]",
         _REENTRY,
     ),
     Mutant(

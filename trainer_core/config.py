@@ -30,13 +30,33 @@ class ParallelConfig(Frozen):
     data: int = Field(default=1, ge=1)
     """Replicas, each of which takes a share of the batch (DP)."""
 
+    virtual_pipeline: int | None = Field(default=None, ge=2)
+    """Parts in which each rank of a pipeline holds its layers, which shortens its idle time (VPP); by default one."""
+
+    @model_validator(mode="after")
+    def _virtual_stages_need_a_pipeline(self) -> "ParallelConfig":
+        if self.virtual_pipeline is not None and self.pipeline == 1:
+            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs a pipeline of at least 2 ranks")
+        return self
+
     @property
     def world_size(self) -> int:
         """Number of trainer ranks."""
         return self.tensor * self.pipeline * self.data
 
+    @property
+    def ranks(self) -> "ParallelConfig":
+        """The layout of the ranks alone, however each of them divides its layers."""
+        return self.model_copy(update={"virtual_pipeline": None})
+
+    @property
+    def rounds(self) -> int:
+        """The number of micro-batches of a pass is a multiple of this (megatron-core's interleaved schedule)."""
+        return self.pipeline if self.virtual_pipeline else 1
+
     def __str__(self) -> str:
-        return f"tp{self.tensor} pp{self.pipeline} dp{self.data}"
+        virtual = f" vpp{self.virtual_pipeline}" if self.virtual_pipeline else ""
+        return f"tp{self.tensor} pp{self.pipeline}{virtual} dp{self.data}"
 
 
 class OptimizerConfig(Frozen):
@@ -161,8 +181,10 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
     `model` is the content of the model's config.json (Hugging Face names). Raises InputError.
     """
     heads = int(model["num_attention_heads"])
+    layers = int(model["num_hidden_layers"])
     divisors = {
-        ("layers", "pipeline"): (int(model["num_hidden_layers"]), parallel.pipeline),
+        ("layers", "pipeline"): (layers, parallel.pipeline),
+        ("layers of a rank", "virtual_pipeline"): (layers // parallel.pipeline, parallel.virtual_pipeline or 1),
         ("attention heads", "tensor"): (heads, parallel.tensor),
         ("key-value heads", "tensor"): (int(model.get("num_key_value_heads") or heads), parallel.tensor),
         ("intermediate size", "tensor"): (int(model["intermediate_size"]), parallel.tensor),

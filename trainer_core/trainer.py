@@ -63,7 +63,7 @@ class Trainer(TrainerProtocol):
         """See `TrainerProtocol.import_model`."""
         self._identity = None
         with self._model.weights(), quietly():
-            self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+            self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
         self._generators = "continued"
@@ -79,7 +79,7 @@ class Trainer(TrainerProtocol):
                 f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
                 "use the state's precision"
             )
-        restore_rng = facts.parallel == self._config.parallel
+        restore_rng = facts.parallel == self._config.parallel.ranks
         rng.seed_rank(self._config.seed + facts.step)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         with self._model.weights():
@@ -98,7 +98,7 @@ class Trainer(TrainerProtocol):
             step=self._step,
             optimizer_updates=optimizer.updates,
             optimizer=optimizer.config,
-            parallel=self._config.parallel,
+            parallel=self._config.parallel.ranks,
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )

@@ -23,7 +23,7 @@ class Sides:
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, deterministic=False)
         with quietly():
-            self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+            self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, config.optimizer)
         limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
         self._phase = PolicyPhase(Passes(self._model, mesh, limits), self._optimizer, config.policy, 1.0, (0,))

@@ -48,6 +48,12 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
     """
     divisors = (
         ("layers", "pipeline", facts["num_hidden_layers"], parallel.pipeline),
+        (
+            "layers of a rank",
+            "virtual_pipeline",
+            facts["num_hidden_layers"] // parallel.pipeline,
+            parallel.virtual_pipeline or 1,
+        ),
         ("attention heads", "tensor", facts["num_attention_heads"], parallel.tensor),
         ("key-value heads", "tensor", key_value_heads(facts), parallel.tensor),
         ("intermediate size", "tensor", facts["intermediate_size"], parallel.tensor),

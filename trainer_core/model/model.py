@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,9 @@ class Model:
 
     bridge: AutoBridge
     """Maps Hugging Face names to Megatron's."""
-    ddp: DistributedDataParallel
-    """The module to run; gradients are accumulated in its buffers."""
+    chunks: tuple[DistributedDataParallel, ...]
+    """The modules to run, each with the buffers in which its gradients are accumulated: one, or with virtual pipeline
+    stages one for each, in the order of their layers."""
     config: GPTModelProvider
     """Megatron's model configuration, shared by all modules."""
     vocab_size: int
@@ -95,23 +96,33 @@ class Model:
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts.
         """
-        overlapped = self.ddp.ddp_config.overlap_param_gather
-        if overlapped:
-            self.ddp.disable_forward_pre_hook(param_sync=True)
+        overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook(param_sync=True)
         try:
             yield
         finally:
-            if overlapped:
-                self.ddp.enable_forward_pre_hook()
+            for chunk in overlapped:
+                chunk.enable_forward_pre_hook()
+
+    def zero_gradients(self) -> None:
+        """Begin a pass: no gradients, and none reduced yet."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def sources[B](self, batches: Sequence[B]) -> Iterator[B] | list[Iterator[B]]:
+        """The micro-batches of a pass as a schedule takes them: each chunk goes through all of them."""
+        return iter(batches) if len(self.chunks) == 1 else [iter(batches) for _ in self.chunks]
 
     def tensors(self) -> list[torch.Tensor]:
         """All parameters and buffers of this rank, in one order; use them inside `weights`."""
-        return [*self.module.parameters(), *self.module.buffers()]  # the wrapper's `buffers` are those of gradients
+        # the wrapper's `buffers` are those of gradients
+        return [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
 
     @property
-    def module(self) -> torch.nn.Module:
-        """The module below the gradient wrapper."""
-        return self.ddp.module
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules below the gradient wrappers."""
+        return [chunk.module for chunk in self.chunks]
 
 
 def _predicted_logits(
@@ -161,12 +172,13 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
         )
-    ddp = _wrap(provider, chunks[0], config.megatron)
+    wrapped = _wrap(provider, chunks, config.megatron)
     check_effective(provider, wanted)
-    check_overlap(ddp, config.megatron)
-    check_recompute(ddp, config.megatron)
+    for chunk in wrapped:
+        check_overlap(chunk, config.megatron)
+        check_recompute(chunk, config.megatron)
     vocab_size = int(hf_config["vocab_size"])
-    return Model(bridge, ddp, provider, vocab_size, _dtype(config), platform.transformer_engine)
+    return Model(bridge, wrapped, provider, vocab_size, _dtype(config), platform.transformer_engine)
 
 
 def _bridge(model_dir: str) -> AutoBridge:
@@ -186,6 +198,10 @@ def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) ->
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": config.parallel.virtual_pipeline,
+        # between two ranks that are each other's next and previous, batched exchanges of the two directions are mixed up
+        "batch_p2p_comm": config.parallel.virtual_pipeline is None,
+        "overlap_p2p_comm": config.parallel.virtual_pipeline is not None,
         "sequence_parallel": False,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -244,8 +260,10 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
     check_effective(provider, wanted)
 
 
-def _wrap(provider: GPTModelProvider, module: torch.nn.Module, config: MegatronConfig) -> DistributedDataParallel:
-    """Give the module gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
+def _wrap(
+    provider: GPTModelProvider, modules: Sequence[torch.nn.Module], config: MegatronConfig
+) -> tuple[DistributedDataParallel, ...]:
+    """Give the modules gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -253,8 +271,9 @@ def _wrap(provider: GPTModelProvider, module: torch.nn.Module, config: MegatronC
         overlap_param_gather=config.overlap_param_gather,
         check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
     )
-    ddp = DistributedDataParallel(provider, settings, module)
+    chunks = tuple(DistributedDataParallel(provider, settings, module) for module in modules)
     provider.finalize_model_grads_func = finalize_model_grads
-    if config.overlap_grad_reduce:
-        provider.no_sync_func = ddp.no_sync  # only the last micro-batch of a pass starts the reduction
-    return ddp
+    if config.overlap_grad_reduce:  # only the last micro-batch of a pass starts the reduction
+        functions = [chunk.no_sync for chunk in chunks]
+        provider.no_sync_func = functions if len(functions) > 1 else functions[0]  # what each schedule takes
+    return chunks

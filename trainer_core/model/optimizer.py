@@ -19,7 +19,7 @@ class Optimizer:
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
         self.config = config
         self.megatron = get_megatron_optimizer(
-            _megatron_config(config, model.dtype), [model.ddp], use_gloo_process_groups=False
+            _megatron_config(config, model.dtype), list(model.chunks), use_gloo_process_groups=False
         )
         self.schedule = _schedule(self.megatron, config)
         model.config.grad_scale_func = self.megatron.scale_loss

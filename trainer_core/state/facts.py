@@ -52,11 +52,15 @@ class StateFacts(BaseModel):
     optimizer: OptimizerConfig
     """Configuration of that optimizer."""
     parallel: ParallelConfig
-    """Layout that saved it."""
+    """Layout that saved it: the ranks, however they divide their layers."""
     precision: Precision
     """Type of the weights."""
     transformer_engine: bool | None = None
     """Whether Transformer Engine's modules saved it, or Megatron's own; older states do not say."""
+
+    def layout(self) -> dict[str, JsonValue]:
+        """The ranks that the random generators belong to."""
+        return self.parallel.model_dump(mode="json", exclude={"virtual_pipeline"})
 
     def progress(self) -> dict[str, JsonValue]:
         """The part of the facts that belongs to what the state holds: the layout and the modules do not."""
@@ -123,4 +127,4 @@ def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -
 
 def facts_text(facts: StateFacts) -> str:
     """The content of the file that holds the facts, beside the tensors."""
-    return facts.model_dump_json(indent=1)
+    return facts.model_dump_json(indent=1, exclude={"parallel": {"virtual_pipeline"}})

@@ -31,7 +31,7 @@ def export_weights(directory: str, model: Model, mesh: Mesh) -> list[TensorRecor
     writer = _Writer(directory) if mesh.rank == 0 else None
     with torch.no_grad(), quietly():
         # no conversion_tasks given: AutoBridge makes a new bridge, new mappings and new tasks
-        for name, tensor in model.bridge.export_hf_weights([model.ddp], cpu=False, show_progress=False):  # pyright: ignore
+        for name, tensor in model.bridge.export_hf_weights(list(model.chunks), cpu=False, show_progress=False):  # pyright: ignore
             if writer is not None:
                 writer.add(name, tensor)
     return writer.finish() if writer is not None else []

@@ -107,7 +107,7 @@ def step(trainer, folder):
         kept.append(tensor.numel())
         return tensor
 
-    trainer._model.ddp.register_forward_hook(lambda *_: after_forward.append(sum(kept)))
+    trainer._model.chunks[0].register_forward_hook(lambda *_: after_forward.append(sum(kept)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         metrics = trainer.train_policy(random_samples(), 1.0)
     trainer.export(folder)
@@ -138,14 +138,15 @@ def swapped(trainer):
     import torch
 
     trainer.import_model()
-    trainer._model.ddp.module.register_buffer("bias", torch.zeros(3))
+    (module,) = trainer._model.modules
+    module.register_buffer("bias", torch.zeros(3))
     with tempfile.TemporaryDirectory() as folder:
         trainer.save(folder)
         trainer.load_reference(folder, "reference")
-    trainer._model.ddp.module.bias.fill_(2)
+    module.bias.fill_(2)
     with trainer._reference.in_place():
-        inside = trainer._model.ddp.module.bias.tolist()
-    return inside, trainer._model.ddp.module.bias.tolist()
+        inside = module.bias.tolist()
+    return inside, module.bias.tolist()
 
 
 def test_a_reference_takes_buffers_too_and_puts_them_back(model_dir):
@@ -165,7 +166,7 @@ def ineffective(trainer):
         (check_recompute, MegatronConfig(recompute="attention")),
     ):
         with pytest.raises(InputError) as caught:
-            check(model.ddp, asked)
+            check(model.chunks[0], asked)
         messages.append(str(caught.value))
     with pytest.raises(InputError) as caught:
         check_effective(model.config, {"sequence_parallel": True})
