@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _MODEL = ("tests/trainer_core/model/test_layouts.py",)
 _TRAINER = ("tests/trainer_core/test_trainer.py",)
 _LOGITS = ("tests/trainer_core/model/test_vocab_parallel.py",)
+_EFFECTIVE = ("tests/trainer_core/model/test_effective.py",)
 _REENTRY = ("tests/trainer_core/model/test_reentry.py",)
 
 TRAINER = (
@@ -94,6 +95,6 @@ TRAINER = (
         "trainer_core/model/effective.py",
         "    if held != wanted:\n",
         "    if False:\n",
-        _REENTRY,
+        _EFFECTIVE,
     ),
 )

@@ -10,6 +10,7 @@ from storage.errors import InputError
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "group"]
 Recompute = Literal["none", "attention", "layers"]
+Attention = Literal["auto", "flash", "fused", "unfused"]
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
 
@@ -126,6 +127,21 @@ class MegatronConfig(Frozen):
     """Gather updated weights from data-parallel ranks during the next forward pass, instead of after the update."""
     recompute: Recompute = "none"
     """Activations that the backward pass computes again instead of keeping them: none, attention's, whole layers'."""
+    attention: Attention = "auto"
+    """Which of Transformer Engine's attention kernels may be used; without it there is no choice."""
+    gradient_accumulation_fusion: bool = False
+    """Linear layers add weight gradients to the gradient buffers themselves. Needs Transformer Engine, or Apex."""
+    output_gradient_accumulation_fusion: bool = False
+    """The same for the output layer, which is Megatron's own and needs Apex."""
+
+
+class ExpertsConfig(Frozen):
+    """What trains the routers of a mixture of experts beside the objective; megatron-bridge would switch both on."""
+
+    auxiliary_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the auxiliary loss that balances the load of experts."""
+    bias_update_rate: float = Field(default=0.0, ge=0)
+    """How far each update moves the bias by which a router prefers experts with less load."""
 
 
 class TrainerConfig(Frozen):
@@ -139,6 +155,8 @@ class TrainerConfig(Frozen):
     """Objective of the policy phase."""
     megatron: MegatronConfig = MegatronConfig()
     """How Megatron runs a step."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """Of a model with experts."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens per DP rank in one micro-batch; a sequence that is longer goes alone."""
     micro_batch_size: int | None = Field(default=None, ge=1)

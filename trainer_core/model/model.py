@@ -5,38 +5,21 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from storage.errors import InputError
-from trainer_core.config import MegatronConfig, Recompute, TrainerConfig, check_layout
-from trainer_core.model.effective import check_effective, check_overlap, check_recompute
-from trainer_core.platform.local_spec import local_layer_spec
+from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
+from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
+from trainer_core.model.fusion import fuse_accumulation
+from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
 from trainer_core.platform.platform import Platform, quietly
-
-# Vocabulary rows are padded to a multiple of this at every tensor-parallel size, so that a state fits every layout.
-_VOCABULARY_MULTIPLE = 128
-
-_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
-    "none": {"recompute_granularity": None},
-    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-
-_FUSIONS_OF_TRANSFORMER_ENGINE = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-    "apply_rope_fusion",
-    "cross_entropy_loss_fusion",
-)
 
 
 @dataclass(frozen=True)
@@ -56,6 +39,8 @@ class Model:
     """Type of the weights and of what pipeline stages exchange."""
     transformer_engine: bool
     """Whether layers are built from Transformer Engine's modules."""
+    effective: Effective
+    """The settings that the live modules and buffers were found to have."""
 
     def forward(
         self,
@@ -167,18 +152,22 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        wanted = _settings(config, platform, deterministic) | _of_experts(provider)
+        wanted = model_settings(config, platform, deterministic) | expert_settings(provider, config.experts)
         _configure(provider, wanted)
-        chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
-        )
-    wrapped = _wrap(provider, chunks, config.megatron)
+        modules = _modules(provider)
+    chunks = _wrap(provider, modules, config.megatron)
+    built = Built(chunks, provider.num_layers)
+    fuse_accumulation(built, config.megatron)
     check_effective(provider, wanted)
-    for chunk in wrapped:
-        check_overlap(chunk, config.megatron)
-        check_recompute(chunk, config.megatron)
-    vocab_size = int(hf_config["vocab_size"])
-    return Model(bridge, wrapped, provider, vocab_size, _dtype(config), platform.transformer_engine)
+    return Model(
+        bridge=bridge,
+        chunks=chunks,
+        config=provider,
+        vocab_size=int(hf_config["vocab_size"]),
+        dtype=dtype_of(config),
+        transformer_engine=platform.transformer_engine,
+        effective=read_back(MODEL, config, built),
+    )
 
 
 def _bridge(model_dir: str) -> AutoBridge:
@@ -186,58 +175,6 @@ def _bridge(model_dir: str) -> AutoBridge:
         return AutoBridge.from_hf_pretrained(model_dir)
     except ValueError as error:
         raise InputError(f"megatron-bridge cannot read the model at {model_dir}: {error}") from error
-
-
-def _dtype(config: TrainerConfig) -> torch.dtype:
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
-
-
-def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) -> dict[str, Any]:
-    """Every field of Megatron's model configuration that this trainer sets."""
-    dtype = _dtype(config)
-    settings: dict[str, Any] = {
-        "tensor_model_parallel_size": config.parallel.tensor,
-        "pipeline_model_parallel_size": config.parallel.pipeline,
-        "virtual_pipeline_model_parallel_size": config.parallel.virtual_pipeline,
-        # between two ranks that are each other's next and previous, batched exchanges of the two directions are mixed up
-        "batch_p2p_comm": config.parallel.virtual_pipeline is None,
-        "overlap_p2p_comm": config.parallel.virtual_pipeline is not None,
-        "sequence_parallel": False,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "autocast_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": False,
-        "seq_length": config.max_length,
-        "variable_seq_lengths": config.parallel.pipeline > 1,  # flat batches differ in length
-        "make_vocab_size_divisible_by": max(1, _VOCABULARY_MULTIPLE // config.parallel.tensor),
-        "moe_token_dispatcher_type": "alltoall",  # with experts; no other takes batches that differ in length
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        # even with Transformer Engine the output layer is Megatron's own, and its fusion needs Apex
-        "gradient_accumulation_fusion": False,
-        "perform_initialization": False,  # weights are always imported or loaded
-        "use_cpu_initialization": platform.device.type == "cpu",
-        # the sum over tokens is divided once, by Megatron, by the tokens of the whole batch
-        "calculate_per_token_loss": True,
-        "deterministic_mode": deterministic,
-    }
-    settings |= _RECOMPUTE[config.megatron.recompute]
-    if deterministic:
-        settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
-    if platform.transformer_engine:
-        settings["apply_rope_fusion"] = True  # without it each segment is rotated on its own, and the host waits for it
-    else:
-        settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
-        settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}
-    return settings
-
-
-def _of_experts(provider: GPTModelProvider) -> dict[str, Any]:
-    """What megatron-bridge switches on without being asked, for models with experts: it stays off."""
-    if not provider.num_moe_experts:
-        return {}
-    return {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
 
 
 def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
@@ -252,28 +189,36 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
         setattr(provider, name, value)
     try:
         provider.finalize()
-    except (ValueError, AssertionError) as error:  # what the checks before the start did not foresee
-        raise InputError(
-            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or "
-            "[train.megatron]"
-        ) from error
+    except (ValueError, AssertionError) as error:
+        raise _refused(error) from error
     check_effective(provider, wanted)
+
+
+def _modules(provider: GPTModelProvider) -> list[torch.nn.Module]:
+    try:
+        modules = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
+        )
+    except AssertionError as error:
+        raise _refused(error) from error
+    return cast(list[torch.nn.Module], modules)
+
+
+def _refused(error: Exception) -> InputError:
+    """What the checks before the start did not foresee."""
+    return InputError(
+        f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or [train.megatron]"
+    )
 
 
 def _wrap(
     provider: GPTModelProvider, modules: Sequence[torch.nn.Module], config: MegatronConfig
 ) -> tuple[DistributedDataParallel, ...]:
     """Give the modules gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
-    )
+    settings = buffer_settings(config)
     chunks = tuple(DistributedDataParallel(provider, settings, module) for module in modules)
     provider.finalize_model_grads_func = finalize_model_grads
     if config.overlap_grad_reduce:  # only the last micro-batch of a pass starts the reduction
-        functions = [chunk.no_sync for chunk in chunks]
-        provider.no_sync_func = functions if len(functions) > 1 else functions[0]  # what each schedule takes
+        functions: Any = [chunk.no_sync for chunk in chunks]  # what the interleaved schedule takes
+        provider.no_sync_func = functions if len(functions) > 1 else functions[0]
     return chunks

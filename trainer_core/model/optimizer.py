@@ -10,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from storage.errors import NumericsError
 from trainer_core.config import OptimizerConfig
+from trainer_core.model.effective import OPTIMIZER, read_back
 from trainer_core.model.model import Model
 
 
@@ -23,6 +24,8 @@ class Optimizer:
         )
         self.schedule = _schedule(self.megatron, config)
         model.config.grad_scale_func = self.megatron.scale_loss
+        self.effective = read_back(OPTIMIZER, config, self.parts)
+        """The settings that the live optimizers were found to have."""
 
     @property
     def parts(self) -> list[Any]:

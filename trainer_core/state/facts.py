@@ -10,6 +10,8 @@ from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
+EFFECTIVE_FILE = "effective.json"
+"""Beside a state: the settings that the parts which made it were found to have. Nothing reads it but people."""
 _GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
@@ -107,7 +109,7 @@ def needed_for_weights(name: str) -> bool:
 
     For a state saved before the optimizer had its own files, all are.
     """
-    return not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
+    return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
 
 
 def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:

@@ -73,7 +73,8 @@ def finalized(rank, world_size, store, folder, cases):
     import torch
 
     from trainer_core.config import OptimizerConfig, TrainerConfig
-    from trainer_core.model.model import _bridge, _configure, _settings
+    from trainer_core.model.model import _bridge, _configure
+    from trainer_core.model.settings import model_settings
     from trainer_core.platform.platform import Platform, quietly
 
     platform = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
@@ -84,7 +85,7 @@ def finalized(rank, world_size, store, folder, cases):
         try:
             with quietly():
                 provider = _bridge(folder).to_megatron_provider(load_weights=False)
-                _configure(provider, _settings(config, platform, deterministic=False))
+                _configure(provider, model_settings(config, platform, deterministic=False))
             answers.append(None)
         except InputError as error:
             answers.append(str(error))

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.errors import InputError
 from tests.trainer_core.models import random_samples, random_sequences, read_export
 from tests.trainer_core.ranks import run_trainers
 from trainer_core.config import MegatronConfig, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
@@ -153,33 +152,3 @@ def test_a_reference_takes_buffers_too_and_puts_them_back(model_dir):
     ((inside, after),) = run_trainers(model_dir, configuration(ParallelConfig()), swapped)
     assert inside == [0, 0, 0]
     assert after == [2, 2, 2]
-
-
-def ineffective(trainer):
-    from trainer_core.model.effective import check_effective, check_overlap, check_recompute
-
-    model, messages = trainer._model, []
-    for check, asked in (
-        (check_overlap, MegatronConfig(overlap_grad_reduce=True)),
-        (check_overlap, MegatronConfig(overlap_param_gather=True)),
-        (check_recompute, MegatronConfig(recompute="layers")),
-        (check_recompute, MegatronConfig(recompute="attention")),
-    ):
-        with pytest.raises(InputError) as caught:
-            check(model.chunks[0], asked)
-        messages.append(str(caught.value))
-    with pytest.raises(InputError) as caught:
-        check_effective(model.config, {"sequence_parallel": True})
-    return [*messages, str(caught.value)]
-
-
-def test_a_setting_that_did_not_take_effect_is_named_with_both_values(model_dir):
-    (messages,) = run_trainers(model_dir, configuration(ParallelConfig()), ineffective)
-    for message, name in zip(
-        messages,
-        ["overlap_grad_reduce", "overlap_param_gather", "recompute of layers", "recompute of attention", "sequence_p"],
-        strict=True,
-    ):
-        assert message.startswith(name)
-        assert "True" in message
-        assert "False" in message
