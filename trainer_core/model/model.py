@@ -35,6 +35,8 @@ class Model:
     """Megatron's model configuration, shared by all modules."""
     vocab_size: int
     """Rows of the vocabulary without padding."""
+    vocabulary: frozenset[str]
+    """Hugging Face names of the weights that have a row for each token, and are padded with rows of zeros."""
     dtype: torch.dtype
     """Type of the weights and of what pipeline stages exchange."""
     transformer_engine: bool
@@ -164,6 +166,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         chunks=chunks,
         config=provider,
         vocab_size=int(hf_config["vocab_size"]),
+        vocabulary=_vocabulary(bridge),
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
         effective=read_back(MODEL, config, built),
@@ -175,6 +178,12 @@ def _bridge(model_dir: str) -> AutoBridge:
         return AutoBridge.from_hf_pretrained(model_dir)
     except ValueError as error:
         raise InputError(f"megatron-bridge cannot read the model at {model_dir}: {error}") from error
+
+
+def _vocabulary(bridge: AutoBridge) -> frozenset[str]:
+    registry = bridge._model_bridge.mapping_registry()  # pyright: ignore[reportPrivateUsage]
+    mappings = map(registry.megatron_to_hf_lookup, ("embedding.word_embeddings.weight", "output_layer.weight"))
+    return frozenset(str(mapping.hf_param) for mapping in mappings if mapping is not None)
 
 
 def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
