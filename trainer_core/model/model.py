@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from megatron.bridge import AutoBridge
@@ -14,12 +14,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from storage.errors import InputError
+from storage.errors import InputError, NumericsError, RatchetError
 from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
 from trainer_core.platform.platform import Platform, quietly
+
+Access = Literal["readable", "writable"]
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,46 @@ class Model:
         )
 
     @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self, access: Access) -> Iterator[None]:
         """Everything but Megatron's own passes reads and writes weights and buffers in here. Collective.
 
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts.
+
+        Raises:
+            RatchetError: weights or buffers were changed where they may only be read.
         """
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
+        before = self._versions()
         try:
             yield
         finally:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()
+        if access == "readable" and self._versions() != before:
+            raise RatchetError(
+                "weights or buffers were changed by what may only read them, so the model is not the one that was "
+                "trained: start again from the last state, and report this"
+            )
+
+    @contextlib.contextmanager
+    def buffers_kept_on_failure(self) -> Iterator[None]:
+        """If the block fails for its numbers, buffers are as before: passes move some, as the biases of routers."""
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        except NumericsError:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+            raise
+
+    def _versions(self) -> list[int]:
+        """How often each tensor was changed in place, as torch counts it."""
+        return [tensor._version for tensor in self.tensors()]
 
     def zero_gradients(self) -> None:
         """Begin a pass: no gradients, and none reduced yet."""
