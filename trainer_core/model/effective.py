@@ -47,10 +47,11 @@ class Built:
         named = (pair for chunk in self.chunks for pair in chunk.named_modules())
         return [module for name, module in named if name.rpartition(".")[2] == "output_layer"]
 
-    def values(self, *names: str) -> set[Value]:
-        """What modules but the output layer hold under the first of these names that they have."""
+    @property
+    def linears(self) -> list[torch.nn.Module]:
+        """Linear layers but the output layer."""
         outputs = self.outputs
-        return _values((module for module in self.modules if module not in outputs), *names)
+        return [one for one in self.modules if one not in outputs and not vars(one).keys().isdisjoint(_FUSED)]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
     Row("parallel.data", lambda config: config.parallel.data, lambda live: _replicas(live)),
     Row("precision", lambda config: config.precision, lambda live: {_precision(one.dtype) for one in _weights(live)}),
     Row("precision of gradients", lambda _: "fp32", lambda live: {_precision(one) for one in _gradients(live)}),
-    Row("sequence_parallel", lambda _: False, lambda live: live.values("sequence_parallel")),
+    Row("sequence_parallel", lambda _: False, lambda live: _values(live.linears, "sequence_parallel")),
     Row("hidden_dropout", lambda _: 0.0, lambda live: _values(_of(live, TransformerLayer), "hidden_dropout")),
     Row("distributed optimizer", lambda _: True, lambda live: _of_groups(live, "use_distributed_optimizer")),
     Row("division of gradients by replicas", lambda _: 1.0, lambda live: _divisions(live)),
@@ -91,7 +92,7 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
     Row(
         "megatron.gradient_accumulation_fusion",
         lambda config: config.megatron.gradient_accumulation_fusion,
-        lambda live: live.values(*_FUSED),
+        lambda live: _values(live.linears, *_FUSED),
     ),
     Row(
         "megatron.output_gradient_accumulation_fusion",
@@ -189,7 +190,7 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _tensor_ranks(live: Built) -> set[Value]:
     """Ranks over which the linear layers of the blocks are split."""
-    linears = [vars(one) for one in live.modules if "sequence_parallel" in vars(one) and one not in live.outputs]
+    linears = [vars(one) for one in live.linears]
     return {own["tp_size"] if "tp_size" in own else own["tp_group"].size() for own in linears}
 
 
