@@ -62,7 +62,7 @@ class Trainer(TrainerProtocol):
     def import_model(self) -> None:
         """See `TrainerProtocol.import_model`."""
         self._identity = None
-        with self._model.weights(), quietly():
+        with self._model.weights("writable"), quietly():
             self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
@@ -82,7 +82,7 @@ class Trainer(TrainerProtocol):
         restore_rng = facts.parallel == self._config.parallel.ranks
         rng.seed_rank(self._config.seed + facts.step)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
-        with self._model.weights():
+        with self._model.weights("writable"):
             load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
             identity = self._saver.identity(self._optimizer, facts)
         self._step = facts.step
@@ -102,7 +102,7 @@ class Trainer(TrainerProtocol):
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )
-        with self._model.weights():
+        with self._model.weights("readable"):
             names, identity = self._saver.save(directory, optimizer, facts)
         return SavedFiles(tuple(names), identity)
 
@@ -160,7 +160,7 @@ class Trainer(TrainerProtocol):
 
     def export(self, directory: str) -> list[TensorRecord]:
         """See `TrainerProtocol.export`."""
-        with self._model.weights():
+        with self._model.weights("readable"):
             return export_weights(directory, self._model, self._mesh)
 
     def close(self) -> None:

@@ -57,7 +57,6 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
         ("attention heads", "tensor", facts["num_attention_heads"], parallel.tensor),
         ("key-value heads", "tensor", key_value_heads(facts), parallel.tensor),
         ("intermediate size", "tensor", facts["intermediate_size"], parallel.tensor),
-        ("vocabulary", "tensor", facts["vocab_size"], parallel.tensor),  # megatron-bridge does not pad it
     )
     for what, key, amount, ranks in divisors:
         if amount % ranks:

@@ -95,9 +95,9 @@ SETTINGS = {
         ["layers (2) cannot be divided by train.parallel.pipeline = 3", "[1, 2]"],
     ),
     "key-value heads": (["train.parallel.tensor=2"], ["key-value heads (1)", "train.parallel.tensor = 2"]),
-    "vocabulary": (
-        ["model={generate={vocabulary=33}}", "train.parallel.tensor=2"],
-        ["the model's vocabulary (33) cannot be divided by train.parallel.tensor = 2"],
+    "virtual stages": (
+        ["train.parallel.pipeline=2", "train.parallel.virtual_pipeline=2"],
+        ["layers of a rank (1) cannot be divided by train.parallel.virtual_pipeline = 2"],
     ),
     "cards": (
         ["device.kind=cuda", "train.parallel.data=2"],

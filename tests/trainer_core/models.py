@@ -4,10 +4,11 @@ import numpy as np
 
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 
-VOCABULARY = 100  # is padded to 128 columns, so that padding is exercised
+VOCABULARY = 100
+ODD_VOCABULARY = 101  # is padded to 102 rows where two ranks divide it
 
 
-def make_model(rank, world_size, store, directory, tied):
+def make_model(rank, world_size, store, directory, tied, vocabulary=VOCABULARY):
     """Write a random Qwen3 of four layers."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -15,7 +16,7 @@ def make_model(rank, world_size, store, directory, tied):
     torch.manual_seed(0)
     config = Qwen3Config(
         num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=tied, dtype="float32",
+        head_dim=16, vocab_size=vocabulary, max_position_embeddings=64, tie_word_embeddings=tied, dtype="float32",
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():

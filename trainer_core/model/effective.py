@@ -47,10 +47,11 @@ class Built:
         named = (pair for chunk in self.chunks for pair in chunk.named_modules())
         return [module for name, module in named if name.rpartition(".")[2] == "output_layer"]
 
-    def values(self, *names: str) -> set[Value]:
-        """What modules but the output layer hold under the first of these names that they have."""
+    @property
+    def linears(self) -> list[torch.nn.Module]:
+        """Linear layers but the output layer."""
         outputs = self.outputs
-        return _values((module for module in self.modules if module not in outputs), *names)
+        return [one for one in self.modules if one not in outputs and not vars(one).keys().isdisjoint(_FUSED)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
     Row(
         "megatron.gradient_accumulation_fusion",
         lambda config: config.megatron.gradient_accumulation_fusion,
-        lambda live: live.values(*_FUSED),
+        lambda live: _values(live.linears, *_FUSED),
     ),
     Row(
         "megatron.output_gradient_accumulation_fusion",
@@ -211,8 +212,7 @@ def _tensor_ranks(live: Built, of_experts: bool = False) -> set[Value]:
 
 def _linears(live: Built, of_experts: bool = False) -> list[torch.nn.Module]:
     experts = {id(module) for layer in _experts(live) for module in layer.experts.modules()}
-    found = (one for one in live.modules if "sequence_parallel" in vars(one) and one not in live.outputs)
-    return [one for one in found if (id(one) in experts) == of_experts]
+    return [one for one in live.linears if (id(one) in experts) == of_experts]
 
 
 def _stages(live: Built) -> set[Value]:

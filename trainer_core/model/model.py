@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from megatron.bridge import AutoBridge
@@ -17,13 +17,15 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
-from storage.errors import InputError
+from storage.errors import InputError, NumericsError, RatchetError
 from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
 from trainer_core.platform.platform import Platform, quietly
+
+Access = Literal["readable", "writable"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Model:
     """Megatron's model configuration, shared by all modules."""
     vocab_size: int
     """Rows of the vocabulary without padding."""
+    vocabulary: frozenset[str]
+    """Hugging Face names of the weights that have a row for each token, and are padded with rows of zeros."""
     dtype: torch.dtype
     """Type of the weights and of what pipeline stages exchange."""
     transformer_engine: bool
@@ -78,20 +82,46 @@ class Model:
         return batch.filling.chunk(group.size(), dim=1)[group.rank()]  # (1, T) -> (1, T / tp)
 
     @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self, access: Access) -> Iterator[None]:
         """Everything but Megatron's own passes reads and writes weights and buffers in here. Collective.
 
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts.
+
+        Raises:
+            RatchetError: weights or buffers were changed where they may only be read.
         """
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
+        before = self._versions()
         try:
             yield
         finally:
             for chunk in overlapped:
                 chunk.enable_forward_pre_hook()
+        if access == "readable" and self._versions() != before:
+            raise RatchetError(
+                "weights or buffers were changed by what may only read them, so the model is not the one that was "
+                "trained: start again from the last state, and report this"
+            )
+
+    @contextlib.contextmanager
+    def buffers_kept_on_failure(self) -> Iterator[None]:
+        """If the block fails for its numbers, buffers are as before: passes move some, as the biases of routers."""
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        except NumericsError:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+            raise
+
+    def _versions(self) -> list[int]:
+        """How often each tensor was changed in place, as torch counts it."""
+        return [tensor._version for tensor in self.tensors()]
 
     def zero_gradients(self) -> None:
         """Begin a pass: no gradients, and none reduced yet."""
@@ -179,6 +209,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         chunks=chunks,
         config=provider,
         vocab_size=int(hf_config["vocab_size"]),
+        vocabulary=_vocabulary(bridge),
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
         effective=read_back(MODEL, config, built),
@@ -190,6 +221,12 @@ def _bridge(model_dir: str) -> AutoBridge:
         return AutoBridge.from_hf_pretrained(model_dir)
     except ValueError as error:
         raise InputError(f"megatron-bridge cannot read the model at {model_dir}: {error}") from error
+
+
+def _vocabulary(bridge: AutoBridge) -> frozenset[str]:
+    registry = bridge._model_bridge.mapping_registry()  # pyright: ignore[reportPrivateUsage]
+    mappings = map(registry.megatron_to_hf_lookup, ("embedding.word_embeddings.weight", "output_layer.weight"))
+    return frozenset(str(mapping.hf_param) for mapping in mappings if mapping is not None)
 
 
 def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:

@@ -146,6 +146,8 @@ def _read_tensors(state: SavedState, tensors: list[LocalTensor]) -> None:
 def _read(state: SavedState, shards: Iterable[Shard]) -> None:
     with torch.no_grad():
         for shard in shards:
+            if shard.padded:
+                shard.values.zero_()
             for region, values in shard.regions():
                 values.copy_(state.read(shard.box.name, region))
 
