@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
@@ -78,7 +79,7 @@ class Model:
         """The mask as the module wants it: behind the first stage of a pipeline, of this rank's positions alone."""
         if batch.filling is None or not self.config.sequence_parallel or get_attr_wrapped_model(module, "pre_process"):
             return batch.filling
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
         return batch.filling.chunk(group.size(), dim=1)[group.rank()]  # (1, T) -> (1, T / tp)
 
     @contextlib.contextmanager

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -119,20 +118,17 @@ class LocalLatentAttention(MLASelfAttention):
         }
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents of queries, and of keys and values with the rotated part of keys: (T, 1, H) -> (T, 1, R) each.
+        """Latents of queries, and of keys and values with the rotated part of keys, (T / tp, 1, R) each.
 
         Every rank's heads use the rotated part, so its gradient is the sum over ranks. Upstream gathers it by an
-        operation whose backward pass takes this rank's columns of this rank's gradient alone.
+        operation whose backward pass takes this rank's columns of this rank's gradient alone. With the positions
+        divided, as `check_layout` demands, it gathers the rotated part along them, and sums.
         """
         queries, combined = super()._qkv_down_projection(hidden_states)
-        sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-        if combined.size(-1) == sum(sizes):
+        if combined.size(-1) == self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
             return queries, combined
         combined = gather_from_tensor_model_parallel_region(combined)  # (T, 1, R / tp) -> (T, 1, R)
-        if self.config.sequence_parallel:  # what follows gathers it again, and sums in its backward pass
-            return queries, scatter_to_sequence_parallel_region(combined)
-        latent, rotated = combined.split(sizes, dim=-1)
-        return queries, torch.cat([latent, copy_to_tensor_model_parallel_region(rotated)], dim=-1)
+        return queries, scatter_to_sequence_parallel_region(combined)
 
 
 class LocalDotProductAttention(MegatronModule):

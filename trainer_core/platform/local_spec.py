@@ -17,7 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -107,7 +107,7 @@ def _layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     norms: dict[str, Any] = {"pre_mlp_layernorm": rms_norm} if experts else {}
     if config.multi_latent_attention:
         norms["input_layernorm"] = rms_norm
-    attention = _latent_attention(config) if config.multi_latent_attention else _attention(config)
+    attention = _latent_attention(config) if isinstance(config, MLATransformerConfig) else _attention(config)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -131,7 +131,7 @@ def _attention(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def _latent_attention(config: TransformerConfig) -> ModuleSpec:
+def _latent_attention(config: MLATransformerConfig) -> ModuleSpec:
     norm = cast(Any, rms_norm if config.qk_layernorm else IdentityOp)
     return ModuleSpec(
         module=LocalLatentAttention,
