@@ -75,6 +75,11 @@ def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> 
             f"{where}: the architecture {name} needs Transformer Engine, which needs a GPU; on CPU use one of "
             f"{', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
         )
+    if facts.get("num_nextn_predict_layers"):
+        raise InputError(
+            f"{where}: num_nextn_predict_layers = {facts['num_nextn_predict_layers']} in config.json: layers that "
+            "predict further tokens are not trained. Set it to 0 and leave their weights out"
+        )
     if name in LLAMA_LIKE:
         _check_positions(facts, name, where)
         _check_biases(facts, name, where)
