@@ -13,6 +13,7 @@ from flows.views.troubles import Trouble, troubles_of
 from storage.backends.root import Root
 from storage.manifest import Manifest, find, load
 from storage.parallel import each
+from storage.revisions import read_revisions
 from storage.upkeep.catalog import names
 from tasks.stages.names import Stage
 
@@ -74,8 +75,9 @@ def synced_iterations(root: Root, run: str, at_most: int) -> int:
 
     Each weight-sync is made from the one before it, so there is no gap before the first missing one.
     """
+    head = read_revisions(root, run)
     return bisect.bisect_left(
-        range(at_most), True, key=lambda iteration: find(root, run, iteration, Stage.WEIGHT_SYNC) is None
+        range(at_most), True, key=lambda iteration: find(root, run, iteration, Stage.WEIGHT_SYNC, head) is None
     )
 
 

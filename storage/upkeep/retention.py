@@ -180,6 +180,8 @@ def give_up(
         return Collection(run=run, applied=True)
     cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
     recorded = names(root, run, iteration).only(lambda key: _stage(key) == stage)
+    if recorded.revisions.reruns:  # other revisions may need it: that takes more than one iteration to know
+        return catch_up(root, workflow, run, retention, fence=fence, shared=shared)
     parts = root.stored(layout.stage_parts(run, iteration, stage))
     return cleaning.states(parts, recorded, set(recorded.manifests) - recorded.retired, retention)
 
@@ -288,11 +290,29 @@ class _Cleaning:
 
 
 def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
-    """Manifests of states to be retired."""
+    """Manifests of states to be retired: those that no revision keeps. Each keeps what it is continued from."""
     # a state counts as the newest once its weights are served: until then the one before may be needed again
-    served = max(recorded.of_stage(workflow.ends_iteration).values(), default=0)
-    states = recorded.of_stage(workflow.holds_state).items()
-    return {key for key, iteration in states if key not in recorded.retired and not retention.keeps(iteration, served)}
+    served, stage = _served(recorded, workflow), workflow.holds_state
+    seen = {number: recorded.revisions.seen(number) for number in recorded.revisions.numbers}
+
+    def kept(key: str, iteration: int) -> bool:
+        mine = layout.revision_of(key)
+        return any(
+            retention.keeps(iteration, served[number]) for number in seen if seen[number].of(iteration, stage) == mine
+        )
+
+    states = recorded.of_stage(stage).items()
+    return {key for key, iteration in states if key not in recorded.retired and not kept(key, iteration)}
+
+
+def _served(recorded: Names, workflow: Workflow) -> dict[int, int]:
+    """The newest iteration whose weights are served, of each revision."""
+    synced = [(layout.revision_of(key), at) for key, at in recorded.of_stage(workflow.ends_iteration).items()]
+    seen = {number: recorded.revisions.seen(number) for number in recorded.revisions.numbers}
+    return {
+        number: max((at for mine, at in synced if one.of(at, workflow.ends_iteration) == mine), default=0)
+        for number, one in seen.items()
+    }
 
 
 def _stage(key: str) -> str | None:
