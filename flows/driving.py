@@ -126,15 +126,17 @@ def advance(context: RunContext, progress: Progress, first: int) -> None:
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
     """Report an iteration that is published completely, and delete the train state that is no longer kept."""
     root, run = context.root, context.run
-    progress.finished(read_record(root, run, iteration))
+    progress.finished(read_record(root, run, iteration, context.revisions))
     for retention in _retention(context):
-        give_up(root, WORKFLOW, run, retention, iteration, fence=context.fence, shared=shared)
+        fence, seen = context.fence, context.revisions
+        give_up(root, WORKFLOW, run, retention, iteration, fence=fence, shared=shared, revisions=seen)
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:
     """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
     for retention in _retention(context):
-        catch_up(context.root, WORKFLOW, context.run, retention, fence=context.fence, shared=shared)
+        fence, seen = context.fence, context.revisions
+        catch_up(context.root, WORKFLOW, context.run, retention, fence=fence, shared=shared, revisions=seen)
 
 
 def _retention(context: RunContext) -> Iterator[Retention]:

@@ -13,7 +13,7 @@ from flows.views.troubles import Trouble, troubles_of
 from storage.backends.root import Root
 from storage.manifest import Manifest, find, load
 from storage.parallel import each
-from storage.revisions import read_revisions
+from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import names
 from tasks.stages.names import Stage
 
@@ -114,7 +114,7 @@ def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
 
 
 def read_history(root: Root, run: str) -> list[IterationRecord]:
-    """All iterations that have begun, from 0. Reads each newest manifest once."""
+    """All iterations of the head that have begun, from 0. Reads each manifest once."""
     newest = names(root, run).newest
     places = list(itertools.takewhile(bool, (_places(newest, iteration) for iteration in itertools.count())))
     manifests = iter(each(lambda place: load(root, newest[place]), itertools.chain(*places), _READERS))
@@ -126,16 +126,21 @@ def read_history(root: Root, run: str) -> list[IterationRecord]:
     return history
 
 
-def read_record(root: Root, run: str, iteration: int) -> IterationRecord:
-    """One iteration that has begun. Reads its manifests and the last one of the iteration before."""
-    before = names(root, run, iteration - 1).newest if iteration else {}
+def read_record(root: Root, run: str, iteration: int, revisions: Revisions | None = None) -> IterationRecord:
+    """One iteration that has begun. Reads its manifests and the last one of the iteration before.
+
+    Args:
+        revisions: the run's revisions, seen from the one that is asked for; by default they are read.
+    """
+    seen = read_revisions(root, run) if revisions is None else revisions
+    before = names(root, run, iteration - 1, seen).newest if iteration else {}
     last = [load(root, before[place]) for place in _places(before, iteration - 1)[-1:]]
-    return record_of(read_iteration(root, run, iteration), next(iter(last), None))
+    return record_of(read_iteration(root, run, iteration, seen), next(iter(last), None))
 
 
-def read_iteration(root: Root, run: str, iteration: int) -> list[Manifest]:
-    """The committed manifests of one iteration, in the order of work."""
-    newest = names(root, run, iteration).newest
+def read_iteration(root: Root, run: str, iteration: int, revisions: Revisions | None = None) -> list[Manifest]:
+    """The committed manifests of one iteration, in the order of work; `revisions` as for `read_record`."""
+    newest = names(root, run, iteration, revisions).newest
     return each(lambda place: load(root, newest[place]), _places(newest, iteration), len(ITERATION))
 
 

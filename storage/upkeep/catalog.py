@@ -218,6 +218,16 @@ def names(root: Root, run: str, iteration: int | None = None, revisions: Revisio
     )
 
 
+def names_of(root: Root, run: str, revision: int | None) -> Names:
+    """The names of all of a run's records, seen from a revision; from the head if that is None.
+
+    Raises:
+        InputError: there is no such revision.
+    """
+    revisions = read_revisions(root, run)
+    return names(root, run, revisions=revisions if revision is None else revisions.seen(revision))
+
+
 def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
     """Read everything that a run has recorded.
 

@@ -9,8 +9,7 @@ from storage.backends.root import Root
 from storage.errors import CommitConflict, InputError, StorageError
 from storage.ids import Workflow, check_run_name
 from storage.manifest import Manifest, Origin, commit, load
-from storage.revisions import read_revisions
-from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, contents, names, require_run
+from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, contents, names, names_of, require_run
 
 
 class Forked(BaseModel):
@@ -53,8 +52,7 @@ def fork(
     require_run(root, parent)
     if root.exists(layout.run_config_key(check_run_name(run))):
         raise InputError(f"run {run!r} already exists in {root.url}: give the fork another name with --run")
-    revisions = read_revisions(root, parent)
-    recorded = names(root, parent, revisions=revisions if revision is None else revisions.seen(revision))
+    recorded = names_of(root, parent, revision)
     _check_complete(recorded, workflow, parent, iteration)
     past = contents(root, parent, recorded.only(lambda key: _iteration(key) <= iteration))
     copies = _copies(past.newest, run, config_digest)

@@ -3,13 +3,13 @@
 The table names stages as they are stored. A key that decides results is read by at least one stage.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from pydantic import JsonValue
 
 from storage.digest import value_digest
-from tasks.config.identity import Document, meaning
+from tasks.config.identity import FIXED_BY_PREPARE, Document, is_runtime, meaning
 
 READS: Mapping[str, tuple[str, ...]] = {
     "prepare": ("run.seed", "model", "data", "warmup", "rollout.stop_tokens"),
@@ -26,6 +26,17 @@ def settings_digest(document: Document, stage: str) -> str:
     """Identity of the settings that decide the result of a stage."""
     decides = leaves(meaning(document))
     return value_digest({key: value for key, value in decides.items() if is_read(key, stage)})
+
+
+def unchangeable(settings: Mapping[str, JsonValue], behind: Sequence[str]) -> list[str]:
+    """Settings that cannot change when a stage is done again: stages that are not behind it have read them.
+
+    Args:
+        behind: the stage, and those of the same iteration that are made from it.
+    """
+    before = [stage for stage in READS if stage not in behind and stage != "evaluate"]
+    fixed = (*FIXED_BY_PREPARE, "engine")
+    return [key for key in settings if key.startswith(fixed) or any(is_read(key, stage) for stage in before)]
 
 
 def is_read(key: str, stage: str) -> bool:
@@ -56,6 +67,13 @@ def changed_settings(before: Document, after: Document, prefix: str = "") -> dic
         elif old != new:
             found[f"{prefix}{name}"] = new
     return found
+
+
+def decided(before: Document, after: Document) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    """What has changed, by `section.key`: the settings that decide results, and the runtime settings."""
+    changed = changed_settings(before, after)
+    runtime = {key: value for key, value in changed.items() if is_runtime(key.split("."))}
+    return {key: value for key, value in changed.items() if key not in runtime}, runtime
 
 
 def with_settings(document: Document, settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
