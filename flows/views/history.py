@@ -113,9 +113,9 @@ def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
     return every > 0 and (iteration % every == 0 or iteration == iterations)
 
 
-def read_history(root: Root, run: str) -> list[IterationRecord]:
-    """All iterations of the head that have begun, from 0. Reads each manifest once."""
-    newest = names(root, run).newest
+def read_history(root: Root, run: str, revisions: Revisions | None = None) -> list[IterationRecord]:
+    """All iterations that have begun, from 0. Reads each manifest once; `revisions` as for `read_record`."""
+    newest = names(root, run, revisions=revisions).newest
     places = list(itertools.takewhile(bool, (_places(newest, iteration) for iteration in itertools.count())))
     manifests = iter(each(lambda place: load(root, newest[place]), itertools.chain(*places), _READERS))
     history: list[IterationRecord] = []

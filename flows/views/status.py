@@ -20,7 +20,7 @@ from storage.backends.root import Root
 from storage.ids import check_run_name
 from storage.revisions import read_revisions
 from storage.upkeep.redoing import unfinished
-from tasks.config.stored import stored_config
+from tasks.config.stored import read_config
 from tasks.stages.names import Stage
 
 
@@ -78,9 +78,9 @@ def read_status(root: Root, run: str) -> RunStatus:
     Raises:
         InputError: there is no such run.
     """
-    config = stored_config(root, check_run_name(run))
-    history = read_history(root, run)
-    revisions = read_revisions(root, run)
+    revisions = read_revisions(root, check_run_name(run))
+    config = read_config(root, run, revisions).config
+    history = read_history(root, run, revisions)
     begun = unfinished(root, run, revisions)
     # a continued run may have more iterations than it was started with
     last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
