@@ -1,0 +1,156 @@
+"""Faults in doing finished stages again that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_REDOING = ("tests/storage/upkeep/test_redoing.py",)
+_LOOP = ("tests/flows/test_redoing.py",)
+_RECORDS = ("tests/storage/test_revisions.py",)
+_TRUTHS = ("tests/storage/ownership/test_never_two_truths.py",)
+_SETTINGS = ("tests/tasks/config/test_stage_settings.py",)
+
+REVISIONS = (
+    Mutant(
+        "first-choice-counts",
+        "the head is the revision that was chosen first",
+        "storage/revisions.py",
+        "return self.choices[-1].revision if self.choices else 0",
+        "return self.choices[0].revision if self.choices else 0",
+        _RECORDS,
+    ),
+    Mutant(
+        "rerun-leaves-later-iterations",
+        "what later iterations made from the first result stays part of the head",
+        "storage/revisions.py",
+        "(self.later and iteration > self.iteration) or ",
+        "",
+        _RECORDS,
+    ),
+    Mutant(
+        "cascade-never-ends",
+        "a stage that came to the same digest undoes what was made from it",
+        "storage/upkeep/redoing.py",
+        "        if there is not None and there.digest == mine.digest:\n            return other\n",
+        "",
+        _LOOP,
+    ),
+    Mutant(
+        "choice-before-the-stage",
+        "a revision whose stage is not done can become the head",
+        "storage/upkeep/redoing.py",
+        "    if mine is None:\n        raise InputError(",
+        "    if mine is None:\n        return number\n    if not mine:\n        raise InputError(",
+        _REDOING,
+    ),
+    Mutant(
+        "intent-forgotten",
+        "a rerun that was killed is not continued by the next process",
+        "storage/upkeep/redoing.py",
+        "    if last is None or last.cascade:\n        return last\n",
+        "    if last is None or last.cascade:\n        return None\n",
+        (*_LOOP, *_TRUTHS),
+    ),
+    Mutant(
+        "two-reruns-at-once",
+        "a rerun is asked for while another is not finished",
+        "storage/upkeep/redoing.py",
+        "    if begun is not None:\n        return _the_same(run, wanted, begun)\n",
+        "",
+        _LOOP,
+    ),
+    Mutant(
+        "retry-does-it-twice",
+        "a request that is repeated under its identity makes another revision",
+        "storage/upkeep/redoing.py",
+        "    if before is not None:\n        return before\n    begun",
+        "    begun",
+        _LOOP,
+    ),
+    Mutant(
+        "state-is-gone",
+        "a stage whose train state retention has deleted is done again",
+        "storage/upkeep/redoing.py",
+        "    if iteration not in kept:\n",
+        "    if iteration not in states:\n",
+        _LOOP,
+    ),
+    Mutant(
+        "only-the-head-is-kept",
+        "retention deletes what another revision is continued from",
+        "storage/upkeep/retention.py",
+        "for number in seen if seen[number].of(iteration, stage) == mine",
+        "for number in [recorded.revisions.head] if seen[number].of(iteration, stage) == mine",
+        _REDOING,
+    ),
+    Mutant(
+        "one-state-at-a-time",
+        "the end of an iteration retires the states of all revisions of an earlier one",
+        "storage/upkeep/retention.py",
+        "    if recorded.revisions.reruns:  # other",
+        "    if not recorded.manifests:  # other",
+        _LOOP,
+    ),
+    Mutant(
+        "pieces-of-the-first-time",
+        "a rollout that is done again finds the pieces of the first time",
+        "storage/unfinished.py",
+        "writer.stage, writer.revision, name)",
+        "writer.stage, 0, name)",
+        _LOOP,
+    ),
+    Mutant(
+        "same-samples-again",
+        "a rollout that is to be sampled with other seeds has the same ones",
+        "tasks/stages/rollout.py",
+        "return number if rerun is not None and rerun.new_seeds and",
+        "return 0 if rerun is not None and rerun.new_seeds and",
+        _LOOP,
+    ),
+    Mutant(
+        "stages-read-the-head",
+        "a stage that is done again reads its inputs from the head instead of its own revision",
+        "flows/driving.py",
+        "redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration",
+        "redo(_on(context, context.revisions), rerun.iteration",
+        _LOOP,
+    ),
+    Mutant(
+        "chosen-without-a-cascade",
+        "a rerun without a cascade becomes the head",
+        "flows/driving.py",
+        "    if rerun.cascade:\n",
+        "    if rerun:\n",
+        _LOOP,
+    ),
+    Mutant(
+        "any-setting-undoes-a-stage",
+        "a finished stage is refused because a setting changed that it does not read",
+        "tasks/config/stage_settings.py",
+        "if is_read(key, stage)})",
+        "})",
+        (*_LOOP, *_SETTINGS),
+    ),
+    Mutant(
+        "old-ranks-train-on",
+        "settings that were recorded with a rerun do not reach the trainer",
+        "flows/driving.py",
+        "    if settings:\n",
+        "    if not settings and config is None:\n",
+        _LOOP,
+    ),
+    Mutant(
+        "fork-of-the-head-only",
+        "a fork of a revision shares the head instead",
+        "storage/upkeep/fork.py",
+        "recorded = names_of(root, parent, revision)",
+        "recorded = names_of(root, parent, None)",
+        _REDOING,
+    ),
+    Mutant(
+        "entry-gone-while-looked-for",
+        "a lease entry that is removed between listing and reading ends the process",
+        "storage/ownership/log.py",
+        "            later = newest(root, run)\n            if later is None:",
+        "            later = None\n            if later is None:",
+        _TRUTHS,
+    ),
+)
