@@ -72,9 +72,9 @@ def ask_again(root: Root, run: str, request: Request) -> tuple[Rerun, RunConfig]
         apply_override(document, setting)
     after = parse_config(with_functions(document, None), f"of run {run} with the given settings")
     settings, runtime = decided(before.model_dump(mode="json"), after.model_dump(mode="json"))
-    _check_settings(request, list(unchangeable(settings, (request.stage, *WORKFLOW.behind[request.stage]))))
     if settings and not WORKFLOW.leads_on(request.stage):
         raise InputError(f"nothing is made from {request.stage}: it cannot be done again with {', '.join(settings)}")
+    _check_settings(request, list(unchangeable(settings, (request.stage, *WORKFLOW.behind[request.stage]))))
     check_start(run, root, before)
     wanted = Wanted(
         iteration=request.iteration,

@@ -148,7 +148,7 @@ def _goes_on(root: Root, run: str, seen: Revisions) -> int:
     if mine is None:
         raise InputError(
             f"revision {number} of run {run!r} has no {rerun.stage} of iteration {rerun.iteration} yet: "
-            "`ratchet run` finishes it first"
+            "`ratchet run` finishes it, unless another choice has withdrawn it; then ask again with `ratchet rerun`"
         )
     same = {other: seen.seen(other) for other in seen.numbers}
     holders = sorted({one.of(rerun.iteration, rerun.stage): one for one in same.values()}.items())

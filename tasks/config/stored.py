@@ -161,6 +161,9 @@ def _continued(root: Root, run: str, config: RunConfig) -> str:
     changed = changed_meaning(stored.config.meaning(), config.meaning())
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
+        revisions = read_revisions(root, run)
+        if revisions.settings():
+            lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"
         raise InputError(
             f"run {run!r} exists in {root.url} and was started with different settings:\n{lines}\n"
             "Continue it with its own configuration, or start a new run with another --run"

@@ -1,5 +1,7 @@
 """Every setting that decides a result is read by a stage, and what another stage reads does not undo a stage."""
 
+from pathlib import Path
+
 import pytest
 
 from tasks.config.identity import meaning
@@ -32,6 +34,12 @@ def test_the_table_names_every_stage_and_no_setting_that_is_gone():
     for names in READS.values():
         for name in names:
             assert any(key == name or key.startswith(f"{name}.") for key in there), name
+
+
+def test_the_table_of_the_documents_is_this_one():
+    text = (Path(__file__).parents[3] / "docs" / "storage.md").read_text()
+    rows = [f"| `{stage}` | {', '.join(f'`{name}`' for name in names)} |" for stage, names in READS.items()]
+    assert "\n".join(rows) in text
 
 
 @pytest.mark.parametrize(
