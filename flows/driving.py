@@ -102,6 +102,11 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
     if rerun.cascade:
         assert context.fence is not None
         choose(root, WORKFLOW, run, rerun.revision, rerun.reason, rerun.asked_by, context.fence)
+        progress.say(f"revision {rerun.revision} is the head")
+    else:
+        progress.say(
+            f"revision {rerun.revision} is beside the head: `ratchet choose {run} {rerun.revision}` changes it"
+        )
     return on_head(context)
 
 

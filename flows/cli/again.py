@@ -103,12 +103,14 @@ def choose_command(
         Its number, as `ratchet show` lists them; 0 is what was done first.
     """
     from flows.redoing import person
+    from flows.views.reports import write_report  # draws curves
 
     store = open_root(root)
     require_run(store, run)
     before = read_revisions(store, run).head
     with hold(store, run, "ratchet choose") as lease:
         choose(store, WORKFLOW, run, revision, reason, person(), lease)
+        write_report(store, run)
     chosen = Chosen(run=run, before=before, head=revision)
     with Output(json=json) as output:
         output.result(chosen, [f"run {run}: revision {revision} is the head, before it was {before}"])

@@ -80,7 +80,8 @@ def launch(order: Order, output: Output) -> int:
                 _release(order.run, output)
                 finish_report(root, order.run, order.config, output.say)
             else:
-                output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
+                begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
+                output.say(f"run {order.run} begins {begins}; starting Ray and Prefect")
                 _run_flow_to_its_end(order, signals, root, output)
     except (KeyboardInterrupt, ValueError) as end:
         # Prefect turns an interrupt at the very start of a task run into a ValueError
