@@ -34,6 +34,14 @@ REVISIONS = (
         _LOOP,
     ),
     Mutant(
+        "cascade-ends-elsewhere",
+        "a repeated stage with the same digest leads back to what was the head before",
+        "storage/upkeep/redoing.py",
+        "dict.fromkeys([rerun.parent, *heads, *seen.numbers])",
+        "seen.numbers",
+        _REDOING,
+    ),
+    Mutant(
         "choice-before-the-stage",
         "a revision whose stage is not done can become the head",
         "storage/upkeep/redoing.py",
@@ -87,7 +95,7 @@ REVISIONS = (
         "storage/upkeep/retention.py",
         "    if recorded.revisions.reruns:  # other",
         "    if not recorded.manifests:  # other",
-        _LOOP,
+        _REDOING,
     ),
     Mutant(
         "pieces-of-the-first-time",

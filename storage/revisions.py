@@ -76,8 +76,8 @@ class Choice(BaseModel):
     revision: NonNegativeInt
     """The head from now on."""
     goes_on: NonNegativeInt
-    """The revision that what is behind the repeated stage belongs to: an earlier one where the stage came to the same
-    digest as there, so that nothing behind it is done again; otherwise `revision` itself."""
+    """The revision that has what is behind the repeated stage: an earlier one if the stage came to the same digest as
+    there, so that nothing behind it is done again; otherwise `revision` itself."""
     reason: str
     """Why, in the words of who asked."""
     asked_by: str
@@ -139,7 +139,7 @@ class Revisions:
         return 0
 
     def goes_on(self, number: int) -> int:
-        """The revision that what is behind the repeated stage of `number` belongs to; its first choice says."""
+        """The revision that has what is behind the repeated stage of `number`, or an earlier one; a choice says."""
         return next((choice.goes_on for choice in self.choices if choice.revision == number), number)
 
     @property
@@ -156,9 +156,10 @@ class Revisions:
         """Settings in which this revision differs from revision 0, by `section.key`."""
         number, found = self.current, {}
         while number:
-            rerun = self.rerun(number)
-            found = {**rerun.settings, **found}
-            number = rerun.parent
+            rerun, goes_on = self.rerun(number), self.goes_on(number)
+            if goes_on == number:
+                found = {**rerun.settings, **found}
+            number = rerun.parent if goes_on == number else goes_on
         return found
 
 

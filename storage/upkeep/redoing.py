@@ -139,7 +139,10 @@ def _rerun(workflow: Workflow, wanted: Wanted, recorded: Names) -> Rerun:
 
 
 def _goes_on(root: Root, run: str, seen: Revisions) -> int:
-    """The lowest revision in which the repeated stage has the same digest: what is behind it is done there already."""
+    """An earlier revision in which the repeated stage has the same digest: what is behind it is done there already.
+
+    The parent if it is one; otherwise the one that was the head last.
+    """
     number = seen.current
     if number == 0 or any(choice.revision == number for choice in seen.choices):
         return seen.goes_on(number)
@@ -150,10 +153,9 @@ def _goes_on(root: Root, run: str, seen: Revisions) -> int:
             f"revision {number} of run {run!r} has no {rerun.stage} of iteration {rerun.iteration} yet: "
             "`ratchet run` finishes it, unless another choice has withdrawn it; then ask again with `ratchet rerun`"
         )
-    same = {other: seen.seen(other) for other in seen.numbers}
-    holders = sorted({one.of(rerun.iteration, rerun.stage): one for one in same.values()}.items())
-    for other, one in holders:
-        there = find(root, run, rerun.iteration, rerun.stage, one)
+    heads = [choice.revision for choice in reversed(seen.choices)]
+    for other in dict.fromkeys([rerun.parent, *heads, *seen.numbers]):
+        there = find(root, run, rerun.iteration, rerun.stage, seen.seen(other)) if other < number else None
         if there is not None and there.digest == mine.digest:
             return other
     return number

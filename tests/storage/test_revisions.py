@@ -78,11 +78,13 @@ def test_settings_add_up_along_the_parents():
         rerun(2, TRAIN, 1, settings={"train.a": 1, "train.b": 1}),
         rerun(3, TRAIN, 2, parent=1, settings={"train.b": 2}),
         rerun(3, TRAIN, 3, settings={"train.c": 3}),
+        rerun(2, REWARD, 4, parent=3),
     )
-    revisions = Revisions(reruns)
+    revisions = Revisions(reruns, (choice(4, goes_on=1),))
     assert [revisions.seen(number).settings() for number in revisions.numbers] == [
         {},
         {"train.a": 1, "train.b": 1},
         {"train.a": 1, "train.b": 2},
         {"train.c": 3},
+        {"train.a": 1, "train.b": 1},
     ]

@@ -13,7 +13,7 @@ from storage.upkeep.catalog import contents, names_of, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights
 from storage.upkeep.redoing import Wanted, ask, choose
-from storage.upkeep.retention import Retention, collect
+from storage.upkeep.retention import Retention, collect, give_up
 from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import DOCUMENT, age, make_run
@@ -162,3 +162,33 @@ def test_a_revision_that_cannot_go_on_is_not_chosen(root: Root):
         with pytest.raises(InputError, match=r"the train state of iteration 1 .* those of \[0\] are kept"):
             choose(root, WORKFLOW, RUN, 1, "late", "tests", lease)
     assert read_revisions(root, RUN).head == 0
+
+
+def test_the_same_result_again_leads_on_to_what_the_parent_has(root: Root):
+    make_run(root)
+    first = again(root, 2, Stage.TRAIN, b"another state")
+    after(root, 2, Stage.WEIGHT_SYNC, first, "train")
+    with hold(root, RUN, "test") as lease:
+        ask(root, WORKFLOW, RUN, Wanted(2, Stage.REWARD, "a test", "tests"), lease)
+        publish_same(root, 2, Stage.REWARD, 2)
+        assert choose(root, WORKFLOW, RUN, 2, "a test", "tests", lease).goes_on == 1
+    assert need(root, RUN, 2, Stage.REWARD).revision == 2
+    assert need(root, RUN, 2, Stage.TRAIN) == first
+    assert find(root, RUN, 3, Stage.ROLLOUT) is None
+
+
+def publish_same(root: Root, iteration: int, stage: Stage, revision: int) -> Manifest:
+    return commit(root, need(root, RUN, iteration, stage).model_copy(update={"revision": revision}))
+
+
+def test_the_end_of_an_iteration_leaves_states_of_other_revisions(root: Root):
+    done = make_run(root)
+    made = again(root, 2, Stage.TRAIN, b"another state")
+    synced = after(root, 2, Stage.WEIGHT_SYNC, made, "train")
+    keep = Retention(newest=1)
+    with hold(root, RUN, "test") as lease:
+        choose(root, WORKFLOW, RUN, 0, "back", "tests", lease)
+        give_up(root, WORKFLOW, RUN, keep, 3, fence=lease)  # pushes out what revision 0 has of iteration 2
+    assert not root.exists(done[2, Stage.TRAIN].parts[0].key)
+    assert root.exists(made.parts[0].key)
+    assert read_revisions(root, RUN).seen(1).of(2, Stage.WEIGHT_SYNC) == synced.revision
