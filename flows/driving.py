@@ -96,7 +96,10 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
     rerun = unfinished(root, run, context.revisions)
     if rerun is None:
         return context
-    progress.say(f"revision {rerun.revision}: {rerun} is done again ({rerun.reason})")
+    progress.say(
+        f"revision {rerun.revision}: {rerun} is done again ({rerun.reason}); until that is finished, "
+        f"`ratchet choose {run} {context.revisions.head}` withdraws it"
+    )
     redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
     context.outbox.settle()
     if rerun.cascade:

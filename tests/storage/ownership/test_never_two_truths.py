@@ -296,3 +296,23 @@ def test_what_was_asked_is_done_again_by_whoever_is_left():
         assert [find(store.root(), "run", n, Stage.TRAIN).revision for n in range(STAGES)] == [0, asked, asked]
         heads.add(asked)
     assert heads == {0, 1}
+
+
+def test_an_entry_that_is_removed_while_another_process_looks_for_it_ends_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(log, "KEPT_ENTRIES", 1)
+    monkeypatch.setattr(log, "_REMOVERS", 1)
+    for steps in range(8):
+        store, time = SharedStore(), Time()
+        first, second = (Worker(store, time, name, 0.0, 1) for name in ("first", "second"))
+        for one in (first, second):
+            one.start()
+            one.stepper.step_to_write()  # both have seen that nobody drives the run
+        first.stepper.step()
+        for _ in range(steps):
+            second.stepper.step()
+        while not first.stepper.ended:
+            first.stepper.step()
+        while not second.stepper.ended:
+            second.stepper.step()
+            time.pass_by(SECONDS / 20)
+        assert first.stepper.error is second.stepper.error is None
