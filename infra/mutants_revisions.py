@@ -18,6 +18,14 @@ REVISIONS = (
         _RECORDS,
     ),
     Mutant(
+        "missing-record-passed-over",
+        "a revision is the head though the record that made it is gone",
+        "storage/revisions.py",
+        "or chosen not in found.numbers:",
+        "and chosen:",
+        _RECORDS,
+    ),
+    Mutant(
         "rerun-leaves-later-iterations",
         "what later iterations made from the first result stays part of the head",
         "storage/revisions.py",

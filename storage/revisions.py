@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveI
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import InputError
+from storage.errors import InputError, SchemaMismatch
 from storage.ids import StageName
 from storage.parallel import each
 
@@ -171,10 +171,17 @@ def read_revisions(root: Root, run: str) -> Revisions:
     """The revisions of a run: one listing, and a request for each record.
 
     Raises:
-        DigestMismatch, SchemaMismatch: a record is damaged or of a later version.
+        DigestMismatch, SchemaMismatch: a record is damaged, missing or of a later version.
     """
     keys = root.keys(layout.revision_folder(run))
-    return Revisions(_read(root, keys, layout.is_rerun, Rerun), _read(root, keys, layout.is_choice, Choice))
+    found = Revisions(_read(root, keys, layout.is_rerun, Rerun), _read(root, keys, layout.is_choice, Choice))
+    chosen = max((choice.revision for choice in found.choices), default=0)
+    if [one.revision for one in found.reruns] != [*found.numbers][1:] or chosen not in found.numbers:
+        raise SchemaMismatch(
+            f"{root.url}/{layout.revision_folder(run)} lacks records: there are reruns "
+            f"{[one.revision for one in found.reruns]}, and revision {chosen} was chosen. Restore them from a copy"
+        )
+    return found
 
 
 def _read[M: BaseModel](root: Root, keys: list[str], wanted: Callable[[str], bool], kind: type[M]) -> tuple[M, ...]:

@@ -4,7 +4,7 @@ import pytest
 
 from storage import layout
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, InputError
+from storage.errors import DigestMismatch, InputError, SchemaMismatch
 from storage.manifest import find
 from storage.revisions import FIRST, Revisions, read_revisions, record_choice, record_rerun
 from tasks.stages.names import Stage
@@ -71,6 +71,14 @@ def test_a_damaged_record_is_not_passed_over(root: Root):
     root.replace(layout.choice_key("run", 1), b"{}")
     with pytest.raises(DigestMismatch, match="head-000001"):
         find(root, "run", 1, TRAIN)
+
+
+def test_a_record_that_is_gone_is_noticed(root: Root):
+    record_rerun(root, "run", rerun(1, TRAIN, 1))
+    record_choice(root, "run", choice(1), 1)
+    root.remove(layout.rerun_key("run", 1))
+    with pytest.raises(SchemaMismatch, match=r"lacks records: there are reruns \[\], and revision 1 was chosen"):
+        read_revisions(root, "run")
 
 
 def test_settings_add_up_along_the_parents():
