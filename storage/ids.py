@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import StringConstraints
@@ -32,8 +32,8 @@ class Workflow:
     """Its parts are a train state, which retention may delete."""
     ends_iteration: str
     """Once it is committed, the next iteration can begin; the state of that iteration is the newest one served."""
-    behind: Mapping[str, tuple[str, ...]]
-    """Stages of the same iteration that are made from a stage, directly or not."""
+    behind: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Stages of the same iteration that are made from a stage, directly or not. Others cannot be done again."""
 
     def leads_on(self, stage: str) -> bool:
         """Whether the next iteration is made from a stage."""

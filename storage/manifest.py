@@ -1,7 +1,7 @@
 """What a finished stage is, and the one commit point."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Annotated, Protocol, Self
 
@@ -277,6 +277,16 @@ def find(root: Root, run: str, iteration: int, stage: str, revisions: Revisions 
         return load(root, layout.manifest_key(run, iteration, stage, seen.of(iteration, stage)))
     except NotCommitted:
         return None
+
+
+def revisions(root: Root, run: str, iteration: int, stage: str) -> Iterator[Manifest]:
+    """All revisions of a stage's manifest, from the first, whether or not they belong to the head."""
+    every = read_revisions(root, run)
+    for number in sorted({every.seen(one).of(iteration, stage) for one in every.numbers}):
+        try:
+            yield load(root, layout.manifest_key(run, iteration, stage, number))
+        except NotCommitted:
+            continue
 
 
 def need(root: Root, run: str, iteration: int, stage: str, revisions: Revisions | None = None) -> Manifest:

@@ -107,6 +107,8 @@ def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names)
         raise InputError(
             f"{stage}@{iteration} is what all of run {run!r} is made from: start a new run with another --run instead"
         )
+    if stage not in workflow.behind:
+        raise InputError(f"{stage} cannot be done again, only {', '.join(sorted(workflow.behind))}")
     if (iteration, stage) not in recorded.newest:
         raise InputError(
             f"{stage} of iteration {iteration} of run {run!r} is not finished, so it cannot be done again: "

@@ -18,7 +18,7 @@ from storage.errors import (
     StageFailed,
     StorageError,
 )
-from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, finite_or_null, load, need
+from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, finite_or_null, load, need, revisions
 from storage.parts import PartWriter
 from storage.records import seal, unseal
 from storage.revisions import read_revisions, record_choice, record_rerun
@@ -134,6 +134,8 @@ def test_a_revision_counts_once_it_is_the_head(any_root):
     record_choice(any_root, "run", choice(1), 1)
     assert find(any_root, "run", 1, Stage.ROLLOUT) == again
     assert find(any_root, "run", 1, Stage.ROLLOUT, read_revisions(any_root, "run").seen(0)) == first
+    assert list(revisions(any_root, "run", 1, Stage.ROLLOUT)) == [first, again]
+    assert list(revisions(any_root, "run", 2, Stage.ROLLOUT)) == []
 
 
 def test_a_part_of_another_stage_is_refused_unless_its_origin_is_known(root):
