@@ -1,21 +1,26 @@
 """Driving a run under its lease, from where its manifests end to the last iteration; without Prefect and Ray."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 
-from flows.iteration import begin, iterate, position_after
+from flows.iteration import begin, iterate, position_after, redo
 from flows.views.history import first_incomplete, read_record
 from flows.views.progress import Progress
 from storage.backends.root import Root
 from storage.errors import Overtaken
 from storage.ownership.lease import Lease, hold
+from storage.revisions import Rerun, Revisions, read_revisions
+from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from storage.upkeep.retention import Retention, catch_up, give_up
 from storage.upkeep.shared import SharedParts
+from tasks.config.document import parse_config
 from tasks.config.run import RunConfig
-from tasks.config.stored import record_config
+from tasks.config.stage_settings import with_settings
+from tasks.config.stored import documents, read_config, record_config
 from tasks.stages.context import RunContext
-from tasks.stages.names import WORKFLOW
+from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.retrying import persistent
 
 Opener = Callable[[Lease, str], AbstractContextManager[RunContext]]
@@ -29,14 +34,83 @@ def complete(name: str, root: Root, config: RunConfig, progress: Progress, opene
     If the process that drove the run before still publishes a stage, with another result, that result counts, and the
     run continues from it.
     """
-    while next_iteration(root, name, config) <= config.run.iterations:
-        try:
-            with hold(root, name, "ratchet run") as lease:
-                digest = record_config(root, name, config, lease)
-                with opener(lease, digest) as context:
-                    advance(persistent(context, progress.say), progress, next_iteration(root, name, config))
-        except Overtaken as fact:
-            progress.say(f"{fact}")
+    while next_iteration(root, name, config) <= config.run.iterations or is_redoing(root, name):
+        with _driven(root, name, config, progress, opener) as context:
+            settled = finish_rerun(context, progress)
+            advance(settled, progress, next_iteration(root, name, config))
+
+
+def rerun(root: Root, name: str, wanted: Wanted) -> Rerun:
+    """Record that a finished stage is to be done again; `complete` or `redo_stage` then does it. Raises as `ask`."""
+    with hold(root, name, "ratchet rerun") as lease:
+        return ask(root, WORKFLOW, name, wanted, lease)
+
+
+def redo_stage(name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener) -> None:
+    """Only finish the rerun that was asked for, if it is not finished; the iterations are left as they are."""
+    while is_redoing(root, name):
+        with _driven(root, name, config, progress, opener) as context:
+            finish_rerun(context, progress)
+
+
+@contextmanager
+def _driven(root: Root, name: str, config: RunConfig, progress: Progress, opener: Opener) -> Iterator[RunContext]:
+    """The context of the head, under the run's lease. A result that another process published meanwhile counts."""
+    try:
+        with hold(root, name, "ratchet run") as lease:
+            digest = record_config(root, name, config, lease)
+            with opener(lease, digest) as context:
+                yield on_head(persistent(context, progress.say))
+    except Overtaken as fact:
+        progress.say(f"{fact}")
+
+
+def is_redoing(root: Root, name: str) -> bool:
+    """Whether a finished stage was asked to be done again, and that is not finished."""
+    return unfinished(root, name, read_revisions(root, name)) is not None
+
+
+def on_head(context: RunContext) -> RunContext:
+    """The context that works on the run's head as it is now."""
+    return _on(context, read_revisions(context.root, context.run))
+
+
+def _on(context: RunContext, revisions: Revisions) -> RunContext:
+    """The context that works on the revision that `revisions` is seen from, under its settings."""
+    stored = read_config(context.root, context.run, revisions)
+    config, settings = context.config, revisions.settings()
+    if settings:
+        given = with_settings(config.model_dump(mode="json"), settings)
+        config = parse_config(given, f"of revision {revisions.current} of run {context.run}")
+    every = documents(context.root, context.run, revisions)
+    return replace(context, config=config, config_digest=stored.digest, revisions=revisions, documents=every)
+
+
+def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
+    """Do the stage that was asked to be done again, if it is not done, and choose the result if it cascades.
+
+    Returns:
+        The context of the head that there is then.
+    """
+    root, run = context.root, context.run
+    rerun = unfinished(root, run, context.revisions)
+    if rerun is None:
+        return context
+    progress.say(
+        f"revision {rerun.revision}: {rerun} is done again ({rerun.reason}); until that is finished, "
+        f"`ratchet choose {run} {context.revisions.head}` withdraws it"
+    )
+    redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
+    context.outbox.settle()
+    if rerun.cascade:
+        assert context.fence is not None
+        choose(root, WORKFLOW, run, rerun.revision, rerun.reason, rerun.asked_by, context.fence)
+        progress.say(f"revision {rerun.revision} is the head")
+    else:
+        progress.say(
+            f"revision {rerun.revision} is beside the head: `ratchet choose {run} {rerun.revision}` changes it"
+        )
+    return on_head(context)
 
 
 def next_iteration(root: Root, name: str, config: RunConfig) -> int:
@@ -60,15 +134,17 @@ def advance(context: RunContext, progress: Progress, first: int) -> None:
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
     """Report an iteration that is published completely, and delete the train state that is no longer kept."""
     root, run = context.root, context.run
-    progress.finished(read_record(root, run, iteration))
+    progress.finished(read_record(root, run, iteration, context.revisions))
     for retention in _retention(context):
-        give_up(root, WORKFLOW, run, retention, iteration, fence=context.fence, shared=shared)
+        fence, seen = context.fence, context.revisions
+        give_up(root, WORKFLOW, run, retention, iteration, fence=fence, shared=shared, revisions=seen)
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:
     """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
     for retention in _retention(context):
-        catch_up(context.root, WORKFLOW, context.run, retention, fence=context.fence, shared=shared)
+        fence, seen = context.fence, context.revisions
+        catch_up(context.root, WORKFLOW, context.run, retention, fence=fence, shared=shared, revisions=seen)
 
 
 def _retention(context: RunContext) -> Iterator[Retention]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from flows.views.history import evaluation_due
-from storage.manifest import need
+from storage.errors import InputError
 from tasks.stages.context import RunContext
 from tasks.stages.evaluate import evaluate
 from tasks.stages.names import Stage
@@ -11,7 +11,7 @@ from tasks.stages.prepare import prepare
 from tasks.stages.reward import reward
 from tasks.stages.rollout import rollout
 from tasks.stages.train import train
-from tasks.stages.views import Prepared, Served, Trained
+from tasks.stages.views import Prepared, Rewards, Rollouts, Served, Trained, View
 from tasks.stages.warm_up import warm_up
 from tasks.stages.weight_sync import weight_sync
 
@@ -53,12 +53,36 @@ def position_after(run: RunContext, iteration: int) -> Position:
     Raises:
         NotCommitted: the iteration is not complete.
     """
-    root, name = run.root, run.run
     return Position(
-        prepared=Prepared(need(root, name, 0, Stage.PREPARE)),
-        trained=Trained(need(root, name, iteration, Stage.TRAIN)),
-        served=Served(need(root, name, iteration, Stage.WEIGHT_SYNC)),
+        prepared=Prepared(run.need(0, Stage.PREPARE)),
+        trained=Trained(run.need(iteration, Stage.TRAIN)),
+        served=Served(run.need(iteration, Stage.WEIGHT_SYNC)),
     )
+
+
+def redo(run: RunContext, iteration: int, stage: Stage) -> View:
+    """One stage alone, in the revision that is worked on, from what is committed before it.
+
+    Raises:
+        NotCommitted: an input is not there.
+        InputError: the stage is the start of the run.
+    """
+    prepared = Prepared(run.need(0, Stage.PREPARE))
+    match stage:
+        case Stage.ROLLOUT:
+            return rollout(run, iteration, prepared, Served(run.need(iteration - 1, Stage.WEIGHT_SYNC)))
+        case Stage.REWARD:
+            return reward(run, iteration, prepared, Rollouts(run.need(iteration, Stage.ROLLOUT)))
+        case Stage.TRAIN if iteration:
+            rollouts = Rollouts(run.need(iteration, Stage.ROLLOUT))
+            rewards = Rewards(run.need(iteration, Stage.REWARD))
+            before = Trained(run.need(iteration - 1, Stage.TRAIN))
+            return train(run, iteration, prepared, rollouts, rewards, before)
+        case Stage.WEIGHT_SYNC:
+            return weight_sync(run, iteration, prepared, Trained(run.need(iteration, Stage.TRAIN)))
+        case Stage.EVALUATE:
+            return evaluate(run, iteration, prepared, Served(run.need(iteration, Stage.WEIGHT_SYNC)))
+    raise InputError(f"{stage}@{iteration} is what the run is made from: start a new run instead")
 
 
 def _evaluation_due(run: RunContext, iteration: int) -> bool:

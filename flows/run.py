@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import httpx
 from prefect import flow
 
-from flows.driving import complete, next_iteration
+from flows.driving import complete, is_redoing, next_iteration, redo_stage
 from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
 from flows.starting import check_start
@@ -41,19 +41,20 @@ def process_cluster() -> Cluster:
 
 
 @flow(name="ratchet", flow_run_name="{name}", persist_result=False)
-def run(name: str, root: str, config: RunConfig) -> None:
+def run(name: str, root: str, config: RunConfig, one_stage: bool = False) -> None:
     """Do the iterations of a run that are not complete yet, then publish the result.
 
     Args:
         name: id of the run.
         root: URL of the storage root.
         config: the resolved configuration; `config.run.iterations` is the last iteration.
+        one_stage: do only the stage that was asked to be done again.
     """
     with Progress(name, config.run.iterations) as progress:
-        perform(name, root, config, progress)
+        perform(name, root, config, progress, one_stage=one_stage)
 
 
-def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None:
+def perform(name: str, root: str, config: RunConfig, progress: Progress, *, one_stage: bool = False) -> None:
     """What the flow does, within any flow; arguments as those of `run`."""
     store = ready(name, root, config)
     for sentence in advice(config):
@@ -62,7 +63,8 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None
         progress.note(notice)
     with Reports(store, name, config, progress.warn, examples_publisher()) as reports:
         progress.on_finished(reports.add)
-        complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
+        work = redo_stage if one_stage else complete
+        work(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
     progress.say("drawing the curves")
     png = write_report(store, name)
     try:
@@ -98,7 +100,7 @@ def ready(name: str, root: str, config: RunConfig) -> Root:
     check_root_url(root)
     store = open_root(root).waiting(config.run.outage_s)
     check_start(name, store, config)
-    if next_iteration(store, name, config) <= config.run.iterations:
+    if next_iteration(store, name, config) <= config.run.iterations or is_redoing(store, name):
         check_free(store, name)
     return store
 

@@ -24,11 +24,11 @@ class Attempt(BaseModel):
     """When (UTC)."""
 
 
-def begin(root: Root, run: str, iteration: int, stage: str, writer: str) -> int:
+def begin(root: Root, run: str, iteration: int, stage: str, writer: str, revision: int = 0) -> int:
     """Record that `writer` begins to work on a stage; returns how many attempts at it came before."""
     attempt, number = Attempt(writer=writer, time=datetime.now(UTC)), 0
     while True:
-        key = layout.attempt_key(run, iteration, stage, 0, number)
+        key = layout.attempt_key(run, iteration, stage, revision, number)
         # compared as bytes: the answer to our own write may have been lost, and a damaged record does no harm
         if records.publish(root, key, attempt, durable=False) or root.read_bytes(key) == records.seal(attempt):
             return number

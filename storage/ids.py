@@ -1,7 +1,8 @@
 """Names of things: runs and stages."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import StringConstraints
@@ -31,6 +32,12 @@ class Workflow:
     """Its parts are a train state, which retention may delete."""
     ends_iteration: str
     """Once it is committed, the next iteration can begin; the state of that iteration is the newest one served."""
+    behind: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Stages of the same iteration that are made from a stage, directly or not. Others cannot be done again."""
+
+    def leads_on(self, stage: str) -> bool:
+        """Whether the next iteration is made from a stage."""
+        return self.ends_iteration in (stage, *self.behind[stage])
 
 
 def is_run_name(name: str) -> bool:

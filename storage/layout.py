@@ -15,6 +15,8 @@ _MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.json")
 _ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.(attempt-|attempts/)\d+\.json")
 _PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.pieces/[^/]+\.json")
 
+_RERUN = re.compile(r"revisions/rerun-\d{6,}\.json")
+_CHOICE = re.compile(r"revisions/head-\d{6,}\.json")
 _REVISION = re.compile(r"\.r(\d+)\.json$")
 _OF_STAGE = re.compile(r"(/manifests/\d{6,}/[^/.]+\.r\d+)\..*$")
 
@@ -104,6 +106,31 @@ def stage_of(key: str) -> str:
 def retired_key(manifest: str) -> str:
     """Record that retention has deleted the parts of the manifest at key `manifest`."""
     return f"{manifest.removesuffix('.json')}.retired.json"
+
+
+def revision_folder(run: str) -> str:
+    """What was done again in a run, and which revision of it is the head. Without such a folder, revision 0 is."""
+    return f"{run}/revisions"
+
+
+def rerun_key(run: str, number: int) -> str:
+    """Record that a finished stage is to be done again, numbered from 1 without gaps."""
+    return f"{revision_folder(run)}/rerun-{number:06d}.json"
+
+
+def is_rerun(key: str) -> bool:
+    """Whether a key in the revision folder is the record of a rerun."""
+    return _RERUN.fullmatch(key.partition("/")[2]) is not None
+
+
+def choice_key(run: str, number: int) -> str:
+    """Record that a revision was chosen as the head, numbered from 1 without gaps; the last one counts."""
+    return f"{revision_folder(run)}/head-{number:06d}.json"
+
+
+def is_choice(key: str) -> bool:
+    """Whether a key in the revision folder is the record of a choice."""
+    return _CHOICE.fullmatch(key.partition("/")[2]) is not None
 
 
 def part_folder(run: str) -> str:

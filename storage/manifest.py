@@ -1,6 +1,5 @@
 """What a finished stage is, and the one commit point."""
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -24,6 +23,7 @@ from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StageFailed, StorageError
 from storage.ids import RunName, StageName
+from storage.revisions import Revisions, read_revisions
 
 FORMAT_VERSION = 2
 """The newest format of a manifest: 2 if a fact identifies its content, 1 if its parts do."""
@@ -140,7 +140,7 @@ class Manifest(BaseModel):
     stage: StageName
     """Which step."""
     revision: NonNegativeInt = 0
-    """Rises only when a finished stage is done again on request."""
+    """0, or the number of the rerun that it belongs to: see `storage.revisions`."""
     schema_fingerprint: str | None = None
     """Fingerprint of the Arrow schema of the table parts."""
     parts: tuple[Part, ...] = ()
@@ -266,27 +266,36 @@ def _conflict(manifest: Manifest, winner: Manifest) -> CommitConflict:
     return CommitConflict(f"{fact}. Two processes drive this run; let one of them finish")
 
 
-def find(root: Root, run: str, iteration: int, stage: str) -> Manifest | None:
-    """The newest revision of a stage's manifest, or None if the stage did not happen."""
-    return next(reversed(list(revisions(root, run, iteration, stage))), None)
+def find(root: Root, run: str, iteration: int, stage: str, revisions: Revisions | None = None) -> Manifest | None:
+    """A stage's manifest in the run's head, or None if the stage did not happen.
+
+    Args:
+        revisions: the run's revisions, seen from the one that is asked for; by default they are read.
+    """
+    seen = read_revisions(root, run) if revisions is None else revisions
+    try:
+        return load(root, layout.manifest_key(run, iteration, stage, seen.of(iteration, stage)))
+    except NotCommitted:
+        return None
 
 
 def revisions(root: Root, run: str, iteration: int, stage: str) -> Iterator[Manifest]:
-    """All revisions of a stage's manifest, from the first."""
-    for revision in itertools.count():
+    """All revisions of a stage's manifest, from the first, whether or not they belong to the head."""
+    every = read_revisions(root, run)
+    for number in sorted({every.seen(one).of(iteration, stage) for one in every.numbers}):
         try:
-            yield load(root, layout.manifest_key(run, iteration, stage, revision))
+            yield load(root, layout.manifest_key(run, iteration, stage, number))
         except NotCommitted:
-            return
+            continue
 
 
-def need(root: Root, run: str, iteration: int, stage: str) -> Manifest:
+def need(root: Root, run: str, iteration: int, stage: str, revisions: Revisions | None = None) -> Manifest:
     """Like `find`, for a stage that must have happened.
 
     Raises:
         NotCommitted: it did not.
     """
-    manifest = find(root, run, iteration, stage)
+    manifest = find(root, run, iteration, stage, revisions)
     if manifest is None:
         raise NotCommitted(f"run {run} has no {stage} of iteration {iteration} in {root.url}")
     return manifest

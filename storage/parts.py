@@ -29,6 +29,8 @@ class PartWriter:
     run: str
     iteration: int
     stage: str
+    revision: int = 0
+    """Revision of the manifest; parts of equal content are shared between revisions."""
 
     @measured()
     def write_bytes(self, name: str, data: bytes | pa.Buffer, rows: int | None = None) -> Part:

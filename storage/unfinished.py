@@ -41,4 +41,4 @@ def read_piece(root: Root, key: str) -> Part:
 
 
 def _key(writer: PartWriter, name: str) -> str:
-    return layout.piece_key(writer.run, writer.iteration, writer.stage, 0, name)
+    return layout.piece_key(writer.run, writer.iteration, writer.stage, writer.revision, name)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.cli.memory import MemoryMeter
 from flows.cli.signals import Signals
-from flows.driving import next_iteration
+from flows.driving import is_redoing, next_iteration
 from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.output import Output
@@ -30,6 +30,8 @@ class Order:
     root: str
     again: str
     """The command that continues the run."""
+    one_stage: bool = False
+    """Do only the stage that was asked to be done again."""
 
 
 class RunResult(BaseModel):
@@ -74,11 +76,12 @@ def launch(order: Order, output: Output) -> int:
     try:
         with signals, MemoryMeter() as meter:
             first = next_iteration(root, order.run, order.config)
-            if first > order.config.run.iterations:
+            if first > order.config.run.iterations and not is_redoing(root, order.run):
                 _release(order.run, output)
                 finish_report(root, order.run, order.config, output.say)
             else:
-                output.say(f"run {order.run} begins at iteration {first}; starting Ray and Prefect")
+                begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
+                output.say(f"run {order.run} begins {begins}; starting Ray and Prefect")
                 _run_flow_to_its_end(order, signals, root, output)
     except (KeyboardInterrupt, ValueError) as end:
         # Prefect turns an interrupt at the very start of a task run into a ValueError
@@ -110,7 +113,7 @@ def _run_flow(order: Order, signals: Signals) -> None:
         cluster.start()  # while the server starts
         signals.take()  # Ray installs its own handler for SIGTERM
         with connected(server):
-            run(order.run, order.root, order.config)
+            run(order.run, order.root, order.config, order.one_stage)
 
 
 def _run_flow_to_its_end(order: Order, signals: Signals, root: Root, output: Output) -> None:

@@ -17,4 +17,7 @@ def root_url(_type: Any, tokens: Sequence[Token]) -> str:
 
 
 RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3://bucket/prefix.", converter=root_url)]
+Revision = Annotated[
+    int | None, Parameter(help="A revision of the run, if stages were done again; by default the head.")
+]
 Json = Annotated[bool, Parameter(help="Write only JSON to standard output; the last line is the result.", negative=())]

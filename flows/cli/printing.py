@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout
 from storage.manifest import Manifest
+from storage.revisions import Choice, Rerun, Revisions
 from storage.upkeep.archive import Archive
 from storage.upkeep.catalog import RunSummary
 from storage.upkeep.fork import Forked
@@ -45,12 +46,21 @@ class Shown(BaseModel):
     root: str
     run: str
     stages: tuple[ShownStage, ...]
+    head: int = 0
+    """The revision that the run consists of."""
+    reruns: tuple[Rerun, ...] = ()
+    """Finished stages that were asked to be done again, each as a revision."""
+    choices: tuple[Choice, ...] = ()
+    """What became the head, and why, in the order of time."""
 
     @classmethod
-    def of(cls, root: str, run: str, manifests: Sequence[Manifest], retired: Container[str]) -> "Shown":
-        """Build it from manifests and the digests of those whose parts may be gone."""
-        stages = (ShownStage(digest=one.digest, retired=one.digest in retired, manifest=one) for one in manifests)
-        return cls(root=root, run=run, stages=tuple(stages))
+    def of(
+        cls, root: str, run: str, manifests: Sequence[Manifest], retired: Container[str], revisions: Revisions
+    ) -> "Shown":
+        """Build it from manifests and the keys of those whose parts may be gone."""
+        stages = (ShownStage(digest=one.digest, retired=one.key in retired, manifest=one) for one in manifests)
+        asked = {"head": revisions.head, "reruns": revisions.reruns, "choices": revisions.choices}
+        return cls(root=root, run=run, stages=tuple(stages), **asked)
 
 
 class Verifications(BaseModel):
@@ -109,7 +119,21 @@ def of_shown(shown: Shown, in_detail: bool) -> list[str]:
                 _remarks(stage),
             )
         )
-    return table(rows) if shown.stages else [f"run {shown.run} has committed nothing yet"]
+    if not shown.stages:
+        return [f"run {shown.run} has committed nothing yet"]
+    return [*table(rows), *_revisions(shown)]
+
+
+def _revisions(shown: Shown) -> list[str]:
+    if not shown.reruns:
+        return []
+    rows = [("REVISION", "MADE IN", "DOES AGAIN", "ASKED BY", "ASKED (UTC)", "REASON", "")]
+    for one in shown.reruns:
+        remarks = ["other seeds"] if one.new_seeds else []
+        remarks += [f"{key}={value}" for key, value in one.settings.items()]
+        asked = f"{one.time:%Y-%m-%d %H:%M:%S}"
+        rows.append((str(one.revision), str(one.parent), str(one), one.asked_by, asked, one.reason, ", ".join(remarks)))
+    return ["", *table(rows), f"revision {shown.head} is the head"]
 
 
 def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
@@ -282,4 +306,5 @@ def _detail(stage: ShownStage) -> Iterator[str]:
 def _remarks(stage: ShownStage) -> str:
     origin = stage.manifest.origin
     remarks = [f"shared with {origin.run}"] if origin else []
+    remarks += [f"revision {stage.manifest.revision}"] if stage.manifest.revision else []
     return ", ".join([*remarks, *(["parts deleted"] if stage.retired else [])])

@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from flows.cli import printing as lines
 from flows.cli.bench import bench_train_command
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.options import DEFAULT_ROOT, Json, Revision, RootUrl
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
@@ -18,8 +18,9 @@ from storage.ids import check_run_name
 from storage.manifest import find
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
+from storage.revisions import read_revisions
 from storage.upkeep.archive import compact, without_texts
-from storage.upkeep.catalog import contents, require_run, runs, summaries
+from storage.upkeep.catalog import contents, names_of, require_run, runs, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
@@ -28,7 +29,7 @@ from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.document import apply_override, parse_config, with_functions
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
-from tasks.config.stored import ConfigRecord, stored_config
+from tasks.config.stored import ConfigRecord, read_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import WORKFLOW, Stage
 
@@ -65,10 +66,11 @@ def show_command(
     iteration: int | None = None,
     stage: Stage | None = None,
     *,
+    revision: Revision = None,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Show what a run has committed: all of it, one iteration, or one stage with its parts.
+    """Show what a run has committed: all of it, one iteration, or one stage with its parts; and what was done again.
 
     Parameters
     ----------
@@ -81,11 +83,11 @@ def show_command(
     """
     store = open_root(root)
     require_run(store, run)
-    stored = contents(store, run)
+    stored = contents(store, run, names_of(store, run, revision))
     chosen = [one for one in stored.newest if iteration in (None, one.iteration) and stage in (None, one.stage)]
     if not chosen and iteration is not None:
         raise InputError(f"run {run!r} has no {stage or 'committed stage'} in iteration {iteration}")
-    shown = lines.Shown.of(store.url, run, chosen, [record.manifest for record in stored.retired.values()])
+    shown = lines.Shown.of(store.url, run, chosen, stored.retired, stored.revisions)
     with Output(json=json) as output:
         output.result(shown, lines.of_shown(shown, in_detail=stage is not None))
     return 0
@@ -96,6 +98,7 @@ def lineage_command(
     *,
     weights: Annotated[int | None, Parameter(help="Weight version: the iteration whose training made it.")] = None,
     sample: Annotated[str | None, Parameter(help="A sample, as PROMPT_ID/SAMPLE_ID@ITERATION.")] = None,
+    revision: Revision = None,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
@@ -112,10 +115,10 @@ def lineage_command(
     with Output(json=json) as output:
         if sample is None:
             assert weights is not None
-            of = of_weights(store, WORKFLOW, run, weights)
+            of = of_weights(store, WORKFLOW, run, weights, revision)
             output.result(of, lines.of_weights_lineage(of))
         else:
-            found = of_sample(store, WORKFLOW, run, *parse_sample(sample))
+            found = of_sample(store, WORKFLOW, run, *parse_sample(sample), revision=revision)
             output.result(found, lines.of_sample_lineage(found))
     return 0
 
@@ -192,6 +195,7 @@ def fork_command(
         tuple[str, ...],
         Parameter(name="--set", help="A setting of the new run, as section.key=value; may be repeated.", negative=()),
     ] = (),
+    revision: Revision = None,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
@@ -203,8 +207,8 @@ def fork_command(
         Id of the run to fork.
     """
     store = _open(root, parent)
-    record = ConfigRecord.of(_forked_config(store, parent, check_run_name(run), settings))
-    made = fork(store, WORKFLOW, parent, at, run, record.digest, record)
+    record = ConfigRecord.of(_forked_config(store, parent, check_run_name(run), settings, revision))
+    made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision)
     with Output(json=json) as output:
         output.result(made, lines.of_fork(made))
     return 0
@@ -270,8 +274,11 @@ def _open(root: str, run: str) -> Root:
     return store
 
 
-def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -> RunConfig:
-    before = stored_config(root, parent)
+def _forked_config(
+    root: Root, parent: str, run: str, settings: Sequence[str], revision: int | None = None
+) -> RunConfig:
+    revisions = read_revisions(root, parent)
+    before = read_config(root, parent, revisions if revision is None else revisions.seen(revision)).config
     document = before.model_dump(mode="json")
     for setting in settings:
         apply_override(document, setting)

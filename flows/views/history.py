@@ -13,6 +13,7 @@ from flows.views.troubles import Trouble, troubles_of
 from storage.backends.root import Root
 from storage.manifest import Manifest, find, load
 from storage.parallel import each
+from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import names
 from tasks.stages.names import Stage
 
@@ -74,8 +75,9 @@ def synced_iterations(root: Root, run: str, at_most: int) -> int:
 
     Each weight-sync is made from the one before it, so there is no gap before the first missing one.
     """
+    head = read_revisions(root, run)
     return bisect.bisect_left(
-        range(at_most), True, key=lambda iteration: find(root, run, iteration, Stage.WEIGHT_SYNC) is None
+        range(at_most), True, key=lambda iteration: find(root, run, iteration, Stage.WEIGHT_SYNC, head) is None
     )
 
 
@@ -111,9 +113,9 @@ def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
     return every > 0 and (iteration % every == 0 or iteration == iterations)
 
 
-def read_history(root: Root, run: str) -> list[IterationRecord]:
-    """All iterations that have begun, from 0. Reads each newest manifest once."""
-    newest = names(root, run).newest
+def read_history(root: Root, run: str, revisions: Revisions | None = None) -> list[IterationRecord]:
+    """All iterations that have begun, from 0. Reads each manifest once; `revisions` as for `read_record`."""
+    newest = names(root, run, revisions=revisions).newest
     places = list(itertools.takewhile(bool, (_places(newest, iteration) for iteration in itertools.count())))
     manifests = iter(each(lambda place: load(root, newest[place]), itertools.chain(*places), _READERS))
     history: list[IterationRecord] = []
@@ -124,16 +126,21 @@ def read_history(root: Root, run: str) -> list[IterationRecord]:
     return history
 
 
-def read_record(root: Root, run: str, iteration: int) -> IterationRecord:
-    """One iteration that has begun. Reads its manifests and the last one of the iteration before."""
-    before = names(root, run, iteration - 1).newest if iteration else {}
+def read_record(root: Root, run: str, iteration: int, revisions: Revisions | None = None) -> IterationRecord:
+    """One iteration that has begun. Reads its manifests and the last one of the iteration before.
+
+    Args:
+        revisions: the run's revisions, seen from the one that is asked for; by default they are read.
+    """
+    seen = read_revisions(root, run) if revisions is None else revisions
+    before = names(root, run, iteration - 1, seen).newest if iteration else {}
     last = [load(root, before[place]) for place in _places(before, iteration - 1)[-1:]]
-    return record_of(read_iteration(root, run, iteration), next(iter(last), None))
+    return record_of(read_iteration(root, run, iteration, seen), next(iter(last), None))
 
 
-def read_iteration(root: Root, run: str, iteration: int) -> list[Manifest]:
-    """The committed manifests of one iteration, in the order of work."""
-    newest = names(root, run, iteration).newest
+def read_iteration(root: Root, run: str, iteration: int, revisions: Revisions | None = None) -> list[Manifest]:
+    """The committed manifests of one iteration, in the order of work; `revisions` as for `read_record`."""
+    newest = names(root, run, iteration, revisions).newest
     return each(lambda place: load(root, newest[place]), _places(newest, iteration), len(ITERATION))
 
 

@@ -138,11 +138,16 @@ def closing_lines(status: RunStatus) -> list[str]:
 def status_lines(status: RunStatus) -> Sequence[str]:
     """What `ratchet status` prints."""
     lines = [iteration_line(record, status.asked) for record in status.history]
-    closing = closing_lines(status)
+    closing = [*closing_lines(status), *_revision_lines(status)]
     if status.current is None:
         return [*lines, *closing]
     stages = ", ".join(f"{item.stage} {'done' if item.done else 'to do'}" for item in status.stages)
     return [*lines, *closing, f"continues with      iteration {status.current}: {stages}"]
+
+
+def _revision_lines(status: RunStatus) -> list[str]:
+    head = [f"revision           {status.revision}"] if status.revision else []
+    return [*head, *([f"to be done again   {status.redoing}"] if status.redoing else [])]
 
 
 def _change(first: float | None, last: float | None) -> str:

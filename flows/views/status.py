@@ -18,7 +18,9 @@ from flows.views.troubles import run_troubles
 from storage import layout
 from storage.backends.root import Root
 from storage.ids import check_run_name
-from tasks.config.stored import stored_config
+from storage.revisions import read_revisions
+from storage.upkeep.redoing import unfinished
+from tasks.config.stored import read_config
 from tasks.stages.names import Stage
 
 
@@ -46,6 +48,10 @@ class RunStatus(BaseModel):
     """RL iterations that the run was started with; a continuation may ask for more."""
     complete: bool
     """Whether everything that was asked for at the start is done."""
+    revision: int = 0
+    """The head: the revision that all of this is about. It rises when a finished stage is done again."""
+    redoing: str | None = None
+    """The finished stage that is being done again, if that is not finished."""
     current: int | None
     """The first iteration that is not complete; None if all are."""
     stages: tuple[StageStatus, ...]
@@ -72,8 +78,10 @@ def read_status(root: Root, run: str) -> RunStatus:
     Raises:
         InputError: there is no such run.
     """
-    config = stored_config(root, check_run_name(run))
-    history = read_history(root, run)
+    revisions = read_revisions(root, check_run_name(run))
+    config = read_config(root, run, revisions).config
+    history = read_history(root, run, revisions)
+    begun = unfinished(root, run, revisions)
     # a continued run may have more iterations than it was started with
     last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
     first = first_incomplete_of(history, last, every)
@@ -86,6 +94,8 @@ def read_status(root: Root, run: str) -> RunStatus:
         iterations=max(first - 1, 0),
         asked=config.run.iterations,
         complete=first > last,
+        revision=revisions.head,
+        redoing=None if begun is None else f"{begun}, as revision {begun.revision} ({begun.reason})",
         current=first if first <= last else None,
         stages=_stages(history, first, last, every) if first <= last else (),
         first_reward=first_reward,

@@ -15,6 +15,7 @@ from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.errors import InputError, NotCommitted
 from storage.manifest import need
+from storage.revisions import read_revisions
 from tasks.config.credentials import shown
 from tasks.config.environment import resolve
 from tasks.config.report import ReportSection
@@ -68,9 +69,18 @@ def trackers(root: Root, run: str, config: RunConfig) -> dict[str, Tracker]:
 
 
 def identity(root: Root, run: str) -> str:
-    """What the run is called in a tracker: the same for each process that drives it, another for each other run."""
-    prepared = need(root, run, 0, Stage.PREPARE)
-    return value_digest([run, prepared.digest, prepared.started.isoformat()])[:20]
+    """What the run is called in a tracker: the same for each process that drives it, another for each other run.
+
+    A revision is a run of its own there, because a tracker does not take back what it was sent.
+    """
+    prepared, head = need(root, run, 0, Stage.PREPARE), read_revisions(root, run).head
+    return value_digest([run, prepared.digest, prepared.started.isoformat(), *([head] if head else [])])[:20]
+
+
+def title(root: Root, run: str) -> str:
+    """What people see there."""
+    head = read_revisions(root, run).head
+    return f"{run}, revision {head}" if head else run
 
 
 class WandbTracker:
@@ -89,7 +99,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=self._project,
             id=self._id,
-            name=self._name,
+            name=title(self._root, self._name),
             resume="allow",
             config=dict(self._config),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
@@ -135,7 +145,9 @@ class MlflowTracker:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return int(found[0].data.tags.get(_NEXT, 0))
-        self._run = self._client.create_run(experiment, run_name=self._name, tags={_ID: mine}).info.run_id
+        self._run = self._client.create_run(
+            experiment, run_name=title(self._root, self._name), tags={_ID: mine}
+        ).info.run_id
         self._describe()
         return 0
 

@@ -84,7 +84,13 @@ def append(root: Root, run: str, entry: Entry) -> Entry:
     if published and number == entry.number:
         return entry
     if number is None or number <= entry.number:  # the answer was lost, or a listing is behind (network filesystems)
-        return read(root, run, entry.number)
+        try:
+            return read(root, run, entry.number)
+        except NotCommitted:  # removed since it was listed, because others have followed
+            later = newest(root, run)
+            if later is None:
+                raise
+            return later
     return newest(root, run) or entry
 
 

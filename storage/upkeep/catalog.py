@@ -14,6 +14,7 @@ from storage.ids import check_run_name, is_run_name
 from storage.manifest import Manifest, Part, load
 from storage.ownership.lease import describe, holder
 from storage.parallel import each
+from storage.revisions import FIRST, Revisions, read_revisions
 from storage.unfinished import read_piece
 
 _READERS = 8
@@ -77,6 +78,8 @@ class Names:
     """Keys of the records of pieces."""
     attempts: tuple[str, ...] = ()
     """Keys of the records of attempts."""
+    revisions: Revisions = FIRST
+    """Which revisions there are, seen from the one whose manifests are the newest."""
 
     def only(self, wanted: Callable[[str], bool]) -> "Names":
         """Only the wanted keys."""
@@ -85,6 +88,7 @@ class Names:
             retired=frozenset(filter(wanted, self.retired)),
             pieces=tuple(filter(wanted, self.pieces)),
             attempts=tuple(filter(wanted, self.attempts)),
+            revisions=self.revisions,
         )
 
     def of_stage(self, stage: str) -> dict[str, int]:
@@ -94,13 +98,14 @@ class Names:
 
     @property
     def newest(self) -> dict[tuple[int, str], str]:
-        """Key of the newest revision of each stage, by iteration and stage."""
-        chosen: dict[tuple[int, str], str] = {}
-        for key in sorted(self.manifests, key=layout.revision_of):
-            place = layout.place_of(key)
-            if place is not None:
-                chosen[place] = key
-        return chosen
+        """Key of each stage's manifest that counts, by iteration and stage: that of the head, or of `seen_from`."""
+        places = ((key, layout.place_of(key)) for key in self.manifests)
+        return {place: key for key, place in places if place is not None and is_current(key, place, self.revisions)}
+
+
+def is_current(key: str, place: tuple[int, str], revisions: Revisions) -> bool:
+    """Whether the manifest at a key belongs to the revision that `revisions` is seen from."""
+    return layout.revision_of(key) == revisions.of(*place)
 
 
 @dataclass(frozen=True)
@@ -114,11 +119,14 @@ class Contents:
     """By the key of the manifest."""
     pieces: Mapping[str, Part] = field(default_factory=dict)
     """By key, including those of committed stages."""
+    revisions: Revisions = FIRST
+    """Which revisions there are, seen from the one whose manifests are the newest."""
 
     @property
     def newest(self) -> list[Manifest]:
-        """The newest revision of each stage, in the order of work."""
-        return list({(one.iteration, one.stage): one for one in self.manifests.values()}.values())
+        """The manifest of each stage that counts, in the order of work: that of the head, or of `seen_from`."""
+        seen = self.revisions
+        return [one for one in self.manifests.values() if one.revision == seen.of(one.iteration, one.stage)]
 
     @property
     def kept(self) -> dict[str, Manifest]:
@@ -192,8 +200,12 @@ def check_not_removed(root: Root, run: str) -> None:
         raise InputError(f"run {run!r} is being removed: finish that with `ratchet rm {run}`, or take another name")
 
 
-def names(root: Root, run: str, iteration: int | None = None) -> Names:
-    """The names of a run's records, of all or of one iteration; one listing."""
+def names(root: Root, run: str, iteration: int | None = None, revisions: Revisions | None = None) -> Names:
+    """The names of a run's records, of all or of one iteration; two listings.
+
+    Args:
+        revisions: the run's revisions, seen from the one that counts; by default they are read, and the head counts.
+    """
     folder = layout.manifest_folder(run) if iteration is None else layout.iteration_folder(run, iteration)
     keys = root.keys(folder)
     there, manifests = set(keys), tuple(key for key in keys if layout.is_manifest(key))
@@ -202,7 +214,18 @@ def names(root: Root, run: str, iteration: int | None = None) -> Names:
         retired=frozenset(key for key in manifests if layout.retired_key(key) in there),
         pieces=tuple(key for key in keys if layout.is_piece(key)),
         attempts=tuple(key for key in keys if layout.is_attempt(key)),
+        revisions=read_revisions(root, run) if revisions is None else revisions,
     )
+
+
+def names_of(root: Root, run: str, revision: int | None) -> Names:
+    """The names of all of a run's records, seen from a revision; from the head if that is None.
+
+    Raises:
+        InputError: there is no such revision.
+    """
+    revisions = read_revisions(root, run)
+    return names(root, run, revisions=revisions if revision is None else revisions.seen(revision))
 
 
 def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
@@ -255,7 +278,8 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
     pieces = read_all(recorded.pieces, lambda key: read_piece(root, key))
     wholes = {layout.retired_key(key): key for key in recorded.manifests if key in recorded.retired}
     retired = read_all(wholes, lambda key: records.read(root, key, Retired))
-    return Contents(run, in_order(manifests), {wholes[key]: record for key, record in retired.items()}, pieces)
+    gone = {wholes[key]: record for key, record in retired.items()}
+    return Contents(run, in_order(manifests), gone, pieces, recorded.revisions)
 
 
 def summaries(root: Root) -> list[RunSummary]:

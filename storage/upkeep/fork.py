@@ -9,7 +9,7 @@ from storage.backends.root import Root
 from storage.errors import CommitConflict, InputError, StorageError
 from storage.ids import Workflow, check_run_name
 from storage.manifest import Manifest, Origin, commit, load
-from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, contents, names, require_run
+from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, contents, names, names_of, require_run
 
 
 class Forked(BaseModel):
@@ -30,13 +30,21 @@ class Forked(BaseModel):
 
 
 def fork(
-    root: Root, workflow: Workflow, parent: str, iteration: int, run: str, config_digest: str, config: BaseModel
+    root: Root,
+    workflow: Workflow,
+    parent: str,
+    iteration: int,
+    run: str,
+    config_digest: str,
+    config: BaseModel,
+    revision: int | None = None,
 ) -> Forked:
     """Make run `run` from iterations 0 to `iteration` of `parent`; repeated after a crash, it completes the fork.
 
     Args:
         config_digest: identity of the new run's configuration.
         config: the document that becomes its `run.json`, published last: until then there is no such run.
+        revision: of the parent; by default its head.
 
     Raises:
         InputError: there is no such run, the iteration is not complete or not kept, or the new name is taken.
@@ -44,7 +52,7 @@ def fork(
     require_run(root, parent)
     if root.exists(layout.run_config_key(check_run_name(run))):
         raise InputError(f"run {run!r} already exists in {root.url}: give the fork another name with --run")
-    recorded = names(root, parent)
+    recorded = names_of(root, parent, revision)
     _check_complete(recorded, workflow, parent, iteration)
     past = contents(root, parent, recorded.only(lambda key: _iteration(key) <= iteration))
     copies = _copies(past.newest, run, config_digest)
@@ -86,6 +94,8 @@ def check_past(root: Root, run: str, config_digest: str) -> None:
         InputError: a manifest was made under another configuration than the run's own.
     """
     for key in names(root, run, 0).manifests:
+        if layout.revision_of(key):
+            continue  # done again later, under settings that its rerun records
         manifest = load(root, key)
         if manifest.config_digest != config_digest:
             came = f"shared with run {manifest.origin.run}" if manifest.origin else f"written by {manifest.writer}"
@@ -98,7 +108,7 @@ def check_past(root: Root, run: str, config_digest: str) -> None:
 
 
 def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration: int) -> None:
-    synced = set(recorded.of_stage(workflow.ends_iteration).values())
+    synced = {at for at, stage in recorded.newest if stage == workflow.ends_iteration}
     if iteration not in synced:
         there = f"iterations 0 to {max(synced)} are" if synced else "none is"
         raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}. Choose another with --at")
@@ -125,8 +135,8 @@ def _take_over_retirements(
     Raises:
         InputError: the state to continue from is not kept.
     """
-    recorded = names(root, past.run)
-    states = recorded.of_stage(workflow.holds_state)
+    recorded = names(root, past.run, revisions=past.revisions)
+    states = {key: at for (at, stage), key in recorded.newest.items() if stage == workflow.holds_state}
     kept = sorted(at for key, at in states.items() if key not in recorded.retired)
     for original, copy in zip(past.newest, copies, strict=True):
         key = layout.manifest_key(past.run, original.iteration, original.stage, original.revision)
@@ -163,7 +173,7 @@ def _copy(manifest: Manifest, run: str, config_digest: str, digests: Mapping[str
     if unknown:
         raise StorageError(
             f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} was made from a {unknown[0]} "
-            "that is not the newest of the run: it cannot be shared. `ratchet verify` shows what is missing"
+            "that is not of the same revision of the run: it cannot be shared. `ratchet verify` shows what is missing"
         )
     origin = manifest.origin or Origin(run=manifest.run, digest=manifest.digest, config_digest=manifest.config_digest)
     inputs = {role: digests[digest] for role, digest in manifest.inputs.items()}

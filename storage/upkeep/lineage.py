@@ -15,7 +15,7 @@ from storage.manifest import Manifest, Origin
 from storage.parts import read_parts
 from storage.reader import read_stored_table
 from storage.schema import PROMPTS
-from storage.upkeep.catalog import contents, require_run, runs, survey
+from storage.upkeep.catalog import contents, names_of, require_run, runs, survey
 
 
 class Step(BaseModel):
@@ -93,14 +93,14 @@ class SampleLineage(BaseModel):
     """Training steps on it, including those of forks."""
 
 
-def of_weights(root: Root, workflow: Workflow, run: str, version: int) -> WeightsLineage:
-    """The origin of weight version `version`.
+def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision: int | None = None) -> WeightsLineage:
+    """The origin of weight version `version`, in the run's head or another revision.
 
     Raises:
         InputError: the run or the version is not there.
     """
     require_run(root, run)
-    newest = contents(root, run).newest
+    newest = contents(root, run, names_of(root, run, revision)).newest
     made = _stage(newest, version, workflow.holds_state)
     if made is None:
         there = [manifest.iteration for manifest in newest if manifest.stage == workflow.holds_state]
@@ -122,15 +122,21 @@ def of_weights(root: Root, workflow: Workflow, run: str, version: int) -> Weight
 
 
 def of_sample(
-    root: Root, workflow: Workflow, run: str, iteration: int, prompt_id: str, sample_id: int
+    root: Root,
+    workflow: Workflow,
+    run: str,
+    iteration: int,
+    prompt_id: str,
+    sample_id: int,
+    revision: int | None = None,
 ) -> SampleLineage:
-    """Origin and use of one sample.
+    """Origin and use of one sample, of the run's head or another revision.
 
     Raises:
         InputError: the run or the sample is not there.
     """
     require_run(root, run)
-    newest = contents(root, run).newest
+    newest = contents(root, run, names_of(root, run, revision)).newest
     rollout = _stage(newest, iteration, workflow.samples)
     if rollout is None:
         raise InputError(f"run {run!r} has no rollout of iteration {iteration}")
@@ -186,9 +192,9 @@ def _users(root: Root, workflow: Workflow, rollout: Manifest) -> Iterator[Step]:
     """Training steps on this rollout, or on a fork's manifest of the same parts, as far as runs can be read."""
     keys = {part.key for part in rollout.parts}
     for run in runs(root):
-        newest = survey(root, run)[0].newest
-        same = {one.digest for one in newest if one.stage == workflow.samples and {p.key for p in one.parts} & keys}
-        for one in newest:
+        every = survey(root, run)[0].manifests.values()  # of all revisions
+        same = {one.digest for one in every if one.stage == workflow.samples and {p.key for p in one.parts} & keys}
+        for one in every:
             if one.stage == workflow.holds_state and same & set(one.inputs.values()):
                 yield _step(one)
 

@@ -22,6 +22,7 @@ from storage.backends.root import Root, Stored
 from storage.errors import StorageUnavailable
 from storage.ids import Workflow
 from storage.manifest import Fence
+from storage.revisions import FIRST, Revisions
 from storage.upkeep.catalog import Contents, Names, Retired, Unreadable, names, survey
 from storage.upkeep.shared import SharedParts
 
@@ -131,6 +132,7 @@ def catch_up(
     *,
     fence: Fence | None = None,
     shared: SharedParts | None = None,
+    revisions: Revisions | None = None,
 ) -> Collection:
     """Delete the train states that earlier processes left, or that an earlier configuration kept.
 
@@ -140,9 +142,10 @@ def catch_up(
 
     Args:
         shared: reused between calls by a process that cleans more than once.
+        revisions: those of the run; by default they are read.
     """
     cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
-    recorded = names(root, run)
+    recorded = names(root, run, revisions=revisions)
     pushed_out = _pushed_out(recorded, workflow, retention)
     committed = {layout.place_of(key) for key in recorded.of_stage(workflow.holds_state)}
     retired = {layout.place_of(key) for key in (*recorded.retired, *pushed_out)}
@@ -166,6 +169,7 @@ def give_up(
     *,
     fence: Fence | None = None,
     shared: SharedParts | None = None,
+    revisions: Revisions | None = None,
 ) -> Collection:
     """Delete the one train state that newly served weights push out of retention, if there is one.
 
@@ -179,7 +183,9 @@ def give_up(
     if iteration <= 0 or retention.keeps(iteration, served):
         return Collection(run=run, applied=True)
     cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
-    recorded = names(root, run, iteration).only(lambda key: _stage(key) == stage)
+    recorded = names(root, run, iteration, revisions).only(lambda key: _stage(key) == stage)
+    if recorded.revisions.reruns:  # other revisions may need it: that takes more than one iteration to know
+        return catch_up(root, workflow, run, retention, fence=fence, shared=shared, revisions=revisions)
     parts = root.stored(layout.stage_parts(run, iteration, stage))
     return cleaning.states(parts, recorded, set(recorded.manifests) - recorded.retired, retention)
 
@@ -264,7 +270,7 @@ class _Cleaning:
         for place, some in groupby(sorted(keys), layout.place_of):
             at_place = Names()
             if place is not None:
-                at_place = names(self.root, self.run, place[0]).only(
+                at_place = names(self.root, self.run, place[0], FIRST).only(
                     lambda key, place=place: layout.place_of(key) == place
                 )
             stored, unreadable = survey(self.root, self.run, at_place)
@@ -288,11 +294,29 @@ class _Cleaning:
 
 
 def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
-    """Manifests of states to be retired."""
+    """Manifests of states to be retired: those that no revision keeps. Each keeps what it is continued from."""
     # a state counts as the newest once its weights are served: until then the one before may be needed again
-    served = max(recorded.of_stage(workflow.ends_iteration).values(), default=0)
-    states = recorded.of_stage(workflow.holds_state).items()
-    return {key for key, iteration in states if key not in recorded.retired and not retention.keeps(iteration, served)}
+    served, stage = _served(recorded, workflow), workflow.holds_state
+    seen = {number: recorded.revisions.seen(number) for number in recorded.revisions.numbers}
+
+    def kept(key: str, iteration: int) -> bool:
+        mine = layout.revision_of(key)
+        return any(
+            retention.keeps(iteration, served[number]) for number in seen if seen[number].of(iteration, stage) == mine
+        )
+
+    states = recorded.of_stage(stage).items()
+    return {key for key, iteration in states if key not in recorded.retired and not kept(key, iteration)}
+
+
+def _served(recorded: Names, workflow: Workflow) -> dict[int, int]:
+    """The newest iteration whose weights are served, of each revision."""
+    synced = [(layout.revision_of(key), at) for key, at in recorded.of_stage(workflow.ends_iteration).items()]
+    seen = {number: recorded.revisions.seen(number) for number in recorded.revisions.numbers}
+    return {
+        number: max((at for mine, at in synced if one.of(at, workflow.ends_iteration) == mine), default=0)
+        for number, one in seen.items()
+    }
 
 
 def _stage(key: str) -> str | None:

@@ -14,6 +14,7 @@ from storage.errors import DigestMismatch, NotCommitted, PartMissing, SchemaMism
 from storage.manifest import Part
 from storage.parallel import each
 from storage.parts import read_part_buffer
+from storage.revisions import FIRST, Revisions, read_revisions
 from storage.upkeep.catalog import Contents, names, survey
 from storage.upkeep.shared import SharedParts
 
@@ -87,10 +88,19 @@ def verify(root: Root, run: str) -> Verification:
 
 def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     """The readable records of a run, and findings for the rest."""
-    recorded = names(root, run)
+    revisions, flaws = _revisions(root, run)
+    recorded = names(root, run, revisions=revisions)
     stored, unreadable = survey(root, run, recorded)
     findings = [Finding(fault=Problem.DAMAGED, key=one.key, detail=one.reason) for one in unreadable]
-    return stored, [*findings, *_attempts(root, recorded.attempts)]
+    return stored, [*findings, *flaws, *_attempts(root, recorded.attempts)]
+
+
+def _revisions(root: Root, run: str) -> tuple[Revisions, list[Finding]]:
+    """What was done again. If a record of it cannot be read, it is not known which revision is the head."""
+    try:
+        return read_revisions(root, run), []
+    except (DigestMismatch, SchemaMismatch) as error:
+        return FIRST, [Finding(fault=Problem.DAMAGED, key=layout.revision_folder(run), detail=str(error))]
 
 
 def _attempts(root: Root, keys: Sequence[str]) -> Iterator[Finding]:

@@ -13,13 +13,15 @@ from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import InputError, NotCommitted, SchemaMismatch
 from storage.manifest import Fence, load
+from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown
 from tasks.config.document import explained
-from tasks.config.identity import FIRST_RULES, RULES, changed_meaning, meaning_digest
+from tasks.config.identity import FIRST_RULES, RULES, Document, changed_meaning, meaning_digest
 from tasks.config.run import RunConfig
 from tasks.config.section import FROM_STORAGE
+from tasks.config.stage_settings import with_settings
 
 
 class ConfigRecord(RunConfig):
@@ -46,11 +48,13 @@ class StoredConfig:
     config: RunConfig
     """With defaults for the keys that the record lacks; secrets that an earlier version recorded are masked."""
     digest: str
-    """What every manifest of the run carries as `config_digest`."""
+    """What every manifest of the run that is made now carries as `config_digest`."""
+    first: str
+    """The same of revision 0: identity of what the run was started with."""
 
 
-def read_config(root: Root, run: str) -> StoredConfig:
-    """What a run was started with, and its identity.
+def read_config(root: Root, run: str, revisions: Revisions | None = None) -> StoredConfig:
+    """What a run was started with, with the settings that its head, or another revision, has changed.
 
     Raises:
         DigestMismatch: its text is not what was written.
@@ -65,6 +69,8 @@ def read_config(root: Root, run: str) -> StoredConfig:
     where = f"{root.url}/{key}"
     document = _document(records.unseal_older(data, where), where)
     rules = _rules(document.pop("rules", FIRST_RULES), where)
+    first = meaning_digest(document, rules)
+    document = with_settings(document, (read_revisions(root, run) if revisions is None else revisions).settings())
     try:
         config = RunConfig.model_validate(shown(document), context=FROM_STORAGE)
     except ValidationError as error:
@@ -72,7 +78,15 @@ def read_config(root: Root, run: str) -> StoredConfig:
             f"{where} is not a configuration that this version can read:\n{explained(error)}\n"
             "Continue the run with the version that made it"
         ) from None
-    return StoredConfig(config, meaning_digest(document, rules))
+    return StoredConfig(config, meaning_digest(document, rules), first)
+
+
+def documents(root: Root, run: str, revisions: Revisions) -> dict[str, Document]:
+    """The configuration of each revision of a run by its digest; empty if no revision has settings of its own."""
+    if not any(rerun.settings for rerun in revisions.reruns):
+        return {}
+    read = [read_config(root, run, revisions.seen(number)) for number in revisions.numbers]
+    return {one.digest: one.config.model_dump(mode="json") for one in read}
 
 
 def stored_config(root: Root, run: str) -> RunConfig:
@@ -138,8 +152,8 @@ def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
     If a holder that has lost the lease replaces the record of its successor, the successor's manifests show it: then
     the record that they were made under may return.
     """
-    made = {load(root, key).config_digest for key in names(root, run, 0).manifests}
-    return not made or (made == {record.digest} and read_config(root, run).digest != record.digest)
+    made = {load(root, key).config_digest for key in names(root, run, 0).manifests if not layout.revision_of(key)}
+    return not made or (made == {record.digest} and read_config(root, run).first != record.digest)
 
 
 def _continued(root: Root, run: str, config: RunConfig) -> str:
@@ -147,11 +161,14 @@ def _continued(root: Root, run: str, config: RunConfig) -> str:
     changed = changed_meaning(stored.config.meaning(), config.meaning())
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
+        revisions = read_revisions(root, run)
+        if revisions.settings():
+            lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"
         raise InputError(
             f"run {run!r} exists in {root.url} and was started with different settings:\n{lines}\n"
             "Continue it with its own configuration, or start a new run with another --run"
         )
-    check_past(root, run, stored.digest)
+    check_past(root, run, stored.first)
     return stored.digest
 
 

@@ -21,7 +21,7 @@ class Chosen:
     recorded: Contents
 
     def manifest(self, stage: Stage, iteration: int | None = None) -> Manifest:
-        """The newest manifest of a stage, by default of the chosen iteration.
+        """The manifest of a stage, by default of the chosen iteration.
 
         Raises:
             InputError: there is none.
@@ -33,7 +33,7 @@ class Chosen:
         return found
 
     def find(self, stage: Stage, iteration: int) -> Manifest | None:
-        """The newest manifest of a stage, if there is one."""
+        """The manifest of a stage in the run's head, if there is one."""
         return _by_iteration(self.recorded, stage).get(iteration)
 
 
@@ -70,10 +70,11 @@ def choose(root: Root, which: str) -> Chosen:
 
 def _kept(recorded: Contents) -> list[int]:
     """Iterations that are complete and whose states are there, ascending."""
-    kept = {manifest.digest for manifest in recorded.kept.values()}
     synced = _by_iteration(recorded, Stage.WEIGHT_SYNC)
     states = _by_iteration(recorded, Stage.TRAIN)
-    return sorted(iteration for iteration, state in states.items() if state.digest in kept and iteration in synced)
+    return sorted(
+        iteration for iteration, state in states.items() if state.key in recorded.kept and iteration in synced
+    )
 
 
 def _best(recorded: Contents, run: str, kept: list[int]) -> int:

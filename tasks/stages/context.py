@@ -1,14 +1,17 @@
 """What a run works with: where it is stored, what it is made from, who computes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from storage.backends.root import Root
-from storage.manifest import Fence
+from storage.manifest import Fence, Manifest, find, need
+from storage.revisions import FIRST, Revisions
 from storage.write_behind import Outbox
+from tasks.config.identity import Document
 from tasks.config.run import RunConfig
+from tasks.config.stage_settings import settings_digest
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 from tasks.workers.interface import Workers
@@ -64,3 +67,24 @@ class RunContext:
     in `scratch`."""
     say: Callable[[str], None] = unheard
     """Tells people one line."""
+    revisions: Revisions = FIRST
+    """The run's revisions, seen from the one that is worked on."""
+    documents: Mapping[str, Document] = field(default_factory=dict)
+    """Configurations of the run's revisions, by digest, if they differ."""
+
+    def reads_the_same(self, stage: Stage, config_digest: str) -> bool:
+        """Whether a stage that was done under another configuration read the settings that it would read now."""
+        if config_digest == self.config_digest:
+            return True
+        there = self.documents.get(config_digest)
+        return there is not None and settings_digest(there, stage) == settings_digest(
+            self.documents[self.config_digest], stage
+        )
+
+    def find(self, iteration: int, stage: Stage) -> Manifest | None:
+        """A stage's manifest in the revision that is worked on, or None if the stage did not happen."""
+        return find(self.root, self.run, iteration, stage, self.revisions)
+
+    def need(self, iteration: int, stage: Stage) -> Manifest:
+        """Like `find`, for a stage that must have happened; raises NotCommitted if it did not."""
+        return need(self.root, self.run, iteration, stage, self.revisions)

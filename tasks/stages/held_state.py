@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from storage.errors import CommitConflict, DigestMismatch, StorageError, StorageUnavailable
 from storage.layout import STATE
-from storage.manifest import Part, need
+from storage.manifest import Part
 from storage.parts import PartWriter, materialize
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
@@ -92,7 +92,7 @@ def _stored(context: RunContext, state: Trained) -> Trained:
     """The state as it is published: the view that its stage returned may be from before its files were stored."""
     if state.manifest.parts:
         return state
-    published = Trained(need(context.root, state.manifest.run, state.manifest.iteration, Stage.TRAIN))
+    published = Trained(context.need(state.manifest.iteration, Stage.TRAIN))
     if published.digest != state.digest:
         raise CommitConflict(
             f"the state of iteration {state.manifest.iteration} was published as {published.digest}, but this process "
@@ -118,7 +118,7 @@ def ensure_reference(context: RunContext, prepared: Prepared, group: TrainerGrou
     """Give the ranks the frozen reference of the KL term: the state before the first RL iteration."""
     if context.config.train.policy.kl_coefficient == 0:
         return
-    reference = Trained(need(context.root, prepared.manifest.run, 0, Stage.TRAIN))
+    reference = Trained(context.need(0, Stage.TRAIN))
     if group.reference() != reference.digest:
         with local_copy(context, reference, weights_only=True) as folder:
             group.load_reference(folder, reference.digest)

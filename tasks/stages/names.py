@@ -24,5 +24,13 @@ WORKFLOW = Workflow(
     scores=Stage.REWARD,
     holds_state=Stage.TRAIN,
     ends_iteration=Stage.WEIGHT_SYNC,
+    behind={
+        Stage.PREPARE: (Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
+        Stage.ROLLOUT: (Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
+        Stage.REWARD: (Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
+        Stage.TRAIN: (Stage.WEIGHT_SYNC, Stage.EVALUATE),
+        Stage.WEIGHT_SYNC: (Stage.EVALUATE,),
+        Stage.EVALUATE: (),
+    },
 )
 """Which stage has which role in storage."""

@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
-from storage.manifest import find
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from tasks.rewards.scoring import score_responses
@@ -43,7 +42,7 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
 
 def _facts(work: Work, sources: Mapping[str, str]) -> dict[str, JsonValue]:
     """What the functions were made of, and what has changed since the iteration before, which is said."""
-    earlier = find(work.root, work.context.run, work.iteration - 1, Stage.REWARD) if work.iteration > 1 else None
+    earlier = work.context.find(work.iteration - 1, Stage.REWARD) if work.iteration > 1 else None
     before = earlier.facts.get(SOURCE) if earlier is not None else None
     known = before if isinstance(before, dict) else {}
     replaced = {name: known[name] for name in sources if name in known and known[name] != sources[name]}

@@ -66,10 +66,23 @@ def sampling(work: Work, prepared: Prepared) -> Sampling:
     )
 
 
-def sample_seed(run_seed: int, position: int, sample: int) -> int:
-    """Seed of one sample: 62 bits of a hash of its place in the run. `position` counts prompts since the start."""
-    digest = hashlib.blake2b(f"{run_seed}/{position}/{sample}".encode(), digest_size=8).digest()
+def sample_seed(run_seed: int, position: int, sample: int, again: int = 0) -> int:
+    """Seed of one sample: 62 bits of a hash of its place in the run. `position` counts prompts since the start.
+
+    Args:
+        again: the revision, if the rollout is done again with other seeds.
+    """
+    place = f"{run_seed}/{position}/{sample}" + (f"/{again}" if again else "")
+    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2
+
+
+def _reseeded(work: Work) -> int:
+    """The revision whose rerun asked for other seeds of this rollout; 0 if none did."""
+    number = work.writer.revision
+    rerun = work.context.revisions.rerun(number) if number else None
+    here = (work.iteration, Stage.ROLLOUT)
+    return number if rerun is not None and rerun.new_seeds and (rerun.iteration, rerun.stage) == here else 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,9 @@ class _Sampler:
         config, count = self.work.config, groups.prompts.num_rows
         n, first = config.rollout.samples, groups.position
         repeated = groups.prompts.take(np.repeat(np.arange(count), n))
-        seeds = [sample_seed(config.run.seed, first + group, sample) for group in range(count) for sample in range(n)]
+        again = _reseeded(self.work)
+        places = [(first + group, sample) for group in range(count) for sample in range(n)]
+        seeds = [sample_seed(config.run.seed, position, sample, again) for position, sample in places]
         batch = engine.generate(token_rows(repeated["prompt_tokens"]), seeds, self.how)
         columns = {
             "prompt_id": repeated["prompt_id"],

@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from storage.errors import SyncMismatch
-from storage.manifest import need
 from tasks.engine.protocol import weights_digest
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import ensure_state, trainers
@@ -45,7 +44,7 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
     if all((held.weight_version, held.weights_digest) == wanted for held in (e.identity() for e in engines)):
         return engines
     context.outbox.settle()  # the state to load may not be stored yet
-    trained = Trained(need(context.root, served.manifest.run, served.weight_version, Stage.TRAIN))
+    trained = Trained(context.need(served.weight_version, Stage.TRAIN))
     group = ensure_state(context, prepared, trained)
     delivery = deliver(engines, group, served.weight_version)
     if delivery.weights_digest != served.weights_digest:

@@ -21,7 +21,7 @@ from storage.attempts import begin
 from storage.backends.root import Root
 from storage.errors import CommitConflict
 from storage.kill_points import Point
-from storage.manifest import Fence, Manifest, Part, commit, find, finite_or_null
+from storage.manifest import Fence, Manifest, Part, commit, finite_or_null
 from storage.parts import PartWriter
 from tasks.config.code_version import code_version
 from tasks.config.run import RunConfig
@@ -95,8 +95,9 @@ class StageFunction[**P, V: View]:
     def perform(self, context: RunContext, iteration: int, inputs: tuple[View, ...]) -> Performed:
         """Run the body only if no manifest made from the same inputs is committed."""
         digests = {role: view.digest for role, view in zip(self._roles, inputs, strict=True)}
-        writer = PartWriter(context.root, context.run, iteration, self.stage)
-        done = committed(context.root, context.run, iteration, self.stage, digests, context.config_digest)
+        revision = context.revisions.of(iteration, self.stage)
+        writer = PartWriter(context.root, context.run, iteration, self.stage, revision)
+        done = committed(context, iteration, self.stage, digests)
         if done is not None:
             return Performed(self.view(done), reused=True)
         attempt = _Attempt.begin(writer)
@@ -143,7 +144,7 @@ class _Attempt:
     def begin(cls, writer: PartWriter) -> "_Attempt":
         kill_points.reached(Point.STARTED, _key(writer))
         started, clock, waited = datetime.now(UTC), time.perf_counter(), meter.seconds()
-        number = begin(writer.root, writer.run, writer.iteration, writer.stage, _process())
+        number = begin(writer.root, writer.run, writer.iteration, writer.stage, _process(), writer.revision)
         return cls(writer, number, started, clock, waited)
 
     def manifest(self, output: StageOutput, inputs: dict[str, str], config_digest: str) -> Manifest:
@@ -153,6 +154,7 @@ class _Attempt:
             run=self.writer.run,
             iteration=self.writer.iteration,
             stage=self.writer.stage,
+            revision=self.writer.revision,
             schema_fingerprint=output.schema_fingerprint,
             parts=output.parts,
             inputs=inputs,
@@ -186,29 +188,27 @@ def _publish(
 
 
 def _key(writer: PartWriter) -> str:
-    return layout.manifest_key(writer.run, writer.iteration, writer.stage, 0)
+    return layout.manifest_key(writer.run, writer.iteration, writer.stage, writer.revision)
 
 
 def _process() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-def committed(
-    root: Root, run: str, iteration: int, stage: str, inputs: Mapping[str, str], config_digest: str
-) -> Manifest | None:
-    """The stage's manifest if it was made from these inputs under this configuration; None if there is none.
+def committed(context: RunContext, iteration: int, stage: Stage, inputs: Mapping[str, str]) -> Manifest | None:
+    """The stage's manifest if it was made from these inputs under the settings that it reads; None if there is none.
 
     Raises:
         CommitConflict: there is one, made from something else.
     """
-    manifest = find(root, run, iteration, stage)
+    manifest = context.find(iteration, stage)
     if manifest is None:
         return None
-    if manifest.inputs == dict(inputs) and manifest.config_digest == config_digest:
+    if manifest.inputs == dict(inputs) and context.reads_the_same(stage, manifest.config_digest):
         return manifest
     changed = [role for role in inputs if manifest.inputs.get(role) != inputs[role]]
     raise CommitConflict(
-        f"{stage} of iteration {iteration} of run {run} is committed, but from another "
+        f"{stage} of iteration {iteration} of run {context.run} is committed, but from another "
         f"{' and '.join(changed) or 'configuration'}; it cannot be used here and is not overwritten. "
         "Start a new run with another --run"
     )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from storage.errors import SyncMismatch
-from storage.manifest import find
 from tasks.config.run import SyncSection
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import ensure_state
@@ -29,7 +28,7 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
     delivery = deliver(engines, group, version)
     ours: Logprobs = group.logprobs(probe)
     agreement = [agree(engine.score(probe), ours, work.config.sync) for engine in engines]
-    previous = find(work.root, context.run, version - 1, Stage.WEIGHT_SYNC) if version else None
+    previous = context.find(version - 1, Stage.WEIGHT_SYNC) if version else None
     if before is not None and previous is not None:
         changed = Served(previous).weights_digest != delivery.weights_digest
         _check_change(before, engines[0].score(probe), changed)

@@ -58,6 +58,7 @@ class Fleet:
         self._cluster = cluster
         self._engines: list[EngineHandle] = []
         self._trainers: TrainerGroup | None = None
+        self._trained_under: TrainerConfig | None = None
         self._had_trainers = False
 
     def __enter__(self) -> "Fleet":
@@ -122,8 +123,10 @@ class Fleet:
             InputError: see `device`; or there are fewer cards than ranks; or RAY_ADDRESS does not answer.
         """
         self._connect()
+        if self._trainers is not None and config != self._trained_under:
+            self._trainers.end()  # a stage that is done again may train under other settings
         if self._trainers is None or not self._trainers.alive():
-            self._trainers = self._trainer_group(str(model_dir), config)
+            self._trainers, self._trained_under = self._trainer_group(str(model_dir), config), config
         return self._trainers
 
     def processes(self) -> dict[str, int]:

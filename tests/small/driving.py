@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.driving import complete
+from flows.driving import complete, redo_stage
 from flows.views.history import IterationRecord
 from flows.views.progress import Progress
 from storage import kill_points, layout
@@ -43,6 +43,14 @@ class Driver:
     """Stages that ran, as (iteration, stage, reused)."""
 
     def drive(self) -> None:
+        """Do what the run lacks."""
+        self._with(complete)
+
+    def redo(self) -> None:
+        """Do only the stage that was asked to be done again."""
+        self._with(redo_stage)
+
+    def _with(self, work: Callable[..., None]) -> None:
         progress = Progress(self.run, self.config.run.iterations, Console(file=io.StringIO()))
 
         if self.listener is not None:
@@ -57,7 +65,7 @@ class Driver:
                 with kill_points.observed(lambda point, key: self.at and self.at(context, point, key)):
                     yield context
 
-        complete(self.run, self.root, self.config, progress, opener)
+        work(self.run, self.root, self.config, progress, opener)
 
     def _noted(self, stage: Stage) -> Performer:
         def perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Performed:

@@ -59,6 +59,7 @@ class WorkersHere:
     ) -> None:
         self._config, self._engine, self._rank, self._group = config, engine, trainer, group
         self._trainers: TrainerGroup | None = None
+        self._trained_under: Any = None
         self._engines: list[EngineHandle] = []
         self.ranks: list[SmallTrainer] = []
         self.calls: list[str] = []
@@ -67,7 +68,10 @@ class WorkersHere:
         pass
 
     def trainers(self, model_dir: Path, config: Any) -> TrainerGroup:
+        if self._trainers is not None and config != self._trained_under:
+            self._trainers.end()
         if self._trainers is None or not self._trainers.alive():
+            self._trained_under = config
             self.ranks = [self._rank(str(model_dir), config, rank) for rank in range(config.parallel.world_size)]
             group = self._group(self.ranks, self.calls.append)
             self._trainers = TrainerGroup(group, self._config.workers, replaces=self._trainers is not None)

@@ -18,12 +18,14 @@ from storage.errors import (
     StageFailed,
     StorageError,
 )
-from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, finite_or_null, load, need
+from storage.manifest import FORMAT_VERSION, Manifest, Origin, Part, commit, find, finite_or_null, load, need, revisions
 from storage.parts import PartWriter
 from storage.records import seal, unseal
+from storage.revisions import read_revisions, record_choice, record_rerun
 from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
 from tests.storage.hostile import as_earlier, forged, forged_part, sealed_again
+from tests.storage.revised import choice, rerun
 from tests.storage.tables import TIME, manifest
 
 DIGEST = bytes_digest(b"content")
@@ -123,10 +125,17 @@ def test_what_was_not_committed_is_not_there(any_root):
         need(any_root, "run", 1, Stage.ROLLOUT)
 
 
-def test_the_newest_revision_is_the_one_that_counts(any_root):
-    commit(any_root, manifest(facts={"cursor": 0}))
-    newer = commit(any_root, manifest(facts={"cursor": 1}, revision=1))
-    assert find(any_root, "run", 1, Stage.ROLLOUT) == newer
+def test_a_revision_counts_once_it_is_the_head(any_root):
+    first = commit(any_root, manifest(facts={"cursor": 0}))
+    again = commit(any_root, manifest(facts={"cursor": 1}, revision=1))
+    assert find(any_root, "run", 1, Stage.ROLLOUT) == first
+    record_rerun(any_root, "run", rerun(1, Stage.ROLLOUT, 1))
+    assert find(any_root, "run", 1, Stage.ROLLOUT) == first
+    record_choice(any_root, "run", choice(1), 1)
+    assert find(any_root, "run", 1, Stage.ROLLOUT) == again
+    assert find(any_root, "run", 1, Stage.ROLLOUT, read_revisions(any_root, "run").seen(0)) == first
+    assert list(revisions(any_root, "run", 1, Stage.ROLLOUT)) == [first, again]
+    assert list(revisions(any_root, "run", 2, Stage.ROLLOUT)) == []
 
 
 def test_a_part_of_another_stage_is_refused_unless_its_origin_is_known(root):

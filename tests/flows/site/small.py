@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import run
+from flows.deployments.rerun_stage import rerun_stage
 from flows.deployments.train import train
 from storage import errors
 from storage.write_behind import Outbox
@@ -19,7 +20,7 @@ from tasks.workers.scratch import scratch
 from tests.small.here import WorkersHere
 from tests.small.workers import SmallEngine, SmallTrainer
 
-__all__ = ["train"]
+__all__ = ["rerun_stage", "train"]
 
 
 @contextmanager

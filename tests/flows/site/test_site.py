@@ -16,6 +16,7 @@ from flows.deployments.crashes import AGAIN
 from storage.backends.root import open_root
 from storage.manifest import need
 from storage.ownership.lease import hold
+from storage.revisions import read_revisions
 from tasks.stages.names import Stage
 from tests.flows.site.conftest import SiteHere, command, ended, up, wait_for
 from tests.small.config import _DOCUMENT
@@ -119,6 +120,33 @@ def test_a_run_that_another_process_drives_is_left_alone(start, site, client, co
     assert found.state.type is StateType.CANCELLED
     assert "a person's command" in found.state.message
     assert not [key for key in open_root(root).keys("c") if "manifests" in key]
+
+
+def test_a_finished_stage_is_done_again_once_however_often_it_is_retried(
+    start, site, client, config: str, root: str, tmp_path: Path
+):
+    assert ended(site, client, start(run="h", root=root, iterations=2, config=config)).state.is_completed()
+    store, deployment = open_root(root), client.read_deployment_by_name("rerun-stage/rerun-stage")
+    first = {n: need(store, "h", n, Stage.WEIGHT_SYNC) for n in (1, 2)}
+    wanted = {"run": "h", "root": root, "iteration": 1, "stage": "rollout", "new_seeds": True}
+    with hold(store, "h", "a person's command"):
+        flow_run = client.create_flow_run_from_deployment(deployment.id, parameters={**wanted, "reason": "waits"})
+        assert "a person's command" in ended(site, client, flow_run).state.message
+    (tmp_path / "fail-train").write_text("NumericsError")  # after the choice, in the cascade
+    flow_run = client.create_flow_run_from_deployment(deployment.id, parameters={**wanted, "reason": "odd samples"})
+    failed = ended(site, client, flow_run)
+    assert "train does not work here" in failed.state.message
+    assert failed.name == "h rollout@1 again"
+    (tmp_path / "fail-train").unlink()
+    client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry", message="Retry from the UI"))
+    again = ended(site, client, flow_run, attempt=2)
+    assert again.state.is_completed(), again.state.message
+    assert "rollout@1 was done again; revision 1 is the head" in again.state.message
+    revisions = read_revisions(store, "h")
+    assert [(one.reason, one.request) for one in revisions.reruns] == [("odd samples", str(flow_run.id))]
+    for n in (1, 2):
+        assert need(store, "h", n, Stage.WEIGHT_SYNC).revision == 1
+        assert need(store, "h", n, Stage.WEIGHT_SYNC, revisions.seen(0)) == first[n]
 
 
 def begun_rollout(start, config: str, root: str, run: str, tmp_path: Path) -> Any:

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from flows.driving import rerun
 from flows.views import events, reports
 from flows.views.history import read_history
 from flows.views.reports import Reports, finish_report
 from flows.views.samples import Samples
 from flows.views.table import encode
+from flows.views.trackers import identity, title
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
 from storage.kill_points import Point
+from storage.upkeep.redoing import Wanted
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 from tests.small.config import small_config
@@ -52,6 +55,21 @@ def test_a_run_has_its_reports_when_it_ends(root: Root, tmp_path: Path):
     assert root.read_bytes(PLOT).startswith(b"\x89PNG")
     assert [(one.iteration, len(one.samples)) for one in shown] == [(1, 2), (2, 2)]
     assert all(one.response is not None for found in shown for one in found.samples)
+
+
+def test_an_iteration_that_is_done_again_takes_the_place_of_the_first(root: Root, tmp_path: Path):
+    said: list[str] = []
+    drive(root, tmp_path / "scratch", small_config(), said)
+    before, called = root.read_bytes(CSV), (identity(root, RUN), title(root, RUN))
+    rerun(root, RUN, Wanted(1, Stage.ROLLOUT, "a test", "tests", new_seeds=True))
+    drive(root, tmp_path / "scratch", small_config(), said)
+    assert said == []
+    assert root.read_bytes(CSV) != before
+    check_files(root)
+    # what a tracker was sent stays there: the revision is another run
+    assert called[1] == "small"
+    assert title(root, RUN) == "small, revision 1"
+    assert identity(root, RUN) != called[0]
 
 
 @pytest.mark.parametrize(

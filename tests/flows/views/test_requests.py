@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from flows.views.status import read_status
 from flows.views.table import decode
 from storage import layout
 from storage.backends.root import Root
+from storage.revisions import FIRST
 from storage.upkeep.catalog import summaries
 from storage.upkeep.retention import Retention, catch_up, give_up
 from storage.upkeep.shared import SharedParts
@@ -50,26 +52,27 @@ def test_a_history_and_a_status_read_each_manifest_once(make_run: MakeRun, root:
     make_run("a", ITERATIONS)
     manifests = [key for key in root.keys("a/manifests") if layout.is_manifest(key)]
     asked = requests_of(lambda: read_history(root, "a"))
-    assert len(asked) == len(manifests) + 1
+    assert len(asked) == len(manifests) + 2  # the names of all records, and of revisions
     for key in manifests:
         assert sum(key in request for request in asked) == 1
     # the configuration, and whether there is a plot
-    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 1 + 3
+    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 2 + 3
 
 
 def test_a_list_of_runs_reads_the_first_stage_and_the_last_iteration(make_run: MakeRun, root: Root, requests_of):
     for name in "abcd":
         make_run(name, 2)
-    # each: is it a run, its names, its manifests, its lease
-    assert len(requests_of(lambda: summaries(root))) <= 1 + 4 * (STAGES + 4)
+    # each: is it a run, its names, its revisions, its manifests, its lease
+    assert len(requests_of(lambda: summaries(root))) <= 1 + 4 * (STAGES + 5)
 
 
 def test_the_end_of_an_iteration_costs_little_more_than_its_manifests(make_run: MakeRun, root: Root, requests_of):
     for name in ("a", "other"):
         make_run(name, ITERATIONS)
-    assert len(requests_of(lambda: read_record(root, "a", ITERATIONS))) == 2 + STAGES + 1
+    assert len(requests_of(lambda: read_record(root, "a", ITERATIONS, FIRST))) == 2 + STAGES + 1
     shared = SharedParts(root, "a")
-    first = requests_of(lambda: give_up(root, WORKFLOW, "a", Retention(newest=1), ITERATIONS, shared=shared))
+    retire = partial(give_up, root, WORKFLOW, "a", Retention(newest=1), ITERATIONS, shared=shared, revisions=FIRST)
+    first = requests_of(retire)
     assert (
         len(first) <= 4
     )  # names and parts of the state, its manifest, the record; there are no parts to ask others for
@@ -92,7 +95,8 @@ def test_a_start_costs_few_requests_however_long_the_run_is(make_run: MakeRun, r
     for name, iterations in (("a", 2), ("b", ITERATIONS)):
         make_run(name, iterations)
         catch_up(root, WORKFLOW, name, Retention(newest=1))
-        asked.append(len(requests_of(lambda name=name: catch_up(root, WORKFLOW, name, Retention(newest=1)))))
+        tidy = partial(catch_up, root, WORKFLOW, name, Retention(newest=1), revisions=FIRST)
+        asked.append(len(requests_of(tidy)))
     assert asked == [2, 2]
 
 

@@ -2,11 +2,13 @@
 
 Hypothesis moves the processes one store operation at a time. Each of them works on a chain of stages as a flow does:
 hold the lease, use what is committed, else do the work (with another result each time, the worst case) and commit.
+Some ask first for a finished stage to be done again; whoever drives the run next finishes that, and then the chain.
 The lease's log keeps as few entries as possible, so numbers become free all the time.
 """
 
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,16 +17,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from storage import layout
-from storage.errors import CommitConflict, LeaseHeld, LeaseLost
+from storage.errors import CommitConflict, InputError, LeaseHeld, LeaseLost
+from storage.ids import Workflow
 from storage.manifest import commit, find
 from storage.ownership import log
 from storage.ownership.lease import Lease, acquire
+from storage.revisions import read_revisions
+from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from tasks.stages.names import Stage
 from tests.storage.clocks import Time, elsewhere
 from tests.storage.stepping import SharedStore, Stepper
 from tests.storage.tables import manifest
 
 SECONDS, STAGES, PROCESSES = 10.0, 3, 3
+CHAIN = Workflow("prepare", "rollout", "reward", holds_state="train", ends_iteration="train", behind={"train": ()})
+"""Each iteration is one stage, made from that of the iteration before."""
 WHICH = st.integers(0, PROCESSES - 1)
 
 
@@ -38,6 +45,8 @@ class Worker:
     skew: float
     renewals: int
     """Before each stage."""
+    again: int = 0
+    """Iteration whose stage it asks to be done again, if it is finished; 0 for none."""
     lease: Lease | None = None
     used: dict[int, str] = field(default_factory=dict)
     """Digest of the manifest it continued from, by stage."""
@@ -50,28 +59,46 @@ class Worker:
         root, clock = self.store.root(lambda: self.stepper), self.time.clock(self.skew)
         try:
             self.lease = acquire(root, "run", elsewhere(self.name), SECONDS, clock, self._pause)
-            for number in range(1, STAGES + 1):
+            head = self._redone(root)
+            for number in range(STAGES):
                 for _ in range(self.renewals):
                     self.lease.renew()
                     self.lease.prune()
-                self._stage(root, number)
+                self.used[number] = self._stage(root, number, head).digest
             self.lease.release()
         except (LeaseHeld, LeaseLost):
             pass
 
+    def _redone(self, root):
+        """The head, once what was asked to be done again is done and chosen."""
+        if self.again and find(root, "run", self.again, Stage.TRAIN) is not None:
+            # whether another request is not finished is for `ask` to say; it is finished below
+            with suppress(InputError):
+                wanted = Wanted(self.again, Stage.TRAIN, "a test", self.name, request=self.name)
+                ask(root, CHAIN, "run", wanted, self.lease)
+        revisions = read_revisions(root, "run")
+        begun = unfinished(root, "run", revisions)
+        if begun is None:
+            return revisions
+        self._stage(root, begun.iteration, revisions.seen(begun.revision))
+        choose(root, CHAIN, "run", begun.revision, "a test", self.name, self.lease)
+        return read_revisions(root, "run")
+
     def _pause(self, _seconds: float) -> None:
         self.stepper.gate(pausing=True)
 
-    def _stage(self, root, number):
-        inputs = {"before": self.used[number - 1]} if number > 1 else {}
-        done = find(root, "run", number, Stage.TRAIN)
+    def _stage(self, root, number, seen):
+        before = find(root, "run", number - 1, Stage.TRAIN, seen) if number else None
+        facts = {"by": self.name, "in": seen.of(number, Stage.TRAIN) if self.renewals % 2 else 0}
+        more = {"inputs": {"before": before.digest} if before else {}, "facts": facts, "writer": self.name}
+        done = find(root, "run", number, Stage.TRAIN, seen)
         while done is None:
-            result = manifest(Stage.TRAIN, number, inputs=inputs, facts={"by": self.name}, writer=self.name)
+            result = manifest(Stage.TRAIN, number, revision=seen.of(number, Stage.TRAIN), **more)
             try:
                 done = commit(root, result, self.lease)
             except CommitConflict:
-                done = find(root, "run", number, Stage.TRAIN)
-        self.used[number] = done.digest
+                done = find(root, "run", number, Stage.TRAIN, seen)
+        return done
 
 
 class NeverTwoTruths(RuleBasedStateMachine):
@@ -86,11 +113,11 @@ class NeverTwoTruths(RuleBasedStateMachine):
         self.patched.setattr(log, "KEPT_ENTRIES", 1)
         self.patched.setattr(log, "_REMOVERS", 1)  # a stepper moves one thread
 
-    @rule(which=WHICH, renewals=st.integers(0, 3))
-    def start(self, which, renewals):
+    @rule(which=WHICH, renewals=st.integers(0, 3), again=st.integers(0, STAGES - 1))
+    def start(self, which, renewals, again=0):
         if self.workers[which] is None or self.workers[which].stepper.ended:
             self.begun += 1
-            worker = Worker(self.store, self.time, f"worker {self.begun}", self.skews[which], renewals)
+            worker = Worker(self.store, self.time, f"worker {self.begun}", self.skews[which], renewals, again)
             self.workers[which] = worker
             worker.start()
             worker.stepper.step_to_write()
@@ -140,15 +167,31 @@ class NeverTwoTruths(RuleBasedStateMachine):
 
     @invariant()
     def every_truth_rests_on_the_truth(self):
-        digests = {}
-        for number in range(1, STAGES + 1):
-            found = find(self.store.root(), "run", number, Stage.TRAIN)
-            if found is None:
-                continue
-            assert found.inputs == ({"before": digests[number - 1]} if number > 1 else {})
-            digests[number] = found.digest
+        root = self.store.root()
+        revisions, every = read_revisions(root, "run"), {}
+        for revision in revisions.numbers:
+            before, ended = None, False
+            for number in range(STAGES):
+                found = find(root, "run", number, Stage.TRAIN, revisions.seen(revision))
+                if found is None:
+                    ended = True  # what is behind a stage that was done again is not done
+                    continue
+                assert not ended
+                assert found.inputs == ({"before": before.digest} if before else {})
+                every.setdefault(number, set()).add(found.digest)
+                before = found
         for worker in self.living():
-            assert all(digests[number] == digest for number, digest in worker.used.items())
+            assert all(digest in every[number] for number, digest in worker.used.items())
+
+    @invariant()
+    def a_head_is_chosen_once_its_stage_is_done(self):
+        revisions = read_revisions(self.store.root(), "run")
+        assert [one.revision for one in revisions.reruns] == [*revisions.numbers][1:]
+        for choice in revisions.choices:
+            rerun = revisions.rerun(choice.revision)
+            done = find(self.store.root(), "run", rerun.iteration, rerun.stage, revisions.seen(choice.revision))
+            assert done is not None
+            assert done.revision == choice.revision
 
     @invariant()
     def no_number_counts_twice(self):
@@ -207,7 +250,7 @@ def test_a_run_is_finished_by_whoever_is_left():
             second.stepper.step()
             time.pass_by(SECONDS / 20)
         assert second.stepper.error is None
-        keys = [layout.manifest_key("run", number, Stage.TRAIN, 0) for number in range(1, STAGES + 1)]
+        keys = [layout.manifest_key("run", number, Stage.TRAIN, 0) for number in range(STAGES)]
         assert store.root().keys("run/manifests") == keys
 
 
@@ -227,3 +270,49 @@ def test_a_store_that_was_away_for_everybody_gives_its_holder_time():
     second.stepper.step_to_write()
     assert second.stepper.ended
     first.check()
+
+
+def test_what_was_asked_is_done_again_by_whoever_is_left():
+    heads = set()
+    for killed_after in range(0, 90, 3):
+        store, time = SharedStore(), Time()
+        done = Worker(store, time, "done", 0.0, 1)
+        done.start()
+        while not done.stepper.ended:
+            done.stepper.step()
+        first, second = Worker(store, time, "first", 0.0, 1, again=1), Worker(store, time, "second", 0.0, 1)
+        first.start()
+        for _ in range(killed_after):
+            first.stepper.step()
+        first.stepper.kill()
+        asked = len(read_revisions(store.root(), "run").reruns)
+        second.start()
+        while not second.stepper.ended:
+            second.stepper.step()
+            time.pass_by(SECONDS / 20)
+        assert second.stepper.error is None
+        revisions = read_revisions(store.root(), "run")
+        assert revisions.head == len(revisions.choices) == asked
+        assert [find(store.root(), "run", n, Stage.TRAIN).revision for n in range(STAGES)] == [0, asked, asked]
+        heads.add(asked)
+    assert heads == {0, 1}
+
+
+def test_an_entry_that_is_removed_while_another_process_looks_for_it_ends_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(log, "KEPT_ENTRIES", 1)
+    monkeypatch.setattr(log, "_REMOVERS", 1)
+    for steps in range(8):
+        store, time = SharedStore(), Time()
+        first, second = (Worker(store, time, name, 0.0, 1) for name in ("first", "second"))
+        for one in (first, second):
+            one.start()
+            one.stepper.step_to_write()  # both have seen that nobody drives the run
+        first.stepper.step()
+        for _ in range(steps):
+            second.stepper.step()
+        while not first.stepper.ended:
+            first.stepper.step()
+        while not second.stepper.ended:
+            second.stepper.step()
+            time.pass_by(SECONDS / 20)
+        assert first.stepper.error is second.stepper.error is None

@@ -10,12 +10,14 @@ import pytest
 from storage import layout
 from storage.backends.root import Root, Stored
 from storage.manifest import commit
+from storage.revisions import record_choice, record_rerun
 from storage.upkeep.catalog import contents, in_order, names, summaries, survey
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_weights
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.revised import choice, rerun
 from tests.storage.runs import DOCUMENT, make_run
 from tests.storage.stepping import SharedStore
 from tests.storage.tables import manifest
@@ -90,18 +92,24 @@ def test_what_cannot_be_read_is_left_out_and_named(root):
     assert len(stored.manifests) == 7 - 1
 
 
-def test_names_tell_the_newest_revision(root):
-    for revision in (0, 1, 9, 10):
+def test_names_tell_which_manifests_belong_to_the_head(root):
+    for revision in range(3):
         commit(root, manifest(Stage.ROLLOUT, 1, revision=revision))
-    commit(root, manifest(Stage.ROLLOUT, 2))
+        if revision:
+            record_rerun(root, "run", rerun(1, Stage.ROLLOUT, revision))
+    commit(root, manifest(Stage.EVALUATE, 1))
+    record_choice(root, "run", choice(2), 1)
+    commit(root, manifest(Stage.ROLLOUT, 2, revision=2))
     found = names(root, "run")
     assert found.newest == {
-        (1, "rollout"): layout.manifest_key("run", 1, Stage.ROLLOUT, 10),
-        (2, "rollout"): layout.manifest_key("run", 2, Stage.ROLLOUT, 0),
+        (1, "rollout"): layout.manifest_key("run", 1, Stage.ROLLOUT, 2),
+        (2, "rollout"): layout.manifest_key("run", 2, Stage.ROLLOUT, 2),
     }
     assert len(found.manifests) == 5
-    assert names(root, "run", 2).manifests == (layout.manifest_key("run", 2, Stage.ROLLOUT, 0),)
-    assert found.of_stage("rollout") == {key: 2 if "000002" in key else 1 for key in found.manifests}
+    assert names(root, "run", 2).manifests == (layout.manifest_key("run", 2, Stage.ROLLOUT, 2),)
+    assert found.of_stage("rollout") == {
+        key: 2 if "000002" in key else 1 for key in found.manifests if "rollout" in key
+    }
     assert found.of_stage("train") == {}
 
 

@@ -1,0 +1,124 @@
+"""Commands about finished stages that are done again."""
+
+import shlex
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from pydantic import BaseModel, ConfigDict
+
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.views.output import Output
+from storage.backends.root import open_root
+from storage.errors import InputError
+from storage.ownership.lease import hold
+from storage.revisions import Rerun, read_revisions
+from storage.upkeep.catalog import require_run
+from storage.upkeep.redoing import choose
+from tasks.config.credentials import shown_text
+from tasks.config.environment import prepare_process
+from tasks.stages.names import WORKFLOW
+
+
+class Chosen(BaseModel):
+    """Which revision became the head."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    before: int
+    """The head before."""
+    head: int
+
+
+def register(app: App) -> None:
+    """Add the commands to the command line."""
+    app.command(rerun_command, name="rerun")
+    app.command(choose_command, name="choose")
+
+
+def rerun_command(
+    run: str,
+    stage: str,
+    *,
+    reason: Annotated[str | None, Parameter(help="Why; it is recorded.")] = None,
+    cascade: Annotated[
+        bool, Parameter(help="Make the result the head and do again what was made from it; else leave it beside.")
+    ] = True,
+    new_seeds: Annotated[bool, Parameter(help="Sample a rollout with other seeds.", negative="--same-seeds")] = False,
+    settings: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", help="A setting that applies from this stage on; may be repeated.", negative=()),
+    ] = (),
+    revision: Annotated[int | None, Parameter(help="Continue with the rerun that makes this revision.")] = None,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Do a finished stage again, as a new revision; the first result stays.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    stage
+        What is done again, as STAGE@ITERATION: rollout, reward, train, weight-sync or evaluate.
+    """
+    from flows.redoing import Request, ask_again, going_on, parse_place, person
+    from tasks.config.stored import stored_config
+
+    prepare_process()
+    place, iteration = parse_place(stage)
+    store = open_root(root)
+    if revision is None:
+        if reason is None:
+            raise InputError("give --reason TEXT: why the stage is done again; it is recorded with the result")
+        request = Request(iteration, place, reason, person(), cascade, new_seeds, settings)
+        asked, config = ask_again(store, run, request)
+    else:
+        require_run(store, run)
+        asked = _asked(read_revisions(store, run).seen(revision).reruns, revision, place, iteration)
+        config = going_on(stored_config(store, run), {"run.iterations": asked.until}, run)
+    from flows.cli.launch import Order, launch  # imports Prefect and Ray
+
+    words = ["ratchet", "rerun", run, stage, f"--revision={asked.revision}", f"--root={shown_text(root)}"]
+    again = shlex.join([*words, *(["--json"] if json else [])])
+    with Output(json=json) as output:
+        return launch(Order(config, run, root, again, one_stage=not asked.cascade), output)
+
+
+def choose_command(
+    run: str,
+    revision: int,
+    *,
+    reason: Annotated[str, Parameter(help="Why; it is recorded.")],
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Make a revision the head of a run: what the run consists of, and goes on from. The others stay.
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    revision
+        Its number, as `ratchet show` lists them; 0 is what was done first.
+    """
+    from flows.redoing import person
+    from flows.views.reports import write_report  # draws curves
+
+    store = open_root(root)
+    require_run(store, run)
+    before = read_revisions(store, run).head
+    with hold(store, run, "ratchet choose") as lease:
+        choose(store, WORKFLOW, run, revision, reason, person(), lease)
+        write_report(store, run)
+    chosen = Chosen(run=run, before=before, head=revision)
+    with Output(json=json) as output:
+        output.result(chosen, [f"run {run}: revision {revision} is the head, before it was {before}"])
+    return 0
+
+
+def _asked(reruns: tuple[Rerun, ...], revision: int, stage: str, iteration: int) -> Rerun:
+    asked = reruns[revision - 1] if revision else None
+    if asked is None or (asked.stage, asked.iteration) != (stage, iteration):
+        raise InputError(f"revision {revision} is {asked or 'what was done first'}, not {stage}@{iteration}")
+    return asked

@@ -1,0 +1,101 @@
+"""Deployment `rerun-stage`: do a finished stage of a run again, and what was made from it."""
+
+import functools
+import time
+from typing import Any
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed
+
+from flows.deployments.crashes import LIMIT, too_many_crashes
+from flows.deployments.explaining import explained
+from flows.deployments.lines import log_console
+from flows.deployments.train import Count, Minutes, is_absolute, waiting, warn_of_versions
+from flows.redoing import Request, ask_again
+from flows.run import perform
+from flows.views.progress import Progress
+from storage.backends.root import open_root
+from storage.errors import InputError, RatchetError
+from storage.ids import check_run_name
+from tasks.config.environment import without_secrets
+from tasks.stages.names import Stage
+
+
+def named() -> str:
+    """Name of a flow run in the UI."""
+    given: dict[str, Any] = flow_run.get_parameters()
+    return f"{given['run']} {Stage(given['stage']).value}@{given['iteration']} again"
+
+
+@flow(name="rerun-stage", flow_run_name=named, persist_result=False, validate_parameters=True)
+def rerun_stage(
+    run: str,
+    root: str,
+    iteration: Count,
+    stage: Stage,
+    reason: str,
+    cascade: bool = True,
+    new_seeds: bool = False,
+    settings: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
+    patience_minutes: Minutes = 10.0,
+) -> State[Any]:
+    """Do a finished stage of a run again. What was done first stays readable, and can be chosen again.
+
+    Retry continues the same rerun: nothing is done twice.
+
+    Args:
+        run: Id of the run.
+        root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
+        iteration: Iteration of the stage.
+        stage: rollout, reward, train, weight-sync or evaluate.
+        reason: Why; it is recorded with the result.
+        cascade: Make the result part of the run, and do again what was made from the first, up to the iteration that
+            the run has. Without it, the result lies beside the run until `ratchet choose` makes it the head.
+        new_seeds: Sample with other seeds than the first time, if the stage is a rollout.
+        settings: Settings that apply from this stage on, each as section.key=value.
+        patience_minutes: How long to wait for another process that drives this run. After that the flow run ends as
+            Cancelled and names that process.
+    """
+    logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
+    try:
+        check_place(run, root)
+        request = Request(iteration, stage, reason, _who(), cascade, new_seeds, settings, flow_run.get_id())
+        return waiting(functools.partial(begin, run, root, request), deadline, logger.info)
+    except RatchetError as error:
+        logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
+        return Failed(message=explained(error, run, root))
+
+
+def check_place(run: str, root: str) -> None:
+    """Refuse a name that no run can have, or a path that means something else elsewhere.
+
+    Raises:
+        InputError: it says which.
+    """
+    check_run_name(run)
+    if not is_absolute(root):
+        raise InputError(f"root is {root!r}: give an absolute path or a URL, because a Retry may start elsewhere")
+
+
+def begin(run: str, root: str, request: Request) -> State[Any]:
+    """Record the request, do what it asks for, and say what became of it.
+
+    Raises:
+        RatchetError: whatever stops the run.
+    """
+    warn_of_versions(get_run_logger())
+    if too_many_crashes():
+        return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
+    asked, config = ask_again(open_root(root), run, request)
+    with Progress(run, config.run.iterations, log_console()) as progress:
+        perform(run, root, config, progress, one_stage=not asked.cascade)
+    head = (
+        "is the head" if asked.cascade else f"is beside the head: `ratchet choose {run} {asked.revision}` makes it so"
+    )
+    return Completed(message=f"run {run}: {asked} was done again; revision {asked.revision} {head}")
+
+
+def _who() -> str:
+    return f"flow run {flow_run.get_name()}" if flow_run.get_id() else "a flow run"

@@ -1,0 +1,104 @@
+"""Asking for a finished stage to be done again, as the command line and the deployment do."""
+
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from flows.driving import rerun
+from flows.starting import check_start
+from storage.backends.root import Root
+from storage.errors import InputError
+from storage.revisions import Rerun
+from storage.upkeep.catalog import require_run
+from storage.upkeep.redoing import Wanted
+from tasks.config.document import apply_override, parse_config, with_functions
+from tasks.config.run import RunConfig
+from tasks.config.stage_settings import decided, unchangeable, with_settings
+from tasks.config.stored import stored_config
+from tasks.stages.names import WORKFLOW, Stage
+
+_PLACE = re.compile(r"(?P<stage>[a-z-]+)@(?P<iteration>\d+)")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for."""
+
+    iteration: int
+    stage: Stage
+    reason: str
+    asked_by: str
+    cascade: bool = True
+    new_seeds: bool = False
+    settings: Sequence[str] = ()
+    """Settings, each as section.key=value: those that decide results apply from this stage on."""
+    identity: str | None = None
+    """Identity of the request: asked again under it, nothing is done twice."""
+
+
+def parse_place(text: str) -> tuple[Stage, int]:
+    """Read `STAGE@ITERATION`, such as `reward@3`.
+
+    Raises:
+        InputError: it has another form.
+    """
+    found, stages = _PLACE.fullmatch(text), [stage.value for stage in Stage]
+    if found is None or found["stage"] not in stages:
+        raise InputError(f"{text!r} names no stage of a run: write STAGE@ITERATION with one of {', '.join(stages)}")
+    return Stage(found["stage"]), int(found["iteration"])
+
+
+def person() -> str:
+    """Who asks, as records name them: user and host of this process."""
+    return f"{psutil.Process().username()}@{socket.gethostname()}"
+
+
+def ask_again(root: Root, run: str, request: Request) -> tuple[Rerun, RunConfig]:
+    """Record the request, unless it is recorded, and tell with which configuration the run goes on.
+
+    Raises:
+        InputError: the stage cannot be done again, or not with these settings.
+        LeaseHeld: another process drives the run.
+    """
+    require_run(root, run)
+    if not request.reason.strip():
+        raise InputError("a reason is missing: say why the stage is done again; it is recorded with the result")
+    before = stored_config(root, run)
+    document = before.model_dump(mode="json")
+    for setting in request.settings:
+        apply_override(document, setting)
+    after = parse_config(with_functions(document, None), f"of run {run} with the given settings")
+    settings, runtime = decided(before.model_dump(mode="json"), after.model_dump(mode="json"))
+    if settings and not WORKFLOW.leads_on(request.stage):
+        raise InputError(f"nothing is made from {request.stage}: it cannot be done again with {', '.join(settings)}")
+    _check_settings(request, list(unchangeable(settings, (request.stage, *WORKFLOW.behind[request.stage]))))
+    check_start(run, root, before)
+    wanted = Wanted(
+        iteration=request.iteration,
+        stage=request.stage,
+        reason=request.reason,
+        asked_by=request.asked_by,
+        cascade=request.cascade,
+        new_seeds=request.new_seeds,
+        settings=settings,
+        request=request.identity,
+    )
+    asked = rerun(root, run, wanted)
+    return asked, going_on(before, {**runtime, "run.iterations": asked.until}, run)
+
+
+def going_on(config: RunConfig, settings: dict[str, object], run: str) -> RunConfig:
+    """The configuration with runtime settings replaced."""
+    document = with_settings(config.model_dump(mode="json"), settings)  # pyright: ignore[reportArgumentType]
+    return parse_config(document, f"of run {run}")
+
+
+def _check_settings(request: Request, fixed: Sequence[str]) -> None:
+    if fixed:
+        raise InputError(
+            f"{', '.join(fixed)} cannot change when {request.stage}@{request.iteration} is done again: what comes "
+            "before it was made under the old value. Do an earlier stage again, or fork the run"
+        )

@@ -1,0 +1,182 @@
+"""Doing a finished stage again: asking for it, and choosing the head. Hold the run's lease for both.
+
+The order is the promise: the intent is recorded, then the stage is done under its own number, then the choice. Killed
+in between, the next process that drives the run finds the intent without its end and goes on; the head is the one
+before until the choice is published, and the new one from then on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from pydantic import JsonValue
+
+from storage.backends.root import Root
+from storage.errors import InputError
+from storage.ids import Workflow
+from storage.manifest import Fence, find
+from storage.revisions import Choice, Rerun, Revisions, read_revisions, record_choice, record_rerun
+from storage.upkeep.catalog import Names, names
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked to be done again."""
+
+    iteration: int
+    stage: str
+    reason: str
+    asked_by: str
+    cascade: bool = True
+    new_seeds: bool = False
+    settings: Mapping[str, JsonValue] = field(default_factory=dict)
+    request: str | None = None
+    """Identity of the request; asked again under it, nothing is done twice."""
+
+    def matches(self, rerun: Rerun) -> bool:
+        """Whether a rerun was asked in the same words."""
+        mine = (self.iteration, self.stage, self.cascade, self.new_seeds, dict(self.settings))
+        return mine == (rerun.iteration, rerun.stage, rerun.cascade, rerun.new_seeds, rerun.settings)
+
+
+def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) -> Rerun:
+    """Record that a finished stage is to be done again, or find the record if it was asked before and is not finished.
+
+    Raises:
+        InputError: the stage is not finished, is the start of the run, or needs a state that is not kept; or another
+            rerun is not finished.
+        LeaseLost: from the fence; nothing was recorded.
+    """
+    revisions = read_revisions(root, run)
+    before = revisions.requested(wanted.request) if wanted.request is not None else None
+    if before is not None:
+        return before
+    begun = unfinished(root, run, revisions)
+    if begun is not None:
+        return _the_same(run, wanted, begun)
+    recorded = names(root, run, revisions=revisions)
+    _check_wanted(workflow, run, wanted, recorded)
+    rerun = _rerun(workflow, wanted, recorded)
+    fence.check()
+    # our own write whose answer was lost is found as unfinished; another's is refused or adopted there
+    return rerun if record_rerun(root, run, rerun) else ask(root, workflow, run, wanted, fence)
+
+
+def unfinished(root: Root, run: str, revisions: Revisions) -> Rerun | None:
+    """The rerun that a process that drives the run has to finish first: its stage is not done, or not chosen."""
+    last = revisions.pending
+    if last is None or last.cascade:
+        return last
+    done = find(root, run, last.iteration, last.stage, revisions.seen(last.revision))
+    return None if done is not None else last
+
+
+def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str, asked_by: str, fence: Fence) -> Choice:
+    """Make a revision the head. What is not done in it is done when the run goes on.
+
+    Raises:
+        InputError: there is no such revision, its stage is not done, or the run cannot go on from it.
+        LeaseLost: from the fence; nothing was chosen.
+    """
+    revisions = read_revisions(root, run)
+    goes_on = _goes_on(root, run, revisions.seen(revision))
+    choice = Choice(revision=revision, goes_on=goes_on, reason=reason, asked_by=asked_by, time=datetime.now(UTC))
+    then = replace(revisions, choices=(*revisions.choices, choice))
+    _check_goes_on(workflow, run, names(root, run, revisions=then))
+    fence.check()
+    if record_choice(root, run, choice, len(then.choices)):
+        return choice
+    there = read_revisions(root, run).choices[len(revisions.choices)]
+    # compared, because the answer to our own write may have been lost
+    return choice if there == choice else choose(root, workflow, run, revision, reason, asked_by, fence)
+
+
+def _the_same(run: str, wanted: Wanted, begun: Rerun) -> Rerun:
+    if wanted.matches(begun):
+        return begun
+    raise InputError(
+        f"{begun} of run {run!r} is being done again as revision {begun.revision} (asked by {begun.asked_by}: "
+        f"{begun.reason}) and is not finished: `ratchet run` finishes it, `ratchet choose {run} {begun.parent}` "
+        "withdraws it"
+    )
+
+
+def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:
+    iteration, stage = wanted.iteration, wanted.stage
+    if stage == workflow.prepares or (iteration, stage) == (0, workflow.holds_state):
+        raise InputError(
+            f"{stage}@{iteration} is what all of run {run!r} is made from: start a new run with another --run instead"
+        )
+    if stage not in workflow.behind:
+        raise InputError(f"{stage} cannot be done again, only {', '.join(sorted(workflow.behind))}")
+    if (iteration, stage) not in recorded.newest:
+        raise InputError(
+            f"{stage} of iteration {iteration} of run {run!r} is not finished, so it cannot be done again: "
+            f"`ratchet show {run}` lists what is"
+        )
+    from_state = workflow.holds_state in (stage, *workflow.behind[stage])
+    if wanted.cascade or stage != workflow.scores:  # scores alone need no weights
+        _check_kept(workflow, run, iteration - from_state, recorded)
+
+
+def _rerun(workflow: Workflow, wanted: Wanted, recorded: Names) -> Rerun:
+    revisions = recorded.revisions
+    return Rerun(
+        revision=len(revisions.reruns) + 1,
+        parent=revisions.head,
+        iteration=wanted.iteration,
+        stage=wanted.stage,
+        behind=workflow.behind[wanted.stage],
+        later=workflow.leads_on(wanted.stage),
+        cascade=wanted.cascade,
+        new_seeds=wanted.new_seeds,
+        settings=dict(wanted.settings),
+        until=max((at for at, stage in recorded.newest if stage == workflow.ends_iteration), default=0),
+        choices=len(revisions.choices),
+        reason=wanted.reason,
+        asked_by=wanted.asked_by,
+        request=wanted.request,
+        time=datetime.now(UTC),
+    )
+
+
+def _goes_on(root: Root, run: str, seen: Revisions) -> int:
+    """An earlier revision in which the repeated stage has the same digest: what is behind it is done there already.
+
+    The parent if it is one; otherwise the one that was the head last.
+    """
+    number = seen.current
+    if number == 0 or any(choice.revision == number for choice in seen.choices):
+        return seen.goes_on(number)
+    rerun = seen.rerun(number)
+    mine = find(root, run, rerun.iteration, rerun.stage, seen)
+    if mine is None:
+        raise InputError(
+            f"revision {number} of run {run!r} has no {rerun.stage} of iteration {rerun.iteration} yet: "
+            "`ratchet run` finishes it, unless another choice has withdrawn it; then ask again with `ratchet rerun`"
+        )
+    heads = [choice.revision for choice in reversed(seen.choices)]
+    for other in dict.fromkeys([rerun.parent, *heads, *seen.numbers]):
+        there = find(root, run, rerun.iteration, rerun.stage, seen.seen(other)) if other < number else None
+        if there is not None and there.digest == mine.digest:
+            return other
+    return number
+
+
+def _check_goes_on(workflow: Workflow, run: str, recorded: Names) -> None:
+    """Refuse a head that cannot be continued, because retention has deleted the state that it needs next."""
+    done = recorded.newest
+    last = max(at for at, _ in done)
+    first = next(at for at in range(last + 2) if (at, workflow.ends_iteration) not in done)
+    _check_kept(workflow, run, first if (first, workflow.holds_state) in done else first - 1, recorded)
+
+
+def _check_kept(workflow: Workflow, run: str, iteration: int, recorded: Names) -> None:
+    states = {at: key for (at, stage), key in recorded.newest.items() if stage == workflow.holds_state}
+    kept = sorted(at for at, key in states.items() if key not in recorded.retired)
+    if iteration not in kept:
+        raise InputError(
+            f"this needs the train state of iteration {iteration} of run {run!r}, which retention has deleted; those "
+            f"of {kept} are kept. Do a stage again that follows one of them, or keep more states "
+            "(storage.keep_newest, storage.keep_every)"
+        )

@@ -1,0 +1,107 @@
+"""The commands about stages that are done again: what they refuse, record and print."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+from flows.cli import again, store
+from flows.redoing import parse_place
+from storage.backends.root import Root, open_root
+from storage.errors import InputError, LeaseHeld
+from storage.manifest import commit, need
+from storage.ownership.lease import hold
+from storage.revisions import read_revisions, record_rerun
+from tasks.config.run import RunConfig
+from tasks.config.stored import read_config, record_config
+from tasks.stages.names import Stage
+from tests.storage.revised import rerun
+from tests.storage.runs import make_run
+
+
+@pytest.fixture
+def root(tmp_path: Path, config: RunConfig) -> Root:
+    """A run of three iterations whose train@2 lies beside it as revision 1, with another learning rate."""
+    found = open_root(str(tmp_path / "runs"))
+    record_config(found, "run", config)
+    first = make_run(found)[2, Stage.TRAIN]
+    record_rerun(found, "run", rerun(2, Stage.TRAIN, 1, settings={"train.optimizer.learning_rate": 0.5}, cascade=False))
+    commit(found, first.model_copy(update={"revision": 1, "facts": {**first.facts, "again": 1}}))
+    return found
+
+
+@pytest.fixture
+def call(root: Root, capfd: pytest.CaptureFixture[str]):
+    app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
+    for commands in (again, store):
+        commands.register(app)
+
+    def carry_out(*words: str) -> str:
+        assert app([*words, "--root", root.url]) == 0
+        return capfd.readouterr().out
+
+    return carry_out
+
+
+def test_revisions_are_listed_and_shown(call):
+    said = call("show", "run")
+    assert "1         0        train@2     tests" in said
+    assert "train.optimizer.learning_rate=0.5" in said
+    assert said.endswith("revision 0 is the head\n")
+    assert ", revision 1\n" in call("show", "run", "2", "train", "--revision", "1")
+    document = json.loads(call("show", "run", "2", "train", "--json"))
+    assert (document["head"], document["reruns"][0]["reason"]) == (0, "a test")
+    assert document["stages"][0]["manifest"]["revision"] == 0
+
+
+def test_a_revision_is_chosen_and_is_the_head_of_every_command(call, root: Root):
+    assert call("choose", "run", "1", "--reason", "better") == "run run: revision 1 is the head, before it was 0\n"
+    assert need(root, "run", 2, Stage.TRAIN).revision == 1
+    assert read_config(root, "run").config.train.optimizer.learning_rate == 0.5
+    chosen = read_revisions(root, "run").choices[0]
+    assert chosen.reason == "better"
+    assert "@" in chosen.asked_by
+    assert "weight-sync" not in call("show", "run", "2")
+    assert "weight-sync" in call("show", "run", "2", "--revision", "0")
+    assert json.loads(call("lineage", "run", "--weights", "2", "--json"))["steps"][-1]["digest"] == (
+        need(root, "run", 2, Stage.TRAIN).digest
+    )
+
+
+def test_a_fork_of_a_revision_has_its_settings(call, root: Root):
+    call("choose", "run", "1", "--reason", "better")
+    call("fork", "run", "--at", "1", "--run", "second")
+    call("fork", "run", "--at", "3", "--run", "first", "--revision", "0")
+    rates = [read_config(root, run).config.train.optimizer.learning_rate for run in ("second", "first")]
+    assert rates == [0.5, 1e-3]
+
+
+def test_nothing_is_chosen_while_the_run_is_driven(call, root: Root):
+    with hold(root, "run", "a person's command"), pytest.raises(LeaseHeld, match="a person's command"):
+        call("choose", "run", "1", "--reason", "better")
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (["train"], "write STAGE@ITERATION"),
+        (["walk@3"], "write STAGE@ITERATION"),
+        (["train@3"], "give --reason"),
+        (["train@3", "--reason", " "], "a reason is missing"),
+        (["train@3", "--reason", "x", "--set", "rollout.temperature=2"], "rollout.temperature cannot change"),
+        (["train@3", "--reason", "x", "--set", "engine.precision=bf16"], "engine.precision cannot change"),
+        (["evaluate@3", "--reason", "x", "--set", "reward.function=words"], "nothing is made from evaluate"),
+        (["reward@3", "--revision", "1"], "revision 1 is train@2, not reward@3"),
+        (["reward@3", "--revision", "4"], "there is no revision 4"),
+    ],
+)
+def test_what_cannot_be_done_again_is_refused_before_anything_starts(call, root: Root, words, fact):
+    before = read_revisions(root, "run")
+    with pytest.raises(InputError, match=fact):
+        call("rerun", "run", *words)
+    assert read_revisions(root, "run") == before
+
+
+def test_a_place_is_a_stage_and_an_iteration():
+    assert parse_place("weight-sync@12") == (Stage.WEIGHT_SYNC, 12)

@@ -1,0 +1,80 @@
+"""Every setting that decides a result is read by a stage, and what another stage reads does not undo a stage."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.config.identity import meaning
+from tasks.config.stage_settings import (
+    READS,
+    changed_settings,
+    decided,
+    is_read,
+    leaves,
+    settings_digest,
+    unchangeable,
+    with_settings,
+)
+from tasks.stages.names import WORKFLOW, Stage
+from tests.small.config import small_config
+
+
+def document(*settings: str):
+    return small_config(settings).model_dump(mode="json")
+
+
+def test_every_setting_that_decides_a_result_is_read_by_a_stage():
+    unread = [key for key in leaves(meaning(document())) if not any(is_read(key, stage) for stage in Stage)]
+    assert unread == []
+
+
+def test_the_table_names_every_stage_and_no_setting_that_is_gone():
+    assert set(READS) == {stage.value for stage in Stage}
+    there = leaves(document())
+    for names in READS.values():
+        for name in names:
+            assert any(key == name or key.startswith(f"{name}.") for key in there), name
+
+
+def test_the_table_of_the_documents_is_this_one():
+    text = (Path(__file__).parents[3] / "docs" / "storage.md").read_text()
+    rows = [f"| `{stage}` | {', '.join(f'`{name}`' for name in names)} |" for stage, names in READS.items()]
+    assert "\n".join(rows) in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "readers"),
+    [
+        ("train.optimizer.learning_rate=0.5", {Stage.TRAIN}),
+        ("rollout.temperature=0.5", {Stage.ROLLOUT, Stage.TRAIN}),
+        ('reward.function="words"', {Stage.REWARD, Stage.EVALUATE}),
+        ("run.seed=3", {Stage.PREPARE, Stage.ROLLOUT, Stage.TRAIN}),
+        ("train.micro_batch_size=3", set()),
+        ("evaluate.prompts=1", set()),
+    ],
+)
+def test_a_setting_changes_the_stages_that_read_it(setting: str, readers: set[Stage]):
+    before, after = document(), document(setting)
+    assert {stage for stage in Stage if settings_digest(before, stage) != settings_digest(after, stage)} == readers
+
+
+def test_what_a_stage_before_has_read_cannot_change():
+    settings = ["rollout.temperature", "train.optimizer.learning_rate", "warmup.steps", "engine.precision", "run.seed"]
+    behind = (Stage.TRAIN, *WORKFLOW.behind[Stage.TRAIN])
+    assert unchangeable(dict.fromkeys(settings), behind) == [
+        "rollout.temperature", "warmup.steps", "engine.precision", "run.seed",
+    ]  # fmt: skip
+    behind = (Stage.ROLLOUT, *WORKFLOW.behind[Stage.ROLLOUT])
+    assert "rollout.temperature" not in unchangeable(dict.fromkeys(settings), behind)
+
+
+def test_changes_are_found_and_made():
+    before = document()
+    after = document("train.optimizer.learning_rate=0.5", "train.micro_batch_size=3", "rollout.samples=7")
+    changed = changed_settings(before, after)
+    assert with_settings(before, changed) == after
+    assert before == document()
+    assert decided(before, after) == (
+        {"train.optimizer.learning_rate": 0.5, "rollout.samples": 7}, {"train.micro_batch_size": 3},
+    )  # fmt: skip
+    assert changed_settings({"a": {"kind": "x", "p": 1}}, {"a": {"kind": "y"}}) == {"a": {"kind": "y"}}
