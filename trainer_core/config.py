@@ -34,6 +34,25 @@ class ParallelConfig(Frozen):
     virtual_pipeline: int | None = Field(default=None, ge=2)
     """Parts in which each rank of a pipeline holds its layers, which shortens its idle time (VPP); by default one."""
 
+    sequence: bool = False
+    """Whether the ranks of `tensor` divide the positions between their matrices (SP). Models with experts need it."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks over which the experts of a layer are divided (EP); taken from those of `tensor` and `data`."""
+    expert_tensor: int | None = Field(default=None, ge=1)
+    """Ranks over which the matrices of an expert are split (ETP); by default as many as `tensor`."""
+
+    @model_validator(mode="after")
+    def _divisions_fit_the_ranks(self) -> "ParallelConfig":
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence = true divides positions between the ranks of tensor, but tensor is 1")
+        shards = self.expert * (self.expert_tensor or self.tensor)
+        if self.tensor * self.data % shards:
+            raise ValueError(
+                f"expert {self.expert} times expert_tensor {self.expert_tensor or self.tensor} is {shards}, which does "
+                f"not divide the {self.tensor * self.data} ranks of tensor and data"
+            )
+        return self
+
     @model_validator(mode="after")
     def _virtual_stages_need_a_pipeline(self) -> "ParallelConfig":
         if self.virtual_pipeline is not None and self.pipeline == 1:
@@ -47,8 +66,8 @@ class ParallelConfig(Frozen):
 
     @property
     def ranks(self) -> "ParallelConfig":
-        """The layout of the ranks alone, however each of them divides its layers."""
-        return self.model_copy(update={"virtual_pipeline": None})
+        """The layout of the ranks alone, however they divide layers, positions and experts."""
+        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
 
     @property
     def rounds(self) -> int:
@@ -57,7 +76,10 @@ class ParallelConfig(Frozen):
 
     def __str__(self) -> str:
         virtual = f" vpp{self.virtual_pipeline}" if self.virtual_pipeline else ""
-        return f"tp{self.tensor} pp{self.pipeline}{virtual} dp{self.data}"
+        experts = f" ep{self.expert}" if self.expert > 1 else ""
+        if self.expert_tensor is not None:
+            experts += f" etp{self.expert_tensor}"
+        return f"tp{self.tensor}{' sp' * self.sequence} pp{self.pipeline}{virtual} dp{self.data}{experts}"
 
 
 class OptimizerConfig(Frozen):
@@ -193,6 +215,9 @@ class RankSpec(Frozen):
         return self.deterministic and self.device == "cuda"
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one number in config.json
+
+
 def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
     """Refuse a layout that does not fit the model.
 
@@ -207,9 +232,27 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
         ("key-value heads", "tensor"): (int(model.get("num_key_value_heads") or heads), parallel.tensor),
         ("intermediate size", "tensor"): (int(model["intermediate_size"]), parallel.tensor),
     }
+    _check_experts(parallel, experts_of(model))
     for (what, field), (amount, ranks) in divisors.items():
         if amount % ranks:
             raise InputError(
                 f"the model's {what} ({amount}) cannot be divided by parallel.{field} = {ranks}; "
                 f"choose one of {[n for n in range(1, amount + 1) if amount % n == 0]} for parallel.{field}"
             )
+
+
+def experts_of(model: Mapping[str, Any]) -> int:
+    """Experts of a layer, by the content of config.json; 0 if all layers are dense."""
+    return next((int(model[name]) for name in _EXPERTS if model.get(name)), 0)
+
+
+def _check_experts(parallel: ParallelConfig, experts: int) -> None:
+    if experts and parallel.tensor > 1 and not parallel.sequence:
+        raise InputError(
+            f"the model has experts, and train.parallel.tensor is {parallel.tensor}: set train.parallel.sequence = "
+            "true, without which every tensor-parallel rank would route every token"
+        )
+    if parallel.expert > 1 and (not experts or experts % parallel.expert):
+        raise InputError(
+            f"the model's experts ({experts or 'none'}) cannot be divided by train.parallel.expert = {parallel.expert}"
+        )

@@ -87,5 +87,7 @@ def key_value_heads(facts: Mapping[str, Any]) -> int:
 
 
 def head_size(facts: Mapping[str, Any]) -> int:
-    """Size of one head."""
+    """Size of one head; with multi-latent attention that of a query, which the engine's kernels see."""
+    if facts.get("kv_lora_rank"):
+        return int(facts["qk_nope_head_dim"]) + int(facts["qk_rope_head_dim"])
     return int(facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"])

@@ -38,6 +38,10 @@ FOLDERS = {
         models.config(architectures=["Gemma2ForCausalLM"]),
         ["Gemma2ForCausalLM needs Transformer Engine", "on CPU use one of"],
     ),
+    "further tokens predicted": (
+        models.config(architectures=["DeepseekV3ForCausalLM"], num_nextn_predict_layers=1),
+        ["num_nextn_predict_layers = 1 in config.json", "Set it to 0"],
+    ),
     "remote code": (models.config(auto_map={"AutoModel": "x.Y"}), ["auto_map in config.json", "is not run"]),
     "remote code of the tokenizer": (
         models.text("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}'),

@@ -73,7 +73,11 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
     Row("parallel.data", lambda config: config.parallel.data, lambda live: _replicas(live)),
     Row("precision", lambda config: config.precision, lambda live: {_precision(one.dtype) for one in _weights(live)}),
     Row("precision of gradients", lambda _: "fp32", lambda live: {_precision(one) for one in _gradients(live)}),
-    Row("sequence_parallel", lambda _: False, lambda live: _values(live.linears, "sequence_parallel")),
+    Row(
+        "parallel.sequence",
+        lambda config: config.parallel.sequence,
+        lambda live: _values(_linears(live), "sequence_parallel"),
+    ),
     Row("hidden_dropout", lambda _: 0.0, lambda live: _values(_of(live, TransformerLayer), "hidden_dropout")),
     Row("distributed optimizer", lambda _: True, lambda live: _of_groups(live, "use_distributed_optimizer")),
     Row("division of gradients by replicas", lambda _: 1.0, lambda live: _divisions(live)),
@@ -98,6 +102,18 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
         "megatron.output_gradient_accumulation_fusion",
         lambda config: config.megatron.output_gradient_accumulation_fusion,
         lambda live: _values(live.outputs, *_FUSED),
+        everywhere=False,
+    ),
+    Row(
+        "parallel.expert",
+        lambda config: config.parallel.expert,
+        lambda live: {one.ep_group.size() for one in _experts(live)},
+        everywhere=False,
+    ),
+    Row(
+        "parallel.expert_tensor",
+        lambda config: config.parallel.expert_tensor or config.parallel.tensor,
+        lambda live: _tensor_ranks(live, of_experts=True),
         everywhere=False,
     ),
     Row("experts: dispatcher", lambda _: "MoEAlltoAllTokenDispatcher", lambda live: _dispatchers(live), False),
@@ -203,10 +219,15 @@ def _precision(dtype: torch.dtype) -> str:
     return {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(dtype, str(dtype))
 
 
-def _tensor_ranks(live: Built) -> set[Value]:
-    """Ranks over which the linear layers of the blocks are split."""
-    linears = [vars(one) for one in live.linears]
-    return {own["tp_size"] if "tp_size" in own else own["tp_group"].size() for own in linears}
+def _tensor_ranks(live: Built, of_experts: bool = False) -> set[Value]:
+    """Ranks over which the linear layers of the blocks, or those of their experts, are split."""
+    owned = map(vars, _linears(live, of_experts))
+    return {own["tp_size"] if "tp_size" in own else own["tp_group"].size() for own in owned}
+
+
+def _linears(live: Built, of_experts: bool = False) -> list[torch.nn.Module]:
+    experts = {id(module) for layer in _experts(live) for module in layer.experts.modules()}
+    return [one for one in live.linears if (id(one) in experts) == of_experts]
 
 
 def _stages(live: Built) -> set[Value]:

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_attr_wrapped_model
 
 from storage.errors import InputError, NumericsError, RatchetError
 from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
 from trainer_core.model.fusion import fuse_accumulation
+from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
 from trainer_core.platform.platform import Platform, quietly
 
@@ -49,34 +54,33 @@ class Model:
     def forward(
         self,
         module: torch.nn.Module,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        packing: PackedSeqParams,
-        predicting: torch.Tensor,
+        batch: MicroBatch,
     ) -> torch.Tensor:
-        """Run this rank's part of the model over one flat batch.
-
-        Args:
-            module: the model, as a schedule gives it.
-            tokens: (1, T) int64.
-            positions: (1, T) int64, place of each token in its segment.
-            packing: where segments begin and end.
-            predicting: (R,) int64, the positions whose logits are needed.
+        """Run this rank's part of the model over one flat batch of T positions, R of which predict a response token.
 
         Returns:
-            On the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1, H).
+            On the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1, H),
+            or this rank's share of the positions.
         """
         # the wrapper of a model in low precision would copy all logits to float32
         own_precision = {} if self.dtype == torch.float32 else {"fp32_output": False}
         return module(
-            tokens,
-            positions,
+            batch.tokens,
+            batch.positions,
             None,  # the attention masks by segments
-            packed_seq_params=packing,
-            output_processor=_predicted_logits,
-            output_processor_context=predicting,
+            packed_seq_params=batch.packing,
+            padding_mask=self._filling(module, batch),
+            output_processor=_gathered_logits if self.config.sequence_parallel else _predicted_logits,
+            output_processor_context=batch.predicting,
             **own_precision,
         )
+
+    def _filling(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor | None:
+        """The mask as the module wants it: behind the first stage of a pipeline, of this rank's positions alone."""
+        if batch.filling is None or not self.config.sequence_parallel or get_attr_wrapped_model(module, "pre_process"):
+            return batch.filling
+        group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+        return batch.filling.chunk(group.size(), dim=1)[group.rank()]  # (1, T) -> (1, T / tp)
 
     @contextlib.contextmanager
     def weights(self, access: Access) -> Iterator[None]:
@@ -154,6 +158,13 @@ def _predicted_logits(
     return scale_logits(logits).squeeze(1)
 
 
+def _gathered_logits(*, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+    """The same where the ranks of a tensor-parallel group have a share of the positions each: (T/tp, 1, H)."""
+    # the output layer sums the gradient over ranks, so each takes its share of it
+    whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)  # (T, 1, H)
+    return _predicted_logits(hidden_states=whole, **given)
+
+
 def read_model_config(model_dir: str) -> dict[str, Any]:
     """Content of the model's config.json.
 
@@ -188,6 +199,11 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)
     fuse_accumulation(built, config.megatron)
+    if config.parallel.sequence:
+        _take_all_positions(built.outputs)
+    for module in built.modules:
+        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+            _count_without_filling(module)
     check_effective(provider, wanted)
     return Model(
         bridge=bridge,
@@ -216,10 +232,6 @@ def _vocabulary(bridge: AutoBridge) -> frozenset[str]:
 
 def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
     """Apply the settings; refuse a result that differs, because `finalize` may silently override them."""
-    if provider.num_moe_experts and "transformer_layer_spec" in wanted:
-        raise InputError(
-            "the model has experts, whose layers need Transformer Engine; install it, or use a dense model"
-        )
     for name, value in wanted.items():
         if name not in type(provider).__dataclass_fields__:
             raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
@@ -239,6 +251,22 @@ def _modules(provider: GPTModelProvider) -> list[torch.nn.Module]:
     except AssertionError as error:
         raise _refused(error) from error
     return cast(list[torch.nn.Module], modules)
+
+
+def _take_all_positions(outputs: Sequence[Any]) -> None:
+    """Only the positions that predict are projected, and they are known by their places among all of a batch."""
+    for layer in outputs:
+        layer.sequence_parallel, layer.allreduce_dgrad = False, True
+
+
+def _count_without_filling(module: Any) -> None:
+    """Let a router with a bias count tokens where a batch is filled up: upstream's mask lacks the axis of experts."""
+    count = module._apply_expert_bias
+
+    def counted(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        count(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))  # (T,) -> (T, 1)
+
+    module._apply_expert_bias = counted
 
 
 def _refused(error: Exception) -> InputError:

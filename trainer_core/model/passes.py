@@ -110,14 +110,15 @@ class Passes:
         shares = share(sequences.positions, rows, self.mesh.parallel.data, self.limits, self.mesh.parallel.rounds)[
             self.mesh.data_rank
         ]
-        batches = [flatten(sequences, chosen) for chosen in shares]
+        multiple = self.mesh.parallel.tensor if self.mesh.parallel.sequence else 1
+        batches = [flatten(sequences, chosen, multiple) for chosen in shares]
         return place(batches, weights, values, self.mesh.device, self.model.transformer_engine)
 
     def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[dict]:
         def forward(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
             # last stage: logits (R, V/tp); before it: hidden states (T, 1, H)
-            output = self.model.forward(module, batch.tokens, batch.positions, batch.packing, batch.predicting)
+            output = self.model.forward(module, batch)
             return output, partial(finish, batch)
 
         return get_forward_backward_func()(

@@ -27,6 +27,9 @@ _FUSIONS_OF_TRANSFORMER_ENGINE = (
     "persist_layer_norm",
     "apply_rope_fusion",
     "cross_entropy_loss_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
 )
 
 
@@ -39,7 +42,9 @@ def model_settings(config: TrainerConfig, platform: Platform, deterministic: boo
     """Every field of Megatron's model configuration that this trainer sets, whatever the model is."""
     dtype = dtype_of(config)
     settings: dict[str, Any] = {
-        "sequence_parallel": False,
+        "sequence_parallel": config.parallel.sequence,
+        "expert_model_parallel_size": config.parallel.expert,
+        "expert_tensor_parallel_size": config.parallel.expert_tensor or config.parallel.tensor,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
@@ -66,7 +71,11 @@ def model_settings(config: TrainerConfig, platform: Platform, deterministic: boo
         settings["apply_rope_fusion"] = True  # without it each segment is rotated on its own, and the host waits for it
     else:
         settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
-        settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}
+        settings |= {
+            "transformer_impl": "local",
+            "cross_entropy_fusion_impl": "native",
+            "transformer_layer_spec": local_layer_spec,
+        }
     return settings
 
 

@@ -62,7 +62,7 @@ class StateFacts(BaseModel):
 
     def layout(self) -> dict[str, JsonValue]:
         """The ranks that the random generators belong to."""
-        return self.parallel.model_dump(mode="json", exclude={"virtual_pipeline"})
+        return self.parallel.model_dump(mode="json", include={"tensor", "pipeline", "data"})
 
     def progress(self) -> dict[str, JsonValue]:
         """The part of the facts that belongs to what the state holds: the layout and the modules do not."""
