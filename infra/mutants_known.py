@@ -555,8 +555,8 @@ MUTANTS = (
         "generators-not-identified",
         "the random generators are not part of a state's identity",
         "trainer_core/state/content.py",
-        'generators=value_digest([facts.parallel.model_dump(mode="json"), words]),',
-        'generators=value_digest([facts.parallel.model_dump(mode="json")]),',
+        "generators=value_digest([facts.layout(), words]),",
+        "generators=value_digest([facts.layout()]),",
         _STATE,
     ),
     Mutant(

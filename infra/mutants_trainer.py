@@ -85,8 +85,8 @@ TRAINER = (
         "buffers-stay-the-references",
         "a reference that was in place leaves its buffers behind",
         "trainer_core/model/model.py",
-        "[*self.module.parameters(), *self.module.buffers()]",
-        "[*self.module.parameters()]",
+        "for tensor in (*module.parameters(), *module.buffers())]",
+        "for tensor in module.parameters()]",
         _REENTRY,
     ),
     Mutant(

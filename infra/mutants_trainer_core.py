@@ -5,7 +5,7 @@ from infra.mutants_known import Mutant
 _EFFECTIVE = ("tests/trainer_core/model/test_effective.py",)
 _LAYOUTS = "tests/trainer_core/model/test_layouts.py::test_the_gradient_does_not_depend_on_the_layout"
 _PADDING = ("tests/trainer_core/model/test_padding.py",)
-_REENTRY = ("tests/trainer_core/model/test_reentry.py",)
+_REENTRY = "tests/trainer_core/model/test_reentry.py::test_"
 _SHARING = ("tests/trainer_core/batches/test_sharing.py",)
 _CHECKPOINT = ("tests/trainer_core/state/test_checkpoint.py::test_virtual_stages_are_no_part_of_a_state",)
 
@@ -72,7 +72,7 @@ TRAINER_CORE = (
         "trainer_core/model/model.py",
         '        if access == "readable" and self._versions() != before:\n',
         "        if False:\n",
-        _REENTRY,
+        (f"{_REENTRY}what_may_only_read_cannot_write",),
     ),
     Mutant(
         "failed-update-moves-buffers",
@@ -80,7 +80,7 @@ TRAINER_CORE = (
         "trainer_core/model/model.py",
         "                    buffer.copy_(value)\n",
         "                    pass\n",
-        _REENTRY,
+        (f"{_REENTRY}an_update_that_fails_leaves_buffers_as_they_were",),
     ),
     Mutant(
         "hooks-stay-off",
@@ -88,7 +88,7 @@ TRAINER_CORE = (
         "trainer_core/model/model.py",
         "                chunk.enable_forward_pre_hook()\n",
         "                pass\n",
-        _REENTRY,
+        (f"{_REENTRY}overlap_changes_no_bit_in_any_order_of_events[dp2-1-both]",),
     ),
     Mutant(
         "gradients-not-finalized",

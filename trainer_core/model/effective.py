@@ -132,11 +132,26 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
 )
 
 OPTIMIZER: tuple[Row[OptimizerConfig, Sequence[Any]], ...] = (
-    Row("optimizer.learning_rate", lambda config: config.learning_rate, lambda parts: _groups(parts, "max_lr")),
-    Row("optimizer.min_learning_rate", lambda config: config.min_learning_rate, lambda parts: _groups(parts, "min_lr")),
-    Row("optimizer.beta1", lambda config: config.beta1, lambda parts: {one["betas"][0] for one in _all_groups(parts)}),
-    Row("optimizer.beta2", lambda config: config.beta2, lambda parts: {one["betas"][1] for one in _all_groups(parts)}),
-    Row("optimizer.eps", lambda config: config.eps, lambda parts: _groups(parts, "eps")),
+    Row("optimizer.learning_rate", lambda config: config.learning_rate, lambda parts: _groups(parts, "max_lr"), False),
+    Row(
+        "optimizer.min_learning_rate",
+        lambda config: config.min_learning_rate,
+        lambda parts: _groups(parts, "min_lr"),
+        False,
+    ),
+    Row(
+        "optimizer.beta1",
+        lambda config: config.beta1,
+        lambda parts: {one["betas"][0] for one in _all_groups(parts)},
+        False,
+    ),
+    Row(
+        "optimizer.beta2",
+        lambda config: config.beta2,
+        lambda parts: {one["betas"][1] for one in _all_groups(parts)},
+        False,
+    ),
+    Row("optimizer.eps", lambda config: config.eps, lambda parts: _groups(parts, "eps"), False),
     Row("optimizer.weight_decay", lambda config: config.weight_decay, lambda parts: _decays(parts), everywhere=False),
     Row("optimizer.clip_grad", lambda config: config.clip_grad, lambda parts: {one.config.clip_grad for one in parts}),
     Row(

@@ -96,8 +96,8 @@ def plainly(model_dir):
         ("dp2", 1, "both"),
         ("pp2-dp2", 3, "both"),
         ("tp2-dp2", 4, "both"),
-        ("tp2", 5, "both"),
-        ("pp2", 6, "both"),
+        pytest.param("tp2", 5, "both", marks=pytest.mark.slow),
+        pytest.param("pp2", 6, "both", marks=pytest.mark.slow),
         pytest.param("vpp2-dp2", 7, "both", marks=pytest.mark.slow),
     ],
 )
@@ -127,7 +127,9 @@ def step_with_reference(trainer, folder):
     return metrics
 
 
-@pytest.mark.parametrize(("layout", "seed"), [("dp2", 8), ("tp2", 9), ("pp2", 10)])
+@pytest.mark.parametrize(
+    ("layout", "seed"), [("dp2", 8), *[pytest.param(*one, marks=pytest.mark.slow) for one in (("tp2", 9), ("pp2", 10))]]
+)
 def test_a_trainer_that_has_seen_much_goes_on_as_a_fresh_process(model_dir, tmp_path, layout, seed):
     settings = configuration(LAYOUTS[layout], OVERLAPS["both"])
     old = run_trainers(model_dir, settings, live_and_go_on, str(tmp_path), events(seed))
