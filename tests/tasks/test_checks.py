@@ -66,6 +66,12 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
     assert fact in str(caught.value)
 
 
+def test_log_probabilities_of_a_nucleus_are_not_corrected(tmp_path):
+    settings = ["rollout.top_p=0.9", "train.policy.correction.type=truncate"]
+    with pytest.raises(InputError, match=r"train.policy.correction cannot compare .* set rollout.top_p to 1"):
+        check_config(config_with(tmp_path, *settings), open_root(str(tmp_path / "runs")))
+
+
 @pytest.mark.parametrize(
     ("lines", "fact"),
     [

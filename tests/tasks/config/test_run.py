@@ -48,6 +48,11 @@ def test_the_stored_document_reads_back_equal(tmp_path):
         ("storage.keep_newest=0", "greater than or equal to 1"),
         ("storage.keep=1", "did you mean 'storage.keep"),
         ("rollout.samples.more=1", "valid integer"),
+        ("train.policy.loss.type=gpso", "train.policy.loss.type: 'gpso' is not known; use one of 'clip', 'gspo'"),
+        ("train.policy.loss.dual_limit=3", "train.policy.loss.type: this key is required; use one of 'clip', 'gspo'"),
+        ("train.policy.loss={type='gspo', clip_hi=1}", "did you mean 'train.policy.loss.clip_high'"),
+        ("train.policy.loss={type='gspo', clip_low=1}", "train.policy.loss.clip_low: Input should be less than 1"),
+        ("train.policy.overlong.type=penalty", "train.policy.overlong.length: this key is required"),
     ],
 )
 def test_bad_values_name_fact_and_repair(tmp_path, override, fact):
