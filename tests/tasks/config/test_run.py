@@ -62,6 +62,20 @@ def test_bad_values_name_fact_and_repair(tmp_path, override, fact):
     assert caught.value.exit_code == 2
 
 
+def test_another_type_of_a_table_leaves_no_key_of_the_old_one(tmp_path):
+    text = f'{MINIMAL}[train.policy.loss]\ntype = "gspo"\nclip_low = 0.5\n'
+    given = ["train.policy.loss.clip_high=7", "train.policy.loss.type=cispo"]  # in any order
+    loss = load_config(config_file(tmp_path, text), given).train.policy.loss
+    assert loss.model_dump() == {"type": "cispo", "clip_low": 1.0, "clip_high": 7.0}
+    kept = load_config(config_file(tmp_path, text), ["train.policy.loss.type=gspo"]).train.policy.loss
+    assert kept.model_dump() == {"type": "gspo", "clip_low": 0.5, "clip_high": 4e-4}
+
+
+def test_an_argument_called_type_is_like_any_other(tmp_path):
+    given = ["reward.arguments.pattern=a", "reward.arguments.type=b"]
+    assert load_config(config_file(tmp_path), given).reward.arguments == {"pattern": "a", "type": "b"}
+
+
 @pytest.mark.parametrize("text", ["[run", "= 3", "a = 1\na = 2"])
 def test_text_that_is_not_toml(tmp_path, text):
     with pytest.raises(InputError, match="not valid TOML"):
