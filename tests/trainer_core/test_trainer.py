@@ -116,6 +116,7 @@ def passes_of_an_iteration(trainer, reference):
         ({"old_policy": "behaviour"}, [(15, True)]),
         ({"kl_coefficient": 0.1, "kl_in": "reward"}, [(15, False), (15, False), (15, True)]),
         ({"loss": {"type": "dpo"}}, [(15, False), (8, False), (8, True)]),
+        ({"loss": {"type": "dpo"}, "mini_batches": 2}, [(15, False), (8, False), (4, True), (4, False), (4, True)]),
         ({"loss": {"type": "sft", "above": 0.5}}, [(10, True)]),
     ],
     ids=str,
