@@ -69,7 +69,7 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
 @pytest.mark.parametrize("setting", ["loss.type=dpo", "advantage.type=rloo"])
 def test_a_lone_sample_cannot_be_compared(tmp_path, setting):
     store = open_root(str(tmp_path / "runs"))
-    with pytest.raises(InputError, match="rollout.samples is 1: raise it to 2 or more"):
+    with pytest.raises(InputError, match=r"rollout.samples is 1: raise it to 2 or more"):
         check_config(config_with(tmp_path, f"train.policy.{setting}", "rollout.samples=1"), store)
     check_config(config_with(tmp_path, f"train.policy.{setting}", "rollout.samples=2"), store)
 
