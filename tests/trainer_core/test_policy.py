@@ -14,7 +14,8 @@ CORRECTIONS = [{"correction": {"type": "truncate"}}, {"correction": {"type": "ma
     [
         ({"loss": {"type": "gspo"}, "clip_low": 0.1}, "clip_low has no effect with loss.type"),
         ({"loss": {"type": "cispo"}, "clip_high": 0.1}, "clip_high has no effect with loss.type"),
-        ({"loss": {"type": "sft"}, "advantage": {"type": "rloo"}}, "advantage has no effect"),
+        ({"loss": {"type": "sft"}, "advantage": {"type": "rloo"}}, 'or give it its default, advantage.type = "grpo"'),
+        ({"loss": {"type": "sft"}, "normalize_by_std": False}, "or give it its default, normalize_by_std = true"),
         ({"loss": {"type": "sft"}, "correction": {"type": "mask"}}, "correction has no effect"),
         ({"loss": {"type": "sft"}, "old_policy": "behaviour"}, "old_policy has no effect"),
         ({"loss": {"type": "dpo"}, "kl_coefficient": 0.1}, "kl_coefficient has no effect"),
