@@ -14,7 +14,13 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, T
 # without moments the weights move by gradient / (|gradient| + 1)
 PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
 TEMPERATURE = 0.8
-DIVISIONS = {"single": (ParallelConfig(), 8192), "split": (ParallelConfig(), 20), "dp2": (ParallelConfig(data=2), 20)}
+DIVISIONS = {
+    "single": (ParallelConfig(), 8192),
+    "split": (ParallelConfig(), 20),
+    "dp2": (ParallelConfig(data=2), 20),
+    "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 20),
+}
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name == "tp2-pp2" else []) for name in DIVISIONS]
 OBJECTIVES = {
     "clip": {"old_policy": "behaviour"},
     "dual": {"old_policy": "behaviour", "loss": {"type": "clip", "dual_limit": 1.1}},
@@ -81,7 +87,7 @@ def expected(model_dir, samples, reference, tmp_path_factory):
     return losses, {name: read_export(folder / name) for name in OBJECTIVES}
 
 
-@pytest.fixture(scope="module", params=DIVISIONS)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def found(request, model_dir, samples, reference, tmp_path_factory):
     parallel, tokens = DIVISIONS[request.param]
     folder = tmp_path_factory.mktemp("stepped")
