@@ -120,8 +120,9 @@ class MegatronConfig(Frozen):
     """Activations that the backward pass computes again instead of keeping them: none, attention's, whole layers'."""
     attention: Attention = "auto"
     """Which of Transformer Engine's attention kernels may be used; without it there is no choice."""
-    gradient_accumulation_fusion: bool = False
-    """Linear layers add weight gradients to the gradient buffers themselves. Needs Transformer Engine, or Apex."""
+    gradient_accumulation_fusion: bool | None = None
+    """Linear layers add weight gradients to the gradient buffers themselves. Needs Transformer Engine, with which it is
+    the default, or Apex."""
     output_gradient_accumulation_fusion: bool = False
     """The same for the output layer, which is Megatron's own and needs Apex."""
 

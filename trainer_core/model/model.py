@@ -188,6 +188,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     Raises:
         InputError: if there is no model, its architecture is not supported, or it does not fit the layout.
     """
+    config = _decided(config, platform)
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     with quietly():
@@ -215,6 +216,14 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         transformer_engine=platform.transformer_engine,
         effective=read_back(MODEL, config, built),
     )
+
+
+def _decided(config: TrainerConfig, platform: Platform) -> TrainerConfig:
+    """The configuration with what is left to the platform."""
+    if config.megatron.gradient_accumulation_fusion is not None:
+        return config
+    fused = {"gradient_accumulation_fusion": platform.transformer_engine}
+    return config.model_copy(update={"megatron": config.megatron.model_copy(update=fused)})
 
 
 def _bridge(model_dir: str) -> AutoBridge:

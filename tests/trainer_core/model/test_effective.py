@@ -51,7 +51,7 @@ def spoiled(trainer):
         "parallel.pipeline": (block._modules, "layers", torch.nn.ModuleList(list(block.layers)[:2])),
         "parallel.data": (vars(chunk.buffers[0]), "data_parallel_world_size", 2),
         "precision of gradients": (vars(next(chunk.parameters())), "main_grad", torch.zeros(1).bfloat16()),
-        "sequence_parallel": (vars(linear), "sequence_parallel", True),
+        "parallel.sequence": (vars(linear), "sequence_parallel", True),
         "hidden_dropout": (vars(first(TransformerLayer)), "hidden_dropout", 0.1),
         "distributed optimizer": (vars(chunk.bucket_groups[0].ddp_config), "use_distributed_optimizer", False),
         "division of gradients by replicas": (vars(chunk.buffers[0]), "gradient_scaling_factor", 0.5),
@@ -94,7 +94,8 @@ def spoiled(trainer):
 
 
 def test_every_setting_is_read_from_the_live_parts(model_dir):
-    ((messages, others),) = run_trainers(model_dir, plain(), spoiled)
+    decided = MegatronConfig(gradient_accumulation_fusion=False)
+    ((messages, others),) = run_trainers(model_dir, plain(megatron=decided), spoiled)
     assert messages.pop("") is None
     assert messages.pop("what was asked").startswith("sequence_parallel is to be False, but Megatron runs with True")
     for name, message in messages.items():
@@ -104,7 +105,7 @@ def test_every_setting_is_read_from_the_live_parts(model_dir):
     # what is built otherwise below, and what only a model with experts has
     assert others == [
         "experts.auxiliary_loss", "experts.bias_update_rate", "experts: dispatcher", "megatron.attention",
-        "parallel.virtual_pipeline", "precision",
+        "parallel.expert", "parallel.expert_tensor", "parallel.virtual_pipeline", "precision",
     ]  # fmt: skip
 
 
