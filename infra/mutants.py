@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.mutants_algorithms import ALGORITHMS
 from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
@@ -24,7 +25,15 @@ from infra.mutants_rewards import REWARDS
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
 
-MUTANTS = (*OTHERS, *REVISIONS, *REWARDS, *TRAINER, *TRAINER_CORE, *FAMILIES)
+MUTANTS = (
+    *OTHERS,
+    *ALGORITHMS,
+    *FAMILIES,
+    *REVISIONS,
+    *REWARDS,
+    *TRAINER,
+    *TRAINER_CORE,
+)
 PROJECT = Path(__file__).resolve().parents[1]
 _COPIED = ("flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md")
 _LIMIT_S = 900

@@ -25,6 +25,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Prepared
 from trainer_core.config import Device
+from trainer_core.policy import check_sampling
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -117,6 +118,7 @@ def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Dev
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
     check_reward(config.reward)
+    _check_algorithm(config)
     samples = config.rollout.prompts * config.rollout.samples
     updates = config.train.policy.mini_batches
     if samples < updates:
@@ -128,6 +130,19 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
         raise InputError(
             f"engine.max_model_len = {config.engine.max_model_len} lets responses grow beyond train.max_length = "
             f"{config.train.max_length}: make them equal"
+        )
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    """Refuse an objective that this run's samples cannot serve."""
+    policy, samples = config.train.policy, config.rollout.samples
+    check_sampling(policy, config.rollout.top_p)
+    compares = f'loss.type = "{policy.loss.type}"' if policy.loss.type == "dpo" else ""
+    if policy.advantage.type == "rloo":
+        compares = f'advantage.type = "{policy.advantage.type}"'
+    if compares and samples == 1:
+        raise InputError(
+            f"train.policy.{compares} compares the samples of a prompt, but rollout.samples is 1: raise it to 2 or more"
         )
 
 

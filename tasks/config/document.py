@@ -38,8 +38,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
     except (OSError, ImportError, ValueError) as error:
         raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
-    for override in overrides:
-        apply_override(document, override)
+    apply_overrides(document, overrides)
     return parse_config(_located(document, folder_of(path)), path)
 
 
@@ -60,8 +59,18 @@ def explained(error: ValidationError) -> str:
     return "\n".join(f"  {_explain(dict(item))}" for item in error.errors())
 
 
+def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Put each `section.key=value` into a parsed document, the types of tables first: they decide which keys there are.
+
+    Raises:
+        InputError: as `apply_override`.
+    """
+    for override in sorted(overrides, key=lambda given: not given.partition("=")[0].strip().endswith(".type")):
+        apply_override(document, override)
+
+
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Put `section.key=value` into a parsed document.
+    """Put `section.key=value` into a parsed document. Another type of a table removes the keys of the one it had.
 
     Raises:
         InputError: it has another form, or names a value as a section.
@@ -79,6 +88,8 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise InputError(f"--set {shown_setting(override)!r}: {key!r} is a value, not a section")
+    if keys[-1] == "type" and table.get("type") != value and len(_models_at(keys[:-1])) > 1:
+        table.clear()
     table[keys[-1]] = value
 
 
@@ -126,7 +137,11 @@ def _found(named: Any, folder: Path | None) -> Any:
 
 def _explain(item: dict[str, Any]) -> str:
     item["loc"] = tuple(step for step in item["loc"] if step not in _FORMS)
-    place = ".".join(str(step) for step in _keys(item)) or "document"
+    place = ".".join(str(step) for step in _without_types(_keys(item))) or "document"
+    if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        known, given = item["ctx"].get("expected_tags"), dict(item["input"]).get("type")
+        said = "this key is required" if given is None else f"{shown(given, 'type')!r} is not known"
+        return f"{place}.type: {said}; use one of {known or ', '.join(_types_at(item['loc']))}"
     if item["type"] == "extra_forbidden":
         return f"{place}: unknown key; {_repair(item['loc'])}"
     if item["type"] == "missing":
@@ -147,16 +162,40 @@ def _repair(location: Sequence[str | int]) -> str:
     known = _names_at(location[:-1])
     near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=_NEAR)
     if near:
-        return f"did you mean {'.'.join([*map(str, location[:-1]), *near])!r}?"
+        return f"did you mean {'.'.join([*map(str, _without_types(location[:-1])), *near])!r}?"
     return f"remove it, or use one of {', '.join(known)}"
 
 
 def _names_at(location: Sequence[str | int]) -> list[str]:
-    model: type[BaseModel] = RunConfig
-    for step in location:
-        if str(step) in model.model_fields:  # else the number of an element, or the name of an alternative
-            model = next(_models_in(model.model_fields[str(step)].annotation), model)
-    return list(model.model_fields)
+    return list(_models_at(location)[0].model_fields)
+
+
+def _types_at(location: Sequence[str | int]) -> list[str]:
+    return [repr(_type_of(model)) for model in _models_at(location)]
+
+
+def _models_at(location: Sequence[str | int]) -> list[type[BaseModel]]:
+    """What a table may hold: more than one if its key `type` decides and is not known."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for step in map(str, location):
+        if step in models[0].model_fields and len(models) == 1:
+            models = list(_models_in(models[0].model_fields[step].annotation)) or models
+        else:  # the number of an element, or the name of an alternative
+            models = [model for model in models if _type_of(model) == step] or models
+    return models
+
+
+def _type_of(model: type[BaseModel]) -> str | None:
+    return model.model_fields["type"].default if "type" in model.model_fields else None
+
+
+def _without_types(location: Sequence[str | int]) -> list[str | int]:
+    """Where a flaw is, without the types of tables, which pydantic adds."""
+    return [
+        step
+        for number, step in enumerate(location)
+        if len(before := _models_at(location[:number])) == 1 or str(step) not in [_type_of(model) for model in before]
+    ]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
