@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 
-from flows.iteration import begin, iterate, position_after
-from flows.views.history import first_incomplete, read_record
+from flows import iteration as sampling
+from flows import retraining
+from flows.views.history import read_record
 from flows.views.progress import Progress
+from flows.views.retrained import last_iteration, next_iteration, workflow_of
 from storage.backends.root import Root
 from storage.errors import Overtaken
 from storage.ownership.lease import Lease, hold
@@ -15,7 +17,6 @@ from storage.upkeep.shared import SharedParts
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
 from tasks.stages.context import RunContext
-from tasks.stages.names import WORKFLOW
 from tasks.stages.retrying import persistent
 
 Opener = Callable[[Lease, str], AbstractContextManager[RunContext]]
@@ -29,7 +30,7 @@ def complete(name: str, root: Root, config: RunConfig, progress: Progress, opene
     If the process that drove the run before still publishes a stage, with another result, that result counts, and the
     run continues from it.
     """
-    while next_iteration(root, name, config) <= config.run.iterations:
+    while next_iteration(root, name, config) <= last_iteration(root, name, config):
         try:
             with hold(root, name, "ratchet run") as lease:
                 digest = record_config(root, name, config, lease)
@@ -39,22 +40,34 @@ def complete(name: str, root: Root, config: RunConfig, progress: Progress, opene
             progress.say(f"{fact}")
 
 
-def next_iteration(root: Root, name: str, config: RunConfig) -> int:
-    """The iteration to continue with; one past the last if the run is complete."""
-    return first_incomplete(root, name, config.run.iterations, config.evaluate.every)
-
-
 def advance(context: RunContext, progress: Progress, first: int) -> None:
     """Do the iterations from `first` to the last; their results are durable on return."""
     shared = SharedParts(context.root, context.run)
     tidy(context, shared)  # before a stage can find an old part and use it
+    if context.config.retrain is None:
+        _loop(context, progress, shared, first, sampling.begin, sampling.iterate, sampling.position_after)
+    else:
+        _loop(context, progress, shared, first, retraining.begin, retraining.iterate, retraining.position_after)
+    context.outbox.settle()
+
+
+def _loop[P](
+    context: RunContext,
+    progress: Progress,
+    shared: SharedParts,
+    first: int,
+    begin: Callable[[RunContext], P],
+    iterate: Callable[[RunContext, int, P], P],
+    position_after: Callable[[RunContext, int], P],
+) -> None:
     position = begin(context) if first == 0 else position_after(context, first - 1)
     if first == 0:
         context.outbox.add(partial(conclude, context, progress, shared, 0))
-    for iteration in range(max(first, 1), context.config.run.iterations + 1):
+    last = last_iteration(context.root, context.run, context.config)
+    progress.expect(last)
+    for iteration in range(max(first, 1), last + 1):
         position = iterate(context, iteration, position)
         context.outbox.add(partial(conclude, context, progress, shared, iteration))
-    context.outbox.settle()
 
 
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
@@ -62,13 +75,13 @@ def conclude(context: RunContext, progress: Progress, shared: SharedParts, itera
     root, run = context.root, context.run
     progress.finished(read_record(root, run, iteration))
     for retention in _retention(context):
-        give_up(root, WORKFLOW, run, retention, iteration, fence=context.fence, shared=shared)
+        give_up(root, workflow_of(context.config), run, retention, iteration, fence=context.fence, shared=shared)
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:
     """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
     for retention in _retention(context):
-        catch_up(context.root, WORKFLOW, context.run, retention, fence=context.fence, shared=shared)
+        catch_up(context.root, workflow_of(context.config), context.run, retention, fence=context.fence, shared=shared)
 
 
 def _retention(context: RunContext) -> Iterator[Retention]:

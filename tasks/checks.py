@@ -59,6 +59,16 @@ def check_content(config: RunConfig) -> None:
     _check_content(config.model_dump_json(), _device(config))
 
 
+def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
+    """The checks of a run that begins with the model and the prompts of another.
+
+    Raises:
+        InputError: as `check_config`.
+    """
+    facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
+    _check_settings(config, facts, _device(config), f"the model of run {prepared.run!r}")
+
+
 def prepared_stage(root: Root, run: str) -> Manifest | None:
     """The stage `prepare` of a run that was recorded, if it is committed."""
     return find(root, run, 0, Stage.PREPARE) if root.exists(layout.run_config_key(run)) else None
