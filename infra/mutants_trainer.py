@@ -19,9 +19,9 @@ TRAINER = (
     Mutant(
         "one-pass-too-many",
         "a single update is preceded by a scoring pass",
-        "trainer_core/algorithms/grpo.py",
-        "if self.policy.epochs == self.policy.mini_batches == 1:",
-        "if not rows.size:",
+        "trainer_core/algorithms/policy_phase.py",
+        "if not (several or self._needs_scores):",
+        "if not units.size:",
         _TRAINER,
     ),
     Mutant(
@@ -43,7 +43,7 @@ TRAINER = (
     Mutant(
         "log-ratio-unbounded",
         "log-ratios are not clamped",
-        "trainer_core/algorithms/losses.py",
+        "trainer_core/algorithms/losses/log_ratio.py",
         "(upper - lower).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
         "(upper - lower)",
         ("tests/trainer_core/algorithms",),

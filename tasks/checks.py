@@ -25,6 +25,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Prepared
 from trainer_core.config import Device
+from trainer_core.policy import check_sampling
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -127,6 +128,7 @@ def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Dev
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
     check_reward(config.reward)
+    check_sampling(config.train.policy, config.rollout.top_p)
     samples = config.rollout.prompts * config.rollout.samples
     updates = config.train.policy.mini_batches
     if samples < updates:

@@ -3,21 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from storage.errors import InputError
+from trainer_core.frozen import Frozen
+from trainer_core.policy import PolicyConfig
 
-KlEstimator = Literal["k1", "k2", "k3"]
-Aggregation = Literal["token", "sequence", "group"]
 Recompute = Literal["none", "attention", "layers"]
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
-
-
-class Frozen(BaseModel):
-    """Base of every configuration here: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ParallelConfig(Frozen):
@@ -70,31 +64,6 @@ class OptimizerConfig(Frozen):
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}")
         return self
-
-
-class PolicyConfig(Frozen):
-    """The policy objective: GRPO advantages, clipped surrogate, KL to a reference, entropy."""
-
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """The probability ratio is clipped above at 1 + clip_high."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the reference in the loss; 0 needs no reference."""
-    kl_estimator: KlEstimator = "k3"
-    """Estimator of that KL (Schulman, "Approximating KL divergence")."""
-    entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus, subtracted from the loss."""
-    normalize_by_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); False gives Dr. GRPO's advantages."""
-    mini_batches: int = Field(default=1, ge=1)
-    """Optimizer updates per pass over the samples of an iteration."""
-    epochs: int = Field(default=1, ge=1)
-    """Passes over the samples of an iteration."""
-    loss_aggregation: Aggregation = "token"
-    """Mean over all response tokens of the mini-batch, or over sequences or prompt groups of the mean of each."""
-    kl_sample: int = Field(default=0, ge=0)
-    """Samples of an iteration on which KL(before || after its updates) is measured, by a forward pass of their own."""
 
 
 class MegatronConfig(Frozen):

@@ -96,24 +96,29 @@ class TrainerProtocol(Protocol):
         ...
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
-        """Train on one iteration's samples with the objective of `TrainerConfig.policy` (GRPO).
+        """Train on one iteration's samples with the objective of `TrainerConfig.policy`, by default GRPO.
 
-        Advantages are taken within prompt groups; old log-probabilities are this trainer's own. Samples that are not
-        usable are ignored. A single update is a single pass; several have one scoring pass before them, a reference has
-        one more, and measuring the KL another over `TrainerConfig.policy.kl_sample` samples.
+        Advantages are taken within prompt groups, and old log-probabilities are this trainer's own, unless the
+        objective says otherwise. Samples that are not usable, or that the objective leaves out, are ignored; if none is
+        left, nothing is updated. A single update is a single pass; several have one scoring pass before them, as does a
+        KL in the reward, a reference has one more, and measuring the KL another over `TrainerConfig.policy.kl_sample`
+        samples. DPO has a scoring pass before each update.
 
         Args:
             samples: all samples of the iteration, on every rank.
             temperature: the temperature they were sampled at; the trainer's logits are divided by it.
-            reference: whether to compare with the weights of `load_reference`; must be set if kl_coefficient > 0.
+            reference: whether to compare with the weights of `load_reference`; must be set if the objective
+                needs one (`PolicyConfig.needs_reference`).
 
         Returns:
             The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
             learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
             KL(before || after) on `kl_sample` samples, in nats, if that is not 0; kl_reference: the same of
             KL(before || reference) on all, if requested;
-            engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; tokens: response
-            tokens; steps: updates.
+            engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; engine_kl: k3 estimate
+            of KL(engine || trainer), in nats; correction_weight and correction_fraction, with a correction: mean weight
+            and share of tokens out of range; pairs and preference_accuracy, with DPO; tokens: response tokens that
+            were trained on; steps: updates. If no sample is left: grad_norm, steps and tokens, all 0.
 
         Raises:
             InputError: if a sequence is longer than max_length, or a reference is needed and none is loaded.

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError
-from trainer_core.algorithms.grpo import PolicyPhase
+from trainer_core.algorithms.policy_phase import PolicyPhase
 from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
@@ -114,10 +114,11 @@ class Trainer(TrainerProtocol):
             self._passes, self._live_optimizer(), self._config.policy, temperature, (self._config.seed, self._step)
         )
         reference_logprobs = self._reference_logprobs(samples, temperature) if reference else None
-        if self._config.policy.kl_coefficient and reference_logprobs is None:
+        if self._config.policy.needs_reference and reference_logprobs is None:
             raise InputError(
-                f"policy.kl_coefficient is {self._config.policy.kl_coefficient}, but no reference is used; "
-                "load a reference, or set the coefficient to 0"
+                f"policy.kl_coefficient is {self._config.policy.kl_coefficient} and policy.loss.type is "
+                f"{self._config.policy.loss.type!r}, but no reference is used; load a reference, or set the "
+                "coefficient to 0 and use another loss than DPO"
             )
         report = phase.run(samples, reference_logprobs)
         self._step += int(report["steps"])

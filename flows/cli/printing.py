@@ -214,7 +214,7 @@ def of_archive(archive: Archive) -> list[str]:
 def of_configuration(tables: Sequence[Table]) -> list[str]:
     """One line per key, below the purpose of its table."""
     lines: list[str] = []
-    for one in tables:
+    for one in (form for form_or_table in tables for form in (form_or_table, *form_or_table.instead)):
         rows = [(key.name, key.kind, default_of(key), key.role, key.text) for key in one.keys]
         lines += [f"[{one.path}]  {one.text}", *(f"  {line}" for line in table(rows)), ""]
     return lines[:-1]

@@ -54,7 +54,7 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
     weight, parallel = _WEIGHT[config.train.precision], config.train.parallel
     optimizer = _OPTIMIZER[config.train.precision]
     share = parameters / (parallel.tensor * parallel.pipeline)
-    held = weight + _GRADIENT + optimizer / parallel.data + (weight if config.train.policy.kl_coefficient else 0)
+    held = weight + _GRADIENT + optimizer / parallel.data + (weight if config.train.policy.needs_reference else 0)
     return Needs(
         device=device,
         ranks=parallel.world_size,

@@ -176,10 +176,10 @@ class _Examples:
     def __init__(self, root: Root, run: str, config: RunConfig, publish: Publish) -> None:
         self._root, self._run, self._publish = root, run, publish
         self._choice = Choice(best=config.report.examples, worst=config.report.examples)
-        self._normalize = config.train.policy.normalize_by_std
+        self._policy = config.train.policy
         self._texts: StoredTexts | None = None
 
     def show(self, iteration: int) -> None:
         if self._texts is None:
             self._texts = StoredTexts.of(self._root, need(self._root, self._run, 0, Stage.PREPARE))
-        self._publish(chosen(self._root, self._run, iteration, self._choice, self._texts, self._normalize))
+        self._publish(chosen(self._root, self._run, iteration, self._choice, self._texts, self._policy))

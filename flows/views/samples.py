@@ -17,8 +17,10 @@ from storage.upkeep.catalog import names, require_run
 from tasks.config.stored import stored_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import Stage
-from trainer_core.algorithms.advantages import group_advantages
+from trainer_core.algorithms.advantages.composed import Scored, sample_advantages
+from trainer_core.algorithms.selection import trained_on
 from trainer_core.batches.reading import read_samples
+from trainer_core.policy import PolicyConfig
 
 _NAMED = 8  # ids in a message
 
@@ -113,18 +115,18 @@ def read_chosen(root: Root, run: str, iteration: int | None, choice: Choice) -> 
     """
     require_run(root, run)
     texts = StoredTexts.of(root, need(root, run, 0, Stage.PREPARE)) if find(root, run, 0, Stage.PREPARE) else None
-    return chosen(root, run, _sampled(root, run, iteration), choice, texts, _normalizes(root, run))
+    return chosen(root, run, _sampled(root, run, iteration), choice, texts, stored_config(root, run).train.policy)
 
 
 def chosen(
-    root: Root, run: str, iteration: int, choice: Choice, texts: StoredTexts | None, normalize_by_std: bool
+    root: Root, run: str, iteration: int, choice: Choice, texts: StoredTexts | None, policy: PolicyConfig
 ) -> Samples:
     """The chosen samples of an iteration that has a rollout."""
     rollout, reward = need(root, run, iteration, Stage.ROLLOUT), find(root, run, iteration, Stage.REWARD)
     table = scored(root, rollout, reward)
     rewards = table["reward"].cast(pa.float64()).to_numpy()
     rows = choice.rows(table["prompt_id"].to_pylist(), np.where(np.isfinite(rewards), rewards, np.nan))
-    advantages = None if reward is None else _advantages(root, rollout, reward, normalize_by_std)
+    advantages = None if reward is None else _advantages(root, rollout, reward, policy)
     few = table.take(rows)
     prompts, responses = texts(few) if texts is not None else (pa.nulls(len(rows)), pa.nulls(len(rows)))
     few = few.set_column(few.schema.get_field_index("prompt"), "prompt", prompts)
@@ -134,9 +136,10 @@ def chosen(
     return Samples(root=root.url, run=run, iteration=iteration, total=table.num_rows, samples=samples)
 
 
-def _advantages(root: Root, rollout: Manifest, reward: Manifest, normalize_by_std: bool) -> NDArray[np.float32]:
+def _advantages(root: Root, rollout: Manifest, reward: Manifest, policy: PolicyConfig) -> NDArray[np.float32] | None:
     samples = read_samples(root, rollout, reward)
-    return group_advantages(samples.rewards, samples.groups, samples.usable, normalize_by_std)
+    scored = Scored(samples.rewards, samples.groups, trained_on(policy, samples), samples.response_lengths)
+    return sample_advantages(policy, scored)
 
 
 def _sample(row: dict, advantage: float | None) -> Sample:
@@ -170,10 +173,6 @@ def _sampled(root: Root, run: str, iteration: int | None) -> int:
             f"iteration {iteration} of run {run!r} has no samples: iterations {there[0]} to {there[-1]} do"
         )
     return there[-1] if iteration is None else iteration
-
-
-def _normalizes(root: Root, run: str) -> bool:
-    return stored_config(root, run).train.policy.normalize_by_std
 
 
 def sample_lines(found: Samples) -> list[str]:

@@ -3,7 +3,7 @@
 import torch
 
 from tasks.bench.plain_loop import PaddedBatch, padded_batches, plain_step
-from trainer_core.algorithms.grpo import PolicyPhase
+from trainer_core.algorithms.policy_phase import PolicyPhase
 from trainer_core.batches.sequences import Samples
 from trainer_core.batches.sharing import Limits
 from trainer_core.config import RankSpec, TrainerConfig

@@ -153,7 +153,11 @@ def _found(named: Any, folder: Path | None) -> Any:
 
 def _explain(item: dict[str, Any]) -> str:
     item["loc"] = tuple(step for step in item["loc"] if step not in _FORMS)
-    place = ".".join(str(step) for step in _keys(item)) or "document"
+    place = ".".join(str(step) for step in _without_types(_keys(item))) or "document"
+    if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        known, given = item["ctx"].get("expected_tags"), dict(item["input"]).get("type")
+        said = "this key is required" if given is None else f"{shown(given, 'type')!r} is not known"
+        return f"{place}.type: {said}; use one of {known or ', '.join(_types_at(item['loc']))}"
     if item["type"] == "extra_forbidden":
         return f"{place}: unknown key; {_repair(item['loc'])}"
     if item["type"] == "missing":
@@ -174,16 +178,40 @@ def _repair(location: Sequence[str | int]) -> str:
     known = _names_at(location[:-1])
     near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=_NEAR)
     if near:
-        return f"did you mean {'.'.join([*map(str, location[:-1]), *near])!r}?"
+        return f"did you mean {'.'.join([*map(str, _without_types(location[:-1])), *near])!r}?"
     return f"remove it, or use one of {', '.join(known)}"
 
 
 def _names_at(location: Sequence[str | int]) -> list[str]:
-    model: type[BaseModel] = RunConfig
-    for step in location:
-        if str(step) in model.model_fields:  # else the number of an element, or the name of an alternative
-            model = next(_models_in(model.model_fields[str(step)].annotation), model)
-    return list(model.model_fields)
+    return list(_models_at(location)[0].model_fields)
+
+
+def _types_at(location: Sequence[str | int]) -> list[str]:
+    return [repr(_type_of(model)) for model in _models_at(location)]
+
+
+def _models_at(location: Sequence[str | int]) -> list[type[BaseModel]]:
+    """What a table may hold: more than one if its key `type` decides and is not known."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for step in map(str, location):
+        if step in models[0].model_fields and len(models) == 1:
+            models = list(_models_in(models[0].model_fields[step].annotation)) or models
+        else:  # the number of an element, or the name of an alternative
+            models = [model for model in models if _type_of(model) == step] or models
+    return models
+
+
+def _type_of(model: type[BaseModel]) -> str | None:
+    return model.model_fields["type"].default if "type" in model.model_fields else None
+
+
+def _without_types(location: Sequence[str | int]) -> list[str | int]:
+    """Where a flaw is, without the types of tables, which pydantic adds."""
+    return [
+        step
+        for number, step in enumerate(location)
+        if len(before := _models_at(location[:number])) == 1 or str(step) not in [_type_of(model) for model in before]
+    ]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

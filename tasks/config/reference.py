@@ -4,7 +4,7 @@ import json
 import textwrap
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -15,6 +15,8 @@ from tasks.config.identity import is_runtime
 from tasks.config.run import RunConfig
 
 MEANING, RUNTIME = "meaning", "runtime"
+TYPE = "type"
+"""The key that says which of several forms a table has."""
 
 _KINDS: dict[Any, str] = {
     int: "whole number",
@@ -75,6 +77,13 @@ class Table:
     path: str
     text: str
     keys: tuple[Key, ...]
+    instead: tuple["Table", ...] = ()
+    """What the table holds with another `type` than the default."""
+
+    @property
+    def tag(self) -> str:
+        """The `type` that it holds, as TOML; empty if it has none."""
+        return next((key.default or "" for key in self.keys if key.name == TYPE), "")
 
 
 class Schema(RootModel[dict[str, JsonValue]]):
@@ -128,8 +137,26 @@ def _tables(model: type[BaseModel], path: tuple[str, ...], default: BaseModel | 
     if path:
         yield Table(".".join(path), _text(model.__doc__), tuple(keys))
     for name, section in below.items():
-        inner = model.model_fields[name].default if default is None else dict(default)[name]
-        yield from _tables(section, (*path, name), inner if isinstance(inner, BaseModel) else None)
+        field, place = model.model_fields[name], (*path, name)
+        inner = field.default if default is None else dict(default)[name]
+        if field.discriminator:
+            yield from _alternatives(field, place)
+        else:
+            yield from _tables(section, place, inner if isinstance(inner, BaseModel) else None)
+
+
+def _alternatives(field: FieldInfo, place: tuple[str, ...]) -> Iterator[Table]:
+    """A table of which `type` says what it may hold: the default, and the others as `Table.instead`."""
+    kinds = [choice for choice in _choices(field.annotation) if isinstance(choice, type)]
+    kinds.sort(key=lambda kind: kind is not type(field.default))  # the default first
+    first, *others = [
+        Table(".".join(place), _text(kind.__doc__), tuple(_key(kind, name, place, None) for name in kind.model_fields))
+        for kind in kinds
+    ]
+    types = [key for table in (first, *others) for key in table.keys if key.name == TYPE]
+    names, texts = " or ".join(key.kind for key in types), " ".join(f"{key.kind}: {key.text}" for key in types)
+    keys = [replace(key, kind=names, text=texts) if key.name == TYPE else key for key in first.keys]
+    yield replace(first, text=_text(field.description), keys=tuple(keys), instead=tuple(others))
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -210,7 +237,16 @@ def _toml(value: Any) -> str:
 
 
 def _section(table: Table) -> str:
-    head = [f"\n## `[{table.path}]`", "", table.text]
+    return "".join([_written(table, f"## `[{table.path}]`"), *map(_other_form, table.instead)])
+
+
+def _other_form(table: Table) -> str:
+    own = replace(table, keys=tuple(key for key in table.keys if key.name != TYPE))
+    return _written(own, f"### `[{table.path}]` with `type = {table.tag}`")
+
+
+def _written(table: Table, title: str) -> str:
+    head = [f"\n{title}", "", table.text]
     if not table.keys:
         return "\n".join([*head, ""])
     rows = ["", "| key | type | default | role | text |", "| --- | --- | --- | --- | --- |"]
@@ -229,6 +265,9 @@ def _example_of(table: Table) -> Iterator[str]:
         facts = [key.kind, *(["required"] if key.required else []), *([RUNTIME] if key.role == RUNTIME else [])]
         yield from _comment(f"{key.text} ({'; '.join(facts)})")
         yield f"{key.name} = {value}" if value else f"# {key.name} = {_form(key.kind)}"
+    for other in table.instead:
+        own = [f"{key.name} = {key.default or _form(key.kind)}" for key in other.keys if key.name != TYPE]
+        yield from _comment(f"With type = {other.tag}: {', '.join(own) or 'no other key'}. {other.text}")
 
 
 def _form(kind: str) -> str:

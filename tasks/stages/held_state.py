@@ -118,7 +118,7 @@ def _compare(state: Trained, loaded: LoadedState) -> None:
 
 def ensure_reference(context: RunContext, prepared: Prepared, group: TrainerGroup) -> None:
     """Give the ranks the frozen reference of the KL term: the state before the first RL iteration."""
-    if context.config.train.policy.kl_coefficient == 0:
+    if not context.config.train.policy.needs_reference:
         return
     reference = Trained(need(context.root, prepared.manifest.run, 0, Stage.TRAIN))
     if group.reference() != reference.digest:

@@ -22,7 +22,7 @@ def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, 
     generators = group.generators()
     ensure_reference(context, prepared, group)
     samples = read_samples(work.root, rollouts.manifest, rewards.manifest)
-    referenced = work.config.train.policy.kl_coefficient > 0
+    referenced = work.config.train.policy.needs_reference
     metrics = group.train_policy(samples, work.config.rollout.temperature, referenced)
     if generators != "continued":
         metrics = {**metrics, "process_to_gradient_s": time.time() - psutil.Process().create_time()}

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from storage.errors import InputError
+from trainer_core.algorithms.losses.likelihood import likelihood_loss
 from trainer_core.algorithms.update import apply_loss
 from trainer_core.batches.sequences import SupervisedExamples
 from trainer_core.model.micro_batch import MicroBatch
@@ -54,7 +55,7 @@ class SupervisedPhase:
 
 
 def _cross_entropy(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:
-    return TokenLoss(-logprobs, torch.zeros_like(logprobs))
+    return likelihood_loss(logprobs)
 
 
 def _batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:

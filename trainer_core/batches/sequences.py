@@ -64,6 +64,12 @@ class Samples(Sequences):
     """(N,) whether there is a reward and at least one response token."""
 
 
+def response_sums(values: NDArray, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Values of response tokens, added up over each response: (sum of lengths,), (N,) -> (N,)."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(rows, weights=values, minlength=len(lengths)).astype(np.float64)
+
+
 def as_sequences(sequences: Sequence[NDArray[np.int32]]) -> Sequences:
     """Whole sequences, in which every token but the first counts as response."""
     tokens = np.concatenate(sequences).astype(np.int32)

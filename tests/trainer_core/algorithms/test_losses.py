@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_core.algorithms.advantages import group_advantages
-from trainer_core.algorithms.losses import kl_estimate, policy_loss, sequence_weights
+from trainer_core.algorithms.advantages.group import group_advantages
+from trainer_core.algorithms.losses.aggregation import sequence_weights
+from trainer_core.algorithms.losses.composed import policy_loss
+from trainer_core.algorithms.losses.kl import kl_estimate
 from trainer_core.config import PolicyConfig
+from trainer_core.model.segments import Segments
+
+ONE = Segments(torch.tensor([1]))
 
 
 def advantages(rewards, groups, usable=None, normalize_by_std=True):
@@ -55,16 +60,16 @@ def test_unbiased_kl_estimators_have_the_exact_mean(estimator):
     assert mean.item() == pytest.approx((q * (q.log() - p.log())).sum().item())
 
 
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def surrogate(policy, ratio, advantage, entropy=0.0, reference=None):
     logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    result = policy_loss(
-        policy,
-        logprobs,
-        torch.zeros(1, dtype=torch.float64),
-        torch.tensor([advantage], dtype=torch.float64),
-        torch.tensor([entropy], dtype=torch.float64),
-        None if reference is None else torch.tensor([reference], dtype=torch.float64),
-    )
+    values = {"old_logprobs": torch.zeros(1, dtype=torch.float64), "advantages": double([advantage])}
+    if reference is not None:
+        values["reference_logprobs"] = double([reference])
+    result = policy_loss(policy, logprobs, double([entropy]), values, ONE)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
     return result.loss.item(), gradient.item(), result.clipped.item()
 
@@ -124,7 +129,8 @@ def test_a_log_ratio_is_clamped(ratio):
     logprobs = torch.tensor([ratio], requires_grad=True)
     policy = PolicyConfig(kl_coefficient=1.0)
     one = torch.ones(1)
-    loss = policy_loss(policy, logprobs, torch.zeros(1), -one, one, torch.zeros(1)).loss
+    values = {"old_logprobs": torch.zeros(1), "advantages": -one, "reference_logprobs": torch.zeros(1)}
+    loss = policy_loss(policy, logprobs, one, values, ONE).loss
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert math.isfinite(loss.item())
     assert gradient.item() == 0
@@ -133,7 +139,9 @@ def test_a_log_ratio_is_clamped(ratio):
 def test_without_old_log_probabilities_the_ratio_is_one():
     logprobs = torch.tensor([-3.0, -0.1], requires_grad=True)
     advantages = torch.tensor([2.0, -1.0])
-    result = policy_loss(PolicyConfig(), logprobs, None, advantages, torch.zeros(2), None)
+    result = policy_loss(
+        PolicyConfig(), logprobs, torch.zeros(2), {"advantages": advantages}, Segments(torch.tensor([2]))
+    )
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
     assert result.loss.tolist() == gradient.tolist() == [-2, 1]
     assert result.clipped.tolist() == [0, 0]

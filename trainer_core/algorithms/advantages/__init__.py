@@ -1,0 +1,1 @@
+"""What a sample's reward is compared with: pure functions of numpy arrays, without torch."""

@@ -1,0 +1,1 @@
+"""The objectives as pure functions of tensors."""
