@@ -17,6 +17,9 @@ from storage.schema import REWARD, ROLLOUT, SELECTION
 SOURCES = "sources.json"
 """Name of the part that lists the sources of a selection."""
 
+SHARE = "share"
+"""Fact of a training: which of the selection's tables, counted from 0, it was on."""
+
 _SCORES = ("reward", "status", "reason", "components")
 OFFERED = pa.schema([field for field in SELECTION if field.name not in ("source", "group")])
 """Columns of a sample that a filter may name."""
@@ -33,6 +36,8 @@ class Source(BaseModel):
     """The run in which it was found: the one that sampled it, or a fork of that."""
     iteration: int
     revision: int
+    key: str
+    """Key of the rollout's manifest below its root."""
     rollout: str
     """Identity of the rollout's manifest."""
     reward: str | None

@@ -12,7 +12,7 @@ from storage.ids import check_run_name
 from storage.manifest import find
 from storage.selection import OFFERED
 from storage.upkeep.branch import Branched, branch
-from storage.upkeep.catalog import require_run
+from storage.upkeep.catalog import names, require_run
 from tasks.checks import check_branch
 from tasks.config.document import apply_override, load_changes, merged, parse_config, with_functions
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
@@ -56,7 +56,7 @@ def retrain_config(
     before = stored_config(open_place(root, place), place.run)
     document = merged(before.model_dump(mode="json", exclude={"retrain"}), _QUIET)
     document["run"] = {**document["run"], "name": run, "iterations": 0}
-    made = _parsed(merged(document, changes), run)
+    made = _parsed(merged(_corrected(document, changes), changes), run)
     _check_fixed(before, made, place.run)
     return made
 
@@ -72,6 +72,26 @@ def since_of(root: Root, run: str, age: str, now: datetime | None = None) -> str
         recorded = stored_config(root, run).retrain
         since = recorded.since if recorded is not None and recorded.since is not None else since
     return since.isoformat()
+
+
+def start_of(root: Root, run: str, text: str) -> str:
+    """The state that `--from` names; of a run alone it is the newest that is kept when the new run begins.
+
+    Raises:
+        InputError: the run has none.
+    """
+    place = place_of(text)
+    if "@" in text:
+        return text
+    if root.exists(layout.run_config_key(check_run_name(run))):
+        recorded = stored_config(root, run).retrain
+        if recorded is not None and recorded.start.rpartition("@")[0] == text:
+            return recorded.start
+    recorded = names(open_place(root, place), place.run)
+    kept = [at for key, at in recorded.of_stage(Stage.TRAIN).items() if key not in recorded.retired]
+    if not kept:
+        raise InputError(f"run {place.run!r} has no train state, so no run can begin from it: name another with --from")
+    return f"{text}@{max(kept)}"
 
 
 def begin_retraining(root: Root, run: str, config: RunConfig) -> Branched | None:
@@ -102,6 +122,19 @@ def _section(config: RunConfig, run: str) -> RetrainSection:
     if config.retrain is None:
         raise InputError(f"run {run!r} has no [retrain]: `ratchet run` starts a run that samples for itself")
     return config.retrain
+
+
+def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's own objective took its samples for the trainer's; of stored ones that must be corrected.
+
+    What the changes say about it counts: then nothing is added.
+    """
+    said = merged(document["train"]["policy"], changes.get("train", {}).get("policy", {}))
+    loss, correction = said["loss"]["type"], said["correction"]["type"]
+    asked = "correction" in changes.get("train", {}).get("policy", {})
+    if asked or correction != "none" or said["old_policy"] == "behaviour" or loss in ("sft", "dpo"):
+        return document
+    return merged(document, {"train": {"policy": {"correction": {"type": "truncate"}}}})
 
 
 def _check_fixed(before: RunConfig, made: RunConfig, source: str) -> None:

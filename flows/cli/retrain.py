@@ -9,15 +9,19 @@ from cyclopts.validators import Number
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
 from storage.backends.root import open_root
+from storage.errors import InputError
 from storage.ids import check_run_name
 from tasks.config.credentials import shown_text
 from tasks.config.environment import prepare_process
-from tasks.retraining import begin_retraining, retrain_config, since_of
+from tasks.importing.rows import ImportOrder
+from tasks.importing.samples import Imported, import_samples
+from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
 
 
 def register(app: App) -> None:
     """Add the commands to the command line."""
     app.command(retrain_command, name="retrain")
+    app.command(import_command, name="import")
 
 
 def retrain_command(
@@ -25,7 +29,7 @@ def retrain_command(
     /,
     *,
     start: Annotated[
-        str | None, Parameter(name="--from", help="The state to begin with, as [ROOT//]RUN@ITERATION.")
+        str | None, Parameter(name="--from", help="The state to begin with, as [ROOT//]RUN[@ITERATION].")
     ] = None,
     select: Annotated[
         tuple[str, ...],
@@ -62,7 +66,7 @@ def retrain_command(
     store = open_root(root)
     check_run_name(run)
     table: dict[str, Any] = {
-        "start": start,
+        "start": None if start is None else start_of(store, run, start),
         "select": list(select) or None,
         "where": where,
         "since": None if newer_than is None else since_of(store, run, newer_than),
@@ -81,3 +85,53 @@ def retrain_command(
     again = shlex.join(["ratchet", "retrain", run, f"--root={shown_text(root)}", *(["--json"] if json else [])])
     with Output(json=json) as output:
         return launch(Order(resolved, run, root, again), output)
+
+
+def import_command(
+    *files: str,
+    run: Annotated[str, Parameter(name="--run", help="Id of the run that is to hold them.")],
+    map: Annotated[
+        tuple[str, ...],
+        Parameter(help="WHAT=COLUMN: the column that a property is in; may be repeated.", negative=()),
+    ] = (),
+    temperature: Annotated[float | None, Parameter(help="At which all samples were drawn.")] = None,
+    without_logprobs: Annotated[
+        bool, Parameter(help="They have no log-probabilities: only objectives that need none.", negative=())
+    ] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Store samples made elsewhere, each file as an iteration, so that `ratchet retrain` can select them.
+
+    A sample has prompt_tokens, response_tokens and logprobs (lists), and may have reward, prompt_id, sample_id,
+    finish_reason, weight_version, seed, temperature and top_p.
+
+    Parameters
+    ----------
+    files
+        Paths or URLs of .jsonl or .parquet files.
+    """
+    if not files:
+        raise InputError("name at least one .jsonl or .parquet file to import")
+    columns = dict(_mapped(one) for one in map)
+    order = ImportOrder(files, run, columns, temperature, logprobs=not without_logprobs)
+    made = import_samples(open_root(root), order)
+    with Output(json=json) as output:
+        output.result(made, _of_import(made))
+    return 0
+
+
+def _mapped(text: str) -> tuple[str, str]:
+    what, equals, column = text.partition("=")
+    if not (what and equals and column):
+        raise InputError(f"--map {text!r} is not of the form WHAT=COLUMN, as in prompt_tokens=input_ids")
+    return what, column
+
+
+def _of_import(made: Imported) -> list[str]:
+    renamed = [f"{what} from {column}" for what, column in made.columns.items() if what != column]
+    return [
+        f"run {made.run}: {made.samples} samples of {made.groups} prompts, {made.scored} with a reward",
+        *([f"columns: {', '.join(renamed)}"] if renamed else []),
+        f"train on them with: ratchet retrain NEW --select {made.run} --from RUN@ITERATION",
+    ]

@@ -155,7 +155,8 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
             Stage(stage): took for stage, values in metrics.items() if (took := values.get("seconds")) is not None
         },
         seconds=seconds,
-        reward=rewards.get("reward_mean", trained.get("reward_mean")),
+        # stored samples are not scored by their own iteration; iteration 0 holds another run's state
+        reward=rewards.get("reward_mean", trained.get("reward_mean") if manifests[0].iteration else None),
         accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),
         kl=trained.get("kl"),
         entropy=trained.get("entropy"),

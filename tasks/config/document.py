@@ -45,11 +45,14 @@ def load_changes(path: str) -> dict[str, Any]:
 
 
 def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` with the values of `changes`; tables are merged key by key."""
+    """`document` with the values of `changes`; tables are merged key by key, unless one gets another `type`."""
     result = dict(document)
     for key, value in changes.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("type") in (None, old.get("type")):
+            result[key] = merged(old, value)
+        else:
+            result[key] = value
     return result
 
 

@@ -1,6 +1,7 @@
 """Stage `train` of a run on stored samples: from the previous state and one share of the selection to the next."""
 
 from storage.manifest import Part
+from storage.selection import SHARE
 from tasks.config.retrain import RetrainSection
 from tasks.config.run import RunConfig
 from tasks.stages.held_state import ensure_reference, ensure_state, saved
@@ -34,13 +35,13 @@ def _trained(
     number = _section(work.config).share(work.iteration, len(shares), work.config.run.seed)
     scores: Part | None = None if rescored is None else rescored.of(number)
     samples = read_selected(work.root, shares[number], scores)
-    referenced = work.config.train.policy.kl_coefficient > 0
+    referenced = work.config.train.policy.needs_reference
     metrics = group.train_policy(samples, selected.temperature, referenced)
     usable = samples.rewards[samples.usable]
     metrics |= {"reward_mean": float(usable.mean())} if len(usable) else {}
     epoch = (work.iteration - 1) // len(shares) + 1
     rng = "reseeded" if generators == "reseeded" else "continued"
-    return saved(work, group, {"cursor": state.cursor, "rng": rng}, {**metrics, "share": number, "epoch": epoch})
+    return saved(work, group, {"cursor": state.cursor, "rng": rng, SHARE: number}, {**metrics, "epoch": float(epoch)})
 
 
 def _section(config: RunConfig) -> RetrainSection:

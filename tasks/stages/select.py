@@ -13,6 +13,7 @@ from tasks.stages.prepared import MODEL
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Selected
+from trainer_core.policy import check_sampling
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
@@ -44,7 +45,7 @@ def select(work: Work, prepared: Prepared) -> StageOutput:
     return StageOutput(
         parts=(*parts, write_sources(work.writer, selecting.sources)),
         schema_fingerprint=fingerprint(SELECTION),
-        facts={"samples": selecting.rows, "temperature": min(ranges.temperatures), "shares": len(parts)},
+        facts={"samples": selecting.rows, "temperature": _temperature(work, ranges), "shares": len(parts)},
         metrics=_metrics(selecting, ranges),
     )
 
@@ -82,19 +83,24 @@ def _tokenizer(manifest: Manifest) -> dict[str, str]:
 
 
 def _check_content(work: Work, prepared: Prepared, selecting: Selecting, ranges: Ranges) -> None:
-    section = work.config.retrain
+    section, policy = work.config.retrain, work.config.train.policy
     assert isinstance(section, RetrainSection)
     if not selecting.rows:
         raise InputError(
-            f"nothing is selected: {selecting.examined} samples were examined, and retrain.where "
-            f"{section.where!r} keeps none of them. Change it, or retrain.select"
+            f"nothing is selected: {selecting.examined} samples were examined, and retrain.where {section.where!r} "
+            "keeps none of them. Change it, retrain.select or retrain.since"
         )
-    if len(ranges.temperatures) > 1:
-        found = ", ".join(f"{one:g}" for one in sorted(ranges.temperatures))
+    if ranges.without_logprobs and policy.needs_behaviour:
         raise InputError(
-            f"the selected samples were drawn at several temperatures ({found}), and their log-probabilities cannot be "
-            f"compared with those of one trainer: add 'temperature = {min(ranges.temperatures):g}' to retrain.where"
+            f"{ranges.without_logprobs} selected samples were imported without log-probabilities, which "
+            'train.policy.old_policy and train.policy.correction need: set train.policy.loss.type = "sft", or select '
+            "others"
         )
+    check_sampling(policy, ranges.least_top_p, "top_p of the selected samples")
+    _check_fit(work, prepared, ranges)
+
+
+def _check_fit(work: Work, prepared: Prepared, ranges: Ranges) -> None:
     vocabulary = json.loads(read_part(work.root, prepared.manifest.part(f"{MODEL}config.json")))["vocab_size"]
     if ranges.largest_token >= vocabulary:
         raise InputError(
@@ -107,3 +113,21 @@ def _check_content(work: Work, prepared: Prepared, selecting: Selecting, ranges:
             f"a selected sample has {ranges.longest} tokens, but train.max_length is {longest}: raise it, or add "
             f"'length(prompt_tokens) + length(response_tokens) <= {longest}' to retrain.where"
         )
+
+
+def _temperature(work: Work, ranges: Ranges) -> float:
+    """By which the trainer divides its logits: that of the samples; 1 if it only makes them more likely."""
+    found = sorted(ranges.temperatures)
+    if work.config.train.policy.loss.type == "sft":
+        return 1.0
+    if len(found) > 1:
+        raise InputError(
+            f"the selected samples were drawn at the temperatures {', '.join(f'{one:g}' for one in found)}, and one "
+            f"trainer has one: add 'temperature = {found[0]:g}' to retrain.where"
+        )
+    if found[0] == 0:
+        raise InputError(
+            "the selected samples were chosen greedily (temperature 0), so they have no probability that the trainer's "
+            'could be compared with: set train.policy.loss.type = "sft", or select others'
+        )
+    return found[0]

@@ -243,6 +243,7 @@ def _source(rollout: Rollout, rows: int, selected: int) -> Source:
         run=manifest.run,
         iteration=manifest.iteration,
         revision=manifest.revision,
+        key=manifest.key,
         rollout=manifest.digest,
         reward=None if reward is None else reward.digest,
         rows=rows,

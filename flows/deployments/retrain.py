@@ -1,0 +1,134 @@
+"""Deployment `retrain`: a new run on stored samples, started by a schedule, a person or a program."""
+
+import functools
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
+from prefect.states import Failed
+from pydantic import Field
+
+from flows.deployments.explaining import explained
+from flows.deployments.train import Minutes, begin, is_absolute, waiting
+from storage.backends.root import Root, open_root
+from storage.errors import InputError, RatchetError
+from storage.ids import check_run_name
+from tasks.config.environment import without_secrets
+from tasks.config.retrain import place_of
+from tasks.config.run import RunConfig
+from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+def named() -> str:
+    """Name of a flow run in the UI."""
+    return run_name(flow_run.get_parameters()["run"], scheduled())
+
+
+@flow(name="retrain", flow_run_name=named, persist_result=False, validate_parameters=True)
+def retrain(
+    run: str,
+    root: str,
+    start: str | None = None,
+    select: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
+    where: str = "",
+    newer_than: str | None = None,
+    limit: Positive | None = None,
+    deduplicate: bool = False,
+    rescore: bool = False,
+    samples: Positive | None = None,
+    epochs: Positive = 1,
+    config: str | None = None,
+    settings: list[str] = [],  # noqa: B006
+    patience_minutes: Minutes = 10.0,
+) -> State[Any]:
+    """Train a new run of Ratchet on stored samples. No engine is started, and no prompt is sampled.
+
+    What is committed is never done again, so Retry continues where the run ended.
+
+    Args:
+        run: Id of the new run. `{date}` and `{time}` in it become those of the scheduled start, in UTC, so that each flow
+            run of a schedule begins a run of its own, and a Retry continues it.
+        root: Storage root of the new run: an absolute path, file:///absolute/path or s3://bucket/prefix.
+        start: The state to begin with, as RUN@ITERATION; RUN alone is the newest that it has kept. Of another root as
+            ROOT//RUN@ITERATION.
+        select: Whose samples, each as RUN or RUN@FROM-TO, of another root as ROOT//RUN@FROM-TO.
+        where: Condition over columns of samples and scores, such as reward > 0 and weight_version >= 12. Empty takes all.
+        newer_than: Only samples of the last 90m, 24h, 7d or 2w before the scheduled start.
+        limit: Most samples.
+        deduplicate: Take samples with equal tokens once.
+        rescore: Score the samples again first, with the reward of the configuration. Old scores stay.
+        samples: Samples of an iteration; 256 if not given.
+        epochs: Passes over the selection.
+        config: Absolute path or URL of a TOML file with the settings that differ from those of the run to begin from.
+        settings: Settings that replace both, each as section.key=value.
+        patience_minutes: How long to wait for another process that drives this run.
+    """
+    logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
+    name = run_name(run, scheduled())
+    given = {
+        "start": start,
+        "select": select or None,
+        "where": where or None,
+        "limit": limit,
+        "deduplicate": deduplicate or None,
+        "rescore": rescore or None,
+        "samples": samples,
+        "epochs": epochs,
+    }
+    try:
+        resolved = configured(name, root, given, newer_than, config, settings)
+        return waiting(functools.partial(begin, name, root, resolved), deadline, logger.info)
+    except RatchetError as error:
+        logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
+        return Failed(message=explained(error, name, root))
+
+
+def scheduled() -> datetime:
+    """When this flow run was to start: the same for each of its attempts."""
+    return flow_run.get_scheduled_start_time().astimezone(UTC)
+
+
+def run_name(run: str, moment: datetime) -> str:
+    """The id of the run: `{date}` and `{time}` are replaced by those of `moment`.
+
+    Raises:
+        InputError: it cannot be an id.
+    """
+    return check_run_name(run.replace("{date}", f"{moment:%Y%m%d}").replace("{time}", f"{moment:%H%M%S}"))
+
+
+def configured(
+    run: str, root: str, given: dict[str, Any], newer_than: str | None, config: str | None, settings: list[str]
+) -> RunConfig:
+    """The configuration of the run, which exists afterwards.
+
+    Raises:
+        InputError: it cannot be used, or a path is relative.
+    """
+    _check_absolute(root, config, [one for one in (given["start"], *(given["select"] or ())) if one])
+    store = open_root(root)
+    table = {key: value for key, value in given.items() if value is not None}
+    table |= _fixed(store, run, given["start"], newer_than)
+    resolved = retrain_config(store, run, table, config, settings)
+    begin_retraining(store, run, resolved)
+    return resolved
+
+
+def _fixed(store: Root, run: str, start: str | None, newer_than: str | None) -> dict[str, str]:
+    """What is relative, as it is fixed when the run begins."""
+    since = {} if newer_than is None else {"since": since_of(store, run, newer_than, scheduled())}
+    return since if start is None else {**since, "start": start_of(store, run, start)}
+
+
+def _check_absolute(root: str, config: str | None, places: list[str]) -> None:
+    others = [place_of(text).root for text in places]
+    for what, place in [("root", root), ("config", config), *(("a root", other) for other in others)]:
+        if place is not None and not is_absolute(place):
+            raise InputError(
+                f"{what} is {place!r}: give an absolute path or a URL, because a Retry may start elsewhere"
+            )
