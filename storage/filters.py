@@ -47,6 +47,7 @@ _COMPARISONS: dict[str, Callable[[pc.Expression, pc.Expression], pc.Expression]]
 }
 _ARITHMETIC = {"+": pc.add, "-": pc.subtract, "*": pc.multiply, "/": pc.divide}  # pyright: ignore[reportAttributeAccessIssue] - made at import
 _DEEPEST = 100
+_SHOWN = 200  # characters of a filter in a message
 _LONGEST = 20_000  # characters; Arrow walks an expression recursively
 
 
@@ -297,7 +298,8 @@ class _Parser:
 
     def _fail(self, token: _Token, why: str) -> NoReturn:
         there = repr(token.text) if token.text else "its end"
-        raise InputError(f"filter {self._text!r}, position {token.place + 1}, at {there}: {why}")
+        text = self._text if len(self._text) <= _SHOWN else f"{self._text[:_SHOWN]}..."
+        raise InputError(f"filter {text!r}, position {token.place + 1}, at {there}: {why}")
 
 
 def _alike(left: _Value, right: _Value) -> tuple[pc.Expression, pc.Expression]:

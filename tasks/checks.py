@@ -128,14 +128,21 @@ def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Dev
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
     check_reward(config.reward)
-    check_sampling(config.train.policy, config.rollout.top_p)
     samples = config.rollout.prompts * config.rollout.samples
+    if config.retrain is None:
+        check_sampling(config.train.policy, config.rollout.top_p)
+        _check_lengths(config)
+    else:  # the selection is checked for what it is; no engine is started
+        samples = config.retrain.samples
     updates = config.train.policy.mini_batches
     if samples < updates:
         raise InputError(
             f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}: "
             "lower it, or raise rollout.prompts or rollout.samples"
         )
+
+
+def _check_lengths(config: RunConfig) -> None:
     if config.train.max_length < config.engine.max_model_len:
         raise InputError(
             f"engine.max_model_len = {config.engine.max_model_len} lets responses grow beyond train.max_length = "

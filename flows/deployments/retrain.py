@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Failed
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from flows.deployments.explaining import explained
 from flows.deployments.train import Minutes, begin, is_absolute, waiting
-from storage.backends.root import Root, open_root
+from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
 from tasks.config.environment import without_secrets
@@ -37,6 +38,7 @@ def retrain(
     select: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
     where: str = "",
     newer_than: str | None = None,
+    since: str | None = None,
     limit: Positive | None = None,
     deduplicate: bool = False,
     rescore: bool = False,
@@ -51,14 +53,16 @@ def retrain(
     What is committed is never done again, so Retry continues where the run ended.
 
     Args:
-        run: Id of the new run. `{date}` and `{time}` in it become those of the scheduled start, in UTC, so that each flow
-            run of a schedule begins a run of its own, and a Retry continues it.
+        run: Id of the new run. `{date}` and `{time}` in it become those of the scheduled start, in UTC, so that each
+            flow run of a schedule begins a run of its own.
         root: Storage root of the new run: an absolute path, file:///absolute/path or s3://bucket/prefix.
         start: The state to begin with, as RUN@ITERATION; RUN alone is the newest that it has kept. Of another root as
             ROOT//RUN@ITERATION.
         select: Whose samples, each as RUN or RUN@FROM-TO, of another root as ROOT//RUN@FROM-TO.
-        where: Condition over columns of samples and scores, such as reward > 0 and weight_version >= 12. Empty takes all.
-        newer_than: Only samples of the last 90m, 24h, 7d or 2w before the scheduled start.
+        where: Condition over columns of samples and scores, such as reward > 0 and weight_version >= 12.
+        newer_than: Only samples of the last 90m, 24h, 7d or 2w before the scheduled start. It is replaced by `since`
+            when the flow run begins, so that a Retry selects the same.
+        since: Only samples that were made at this time or later, such as 2026-11-22T03:00:00+00:00.
         limit: Most samples.
         deduplicate: Take samples with equal tokens once.
         rescore: Score the samples again first, with the reward of the configuration. Old scores stay.
@@ -69,11 +73,12 @@ def retrain(
         patience_minutes: How long to wait for another process that drives this run.
     """
     logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
-    name = run_name(run, scheduled())
+    name = run
     given = {
         "start": start,
         "select": select or None,
         "where": where or None,
+        "since": since,
         "limit": limit,
         "deduplicate": deduplicate or None,
         "rescore": rescore or None,
@@ -81,7 +86,9 @@ def retrain(
         "epochs": epochs,
     }
     try:
-        resolved = configured(name, root, given, newer_than, config, settings)
+        name = run_name(run, scheduled())
+        given |= fixed(name, root, start, since, newer_than)
+        resolved = configured(name, root, given, config, settings)
         return waiting(functools.partial(begin, name, root, resolved), deadline, logger.info)
     except RatchetError as error:
         logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
@@ -89,7 +96,7 @@ def retrain(
 
 
 def scheduled() -> datetime:
-    """When this flow run was to start: the same for each of its attempts."""
+    """When this attempt was to start."""
     return flow_run.get_scheduled_start_time().astimezone(UTC)
 
 
@@ -102,32 +109,45 @@ def run_name(run: str, moment: datetime) -> str:
     return check_run_name(run.replace("{date}", f"{moment:%Y%m%d}").replace("{time}", f"{moment:%H%M%S}"))
 
 
-def configured(
-    run: str, root: str, given: dict[str, Any], newer_than: str | None, config: str | None, settings: list[str]
-) -> RunConfig:
+def fixed(run: str, root: str, start: str | None, since: str | None, newer_than: str | None) -> dict[str, str]:
+    """What is relative to now, as it is for good: kept with the flow run, so that a Retry has the same.
+
+    Raises:
+        InputError: the run to start from has no state, both times are given, or a path is relative.
+    """
+    _check_absolute([("root", root), *([("a root", place_of(start).root)] if start else [])])
+    if since is not None and newer_than is not None:
+        raise InputError("give either since (a time) or newer_than (an age)")
+    store, found = open_root(root), dict[str, str]()
+    if start is not None:
+        found["start"] = start_of(store, run, start)
+    if newer_than is not None:
+        found["since"] = since_of(store, run, newer_than, scheduled())
+    given, identity = flow_run.get_parameters(), flow_run.get_id()
+    kept = {**given, **found, "run": run, "newer_than": None}
+    if identity is not None and kept != given:
+        with get_client(sync_client=True) as client:
+            client.request("PATCH", "/flow_runs/{id}", path_params={"id": identity}, json={"parameters": kept})
+    return found
+
+
+def configured(run: str, root: str, given: dict[str, Any], config: str | None, settings: list[str]) -> RunConfig:
     """The configuration of the run, which exists afterwards.
 
     Raises:
         InputError: it cannot be used, or a path is relative.
     """
-    _check_absolute(root, config, [one for one in (given["start"], *(given["select"] or ())) if one])
+    others = [("a root", place_of(text).root) for text in given["select"] or ()]
+    _check_absolute([("root", root), ("config", config), *others])
     store = open_root(root)
     table = {key: value for key, value in given.items() if value is not None}
-    table |= _fixed(store, run, given["start"], newer_than)
     resolved = retrain_config(store, run, table, config, settings)
     begin_retraining(store, run, resolved)
     return resolved
 
 
-def _fixed(store: Root, run: str, start: str | None, newer_than: str | None) -> dict[str, str]:
-    """What is relative, as it is fixed when the run begins."""
-    since = {} if newer_than is None else {"since": since_of(store, run, newer_than, scheduled())}
-    return since if start is None else {**since, "start": start_of(store, run, start)}
-
-
-def _check_absolute(root: str, config: str | None, places: list[str]) -> None:
-    others = [place_of(text).root for text in places]
-    for what, place in [("root", root), ("config", config), *(("a root", other) for other in others)]:
+def _check_absolute(places: list[tuple[str, str | None]]) -> None:
+    for what, place in places:
         if place is not None and not is_absolute(place):
             raise InputError(
                 f"{what} is {place!r}: give an absolute path or a URL, because a Retry may start elsewhere"

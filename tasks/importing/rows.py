@@ -57,8 +57,8 @@ class Rows:
         column = self.column(name)
         if column is None:
             raise InputError(
-                f"{self.batch.file} has no {name}: samples are trained on as the token ids that were sampled, because a "
-                f"text made of them may give others. Name the column of token ids with --map {name}=COLUMN"
+                f"{self.batch.file} has no {name}: samples are trained on as the token ids that were sampled, because "
+                f"a text made of them may give others. Name the column of token ids with --map {name}=COLUMN"
             )
         return self._cast(name, column, pa.list_(kind), required=True)
 
@@ -68,7 +68,8 @@ class Rows:
         if column is None and self.order.logprobs:
             raise InputError(
                 f"{self.batch.file} has no logprobs: without the log-probabilities of the policy that sampled, no "
-                "objective but maximum likelihood and preferences can be computed. Name their column with --map logprobs=COLUMN, "
+                "objective but maximum likelihood and preferences can be computed. Name their column with --map "
+                "logprobs=COLUMN, "
                 'or import with --without-logprobs and train with train.policy.loss.type = "sft"'
             )
         if column is None:

@@ -1,7 +1,7 @@
 """Stage `rescore`: selected samples get new scores; those that they have stay where they are stored."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +29,18 @@ from tasks.stages.views import Prepared, Rescored, Selected
 
 _NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason", "iteration", "source"]
 _STAMP = 16  # characters of a digest
+_TOGETHER = 8192  # samples that are scored by the same processes, and are in memory
 
 
 @stage(Stage.RESCORE, ("prepare", "selection"), Rescored)
 def rescore(work: Work, prepared: Prepared, selected: Selected) -> StageOutput:
-    """Score each share with [reward]. A share is durable as soon as it is scored.
+    """Score each share with [reward], some thousand samples at a time, which are durable from then on.
 
     Raises:
         StageFailed: a function failed too often, or has changed since an earlier attempt scored the first shares.
     """
     scoring = _Scoring(work, text_codec(work.context, prepared), read_sources(work.root, selected.manifest))
-    parts = [scoring.share(number, part) for number, part in enumerate(selected.shares)]
+    parts = scoring.scored(selected.shares)
     if len(stamps := {part.name.rpartition("-")[2] for part in parts}) > 1:
         raise StageFailed(
             f"the reward function has changed while it scored the selection ({len(stamps)} versions): put the former "
@@ -63,21 +64,41 @@ class _Scoring:
     made_of: dict[str, str] = field(default_factory=dict)
     """What the functions were made of; empty until a share was scored."""
 
-    def share(self, number: int, part: Part) -> Part:
-        writer, section = self.work.writer, self.work.config.reward
-        piece = f"{number:06d}-{value_digest([part.digest, _functions(section)])[:_STAMP]}"
-        kept = find_piece(writer, piece)
-        if kept is not None:
-            return kept
-        table = read_parts(self.work.root, [part], SELECTION, _NEEDED)
-        responses = list(self._responses(table))
+    def scored(self, shares: Sequence[Part]) -> list[Part]:
+        """The scores of each share."""
+        pieces = [self._piece(number, part) for number, part in enumerate(shares)]
+        found = {number: find_piece(self.work.writer, name) for number, name in enumerate(pieces)}
+        missing = [number for number, part in found.items() if part is None]
+        for block in _blocks(missing, shares):
+            tables = [read_parts(self.work.root, [shares[number]], SELECTION, _NEEDED) for number in block]
+            results = self._scores(tables, f"rescore of share {block[0]}")
+            for number, result in zip(block, results, strict=True):
+                name = f"rewards-{number:06d}-{value_digest(self.made_of)[:_STAMP]}"
+                part = self.work.writer.write_table(name, result, REWARD)
+                found[number] = keep_piece(self.work.writer, pieces[number], part)
+        return [part for part in found.values() if part is not None]
+
+    def _piece(self, number: int, part: Part) -> str:
+        return f"{number:06d}-{value_digest([part.digest, _functions(self.work.config.reward)])[:_STAMP]}"
+
+    def _scores(self, tables: Sequence[pa.Table], what: str) -> list[pa.Table]:
+        """The scores of some shares, by the same processes: each costs a second to start."""
+        section = self.work.config.reward
+        responses = [response for table in tables for response in self._responses(table)]
         scored = score_responses(section, responses)
-        scores = accepted(scored.scores, responses, section.max_failures, f"rescore of share {number}")
+        scores = accepted(scored.scores, responses, section.max_failures, what)
         self.made_of = dict(scored.sources)
-        names = [table[name].combine_chunks() for name in ("prompt_id", "sample_id")]
-        result = pa.Table.from_arrays([*names, *columns(scores)], schema=REWARD)
-        name = f"rewards-{number:06d}-{value_digest(self.made_of)[:_STAMP]}"
-        return keep_piece(writer, piece, writer.write_table(name, result, REWARD))
+        ends = np.cumsum([table.num_rows for table in tables])
+        return [
+            pa.Table.from_arrays(
+                [
+                    *(table[name].combine_chunks() for name in ("prompt_id", "sample_id")),
+                    *columns(scores[end - table.num_rows : end]),
+                ],
+                schema=REWARD,
+            )
+            for table, end in zip(tables, ends.tolist(), strict=True)
+        ]
 
     def _responses(self, table: pa.Table) -> Iterator[Response]:
         texts = self.codec.decode_column(table["response_tokens"])
@@ -90,6 +111,19 @@ class _Scoring:
     def _records(self, source: Source) -> Mapping[str, Mapping[str, Any]]:
         own = self.work.root
         return records_of(_prompts(own if source.root is None else open_root(source.root), source.run))
+
+
+def _blocks(numbers: Sequence[int], shares: Sequence[Part]) -> Iterator[list[int]]:
+    """The shares `numbers`, some together."""
+    block, rows = list[int](), 0
+    for number in numbers:
+        block.append(number)
+        rows += shares[number].rows or 0
+        if rows >= _TOGETHER:
+            yield block
+            block, rows = [], 0
+    if block:
+        yield block
 
 
 def _runs(values: np.ndarray) -> Iterator[tuple[int, int]]:

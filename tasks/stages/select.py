@@ -87,8 +87,8 @@ def _check_content(work: Work, prepared: Prepared, selecting: Selecting, ranges:
     assert isinstance(section, RetrainSection)
     if not selecting.rows:
         raise InputError(
-            f"nothing is selected: {selecting.examined} samples were examined, and retrain.where {section.where!r} "
-            "keeps none of them. Change it, retrain.select or retrain.since"
+            f"nothing is selected: {selecting.examined} samples were examined, and retrain.where {section.where!r}, "
+            f"retrain.since {section.since} and retrain.limit {section.limit} keep none of them. Change one of these"
         )
     if ranges.without_logprobs and policy.needs_behaviour:
         raise InputError(
