@@ -130,7 +130,7 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
     check_reward(config.reward)
     samples = config.rollout.prompts * config.rollout.samples
     if config.retrain is None:
-        check_sampling(config.train.policy, config.rollout.top_p)
+        _check_algorithm(config)
         _check_lengths(config)
     else:  # the selection is checked for what it is; no engine is started
         samples = config.retrain.samples
@@ -147,6 +147,19 @@ def _check_lengths(config: RunConfig) -> None:
         raise InputError(
             f"engine.max_model_len = {config.engine.max_model_len} lets responses grow beyond train.max_length = "
             f"{config.train.max_length}: make them equal"
+        )
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    """Refuse an objective that this run's samples cannot serve."""
+    policy, samples = config.train.policy, config.rollout.samples
+    check_sampling(policy, config.rollout.top_p)
+    compares = f'loss.type = "{policy.loss.type}"' if policy.loss.type == "dpo" else ""
+    if policy.advantage.type == "rloo":
+        compares = f'advantage.type = "{policy.advantage.type}"'
+    if compares and samples == 1:
+        raise InputError(
+            f"train.policy.{compares} compares the samples of a prompt, but rollout.samples is 1: raise it to 2 or more"
         )
 
 

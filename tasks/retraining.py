@@ -14,7 +14,7 @@ from storage.selection import OFFERED
 from storage.upkeep.branch import Branched, branch
 from storage.upkeep.catalog import names, require_run
 from tasks.checks import check_branch
-from tasks.config.document import apply_override, load_changes, merged, parse_config, with_functions
+from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.retrain import RetrainSection, moment_before, place_of, state_of
 from tasks.config.run import RunConfig
@@ -41,8 +41,7 @@ def retrain_config(
     """
     changes = {} if config is None else load_changes(config)
     changes = merged(changes, {"retrain": dict(given)} if given else {})
-    for setting in settings:
-        apply_override(changes, setting)
+    apply_overrides(changes, settings)
     if root.exists(layout.run_config_key(check_run_name(run))):
         before = stored_config(root, run)
         if before.retrain is None:

@@ -1,5 +1,6 @@
 """Configuration of the policy objective. `docs/algorithms.md` has the formulas. Imports no torch."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -235,7 +236,9 @@ class PolicyConfig(Frozen):
 
     @model_validator(mode="after")
     def _takes_effect(self) -> "PolicyConfig":
-        found = [f"{name} has no effect with {why}: leave it out" for name, why in self._without_effect()]
+        found = [
+            f"{name} has no effect with {why}: leave it out{_or_default(name)}" for name, why in self._without_effect()
+        ]
         if found:
             raise ValueError("\n  ".join(found))
         if (self.loss_length is None) == (self.loss_aggregation == "constant"):
@@ -253,10 +256,20 @@ class PolicyConfig(Frozen):
         unused = dict.fromkeys(_NOT_USED_BY[self.loss.type], loss)
         if self.advantage.type != "grpo":
             unused["normalize_by_std"] = f'advantage.type = "{self.advantage.type}"'
-        defaults: dict[str, Any] = {name: field.default for name, field in PolicyConfig.model_fields.items()}
-        return [(name, why) for name, why in unused.items() if dict(self)[name] != defaults[name]]
+        return [(name, why) for name, why in unused.items() if dict(self)[name] != _FIELDS[name].default]
 
 
+def _or_default(name: str) -> str:
+    """How else a setting that a stored configuration has can be without effect."""
+    default: Any = _FIELDS[name].default
+    if default is None:
+        return ""
+    if isinstance(default, Frozen):
+        name, default = f"{name}.type", default.model_dump()["type"]
+    return f", or give it its default, {name} = {json.dumps(default)}"
+
+
+_FIELDS = PolicyConfig.model_fields
 _OF_CLIPPING = ("clip_low", "clip_high")
 _OF_SAMPLING = (*_OF_CLIPPING, "advantage", "normalize_by_std", "old_policy", "correction", "kl_in")
 _NOT_USED_BY: dict[str, tuple[str, ...]] = {

@@ -25,7 +25,7 @@ from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.document import apply_override, parse_config, with_functions
+from tasks.config.document import apply_overrides, parse_config, with_functions
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
@@ -273,8 +273,7 @@ def _open(root: str, run: str) -> Root:
 def _forked_config(root: Root, parent: str, run: str, settings: Sequence[str]) -> RunConfig:
     before = stored_config(root, parent)
     document = before.model_dump(mode="json")
-    for setting in settings:
-        apply_override(document, setting)
+    apply_overrides(document, settings)
     document["run"]["name"] = run
     config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
     changed = changed_meaning(before.meaning(), config.meaning())

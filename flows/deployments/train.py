@@ -25,7 +25,7 @@ from storage.backends.root import open_root
 from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
 from storage.ids import check_run_name
 from tasks.config.code_version import code_version
-from tasks.config.document import apply_override, load_config, parse_config
+from tasks.config.document import apply_overrides, load_config, parse_config
 from tasks.config.environment import without_secrets
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
@@ -151,8 +151,7 @@ def configured(run: str, root: str, iterations: int, config: str | None, setting
             )
         return load_config(config, replaced)
     document = stored_config(open_root(root), run).model_dump(mode="json")
-    for setting in replaced:
-        apply_override(document, setting)
+    apply_overrides(document, replaced)
     return parse_config(document, f"of run {run} with the given settings")
 
 

@@ -30,8 +30,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
         InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used.
     """
     document = read_document(path)
-    for override in overrides:
-        apply_override(document, override)
+    apply_overrides(document, overrides)
     return parse_config(_located(document, folder_of(path)), path)
 
 
@@ -90,8 +89,18 @@ def explained(error: ValidationError) -> str:
     return "\n".join(f"  {_explain(dict(item))}" for item in error.errors())
 
 
+def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Put each `section.key=value` into a parsed document, the types of tables first: they decide which keys there are.
+
+    Raises:
+        InputError: as `apply_override`.
+    """
+    for override in sorted(overrides, key=lambda given: not given.partition("=")[0].strip().endswith(".type")):
+        apply_override(document, override)
+
+
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Put `section.key=value` into a parsed document.
+    """Put `section.key=value` into a parsed document. Another type of a table removes the keys of the one it had.
 
     Raises:
         InputError: it has another form, or names a value as a section.
@@ -109,6 +118,8 @@ def apply_override(document: dict[str, Any], override: str) -> None:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise InputError(f"--set {shown_setting(override)!r}: {key!r} is a value, not a section")
+    if keys[-1] == "type" and table.get("type") != value and len(_models_at(keys[:-1])) > 1:
+        table.clear()
     table[keys[-1]] = value
 
 

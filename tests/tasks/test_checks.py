@@ -66,6 +66,20 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
     assert fact in str(caught.value)
 
 
+@pytest.mark.parametrize("setting", ["loss.type=dpo", "advantage.type=rloo"])
+def test_a_lone_sample_cannot_be_compared(tmp_path, setting):
+    store = open_root(str(tmp_path / "runs"))
+    with pytest.raises(InputError, match=r"rollout.samples is 1: raise it to 2 or more"):
+        check_config(config_with(tmp_path, f"train.policy.{setting}", "rollout.samples=1"), store)
+    check_config(config_with(tmp_path, f"train.policy.{setting}", "rollout.samples=2"), store)
+
+
+def test_log_probabilities_of_a_nucleus_are_not_corrected(tmp_path):
+    settings = ["rollout.top_p=0.9", "train.policy.correction.type=truncate"]
+    with pytest.raises(InputError, match=r"train.policy.correction cannot compare .* set rollout.top_p to 1"):
+        check_config(config_with(tmp_path, *settings), open_root(str(tmp_path / "runs")))
+
+
 @pytest.mark.parametrize(
     ("lines", "fact"),
     [

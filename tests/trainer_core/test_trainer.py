@@ -112,12 +112,18 @@ def passes_of_an_iteration(trainer, reference):
         ({"kl_coefficient": 0.1}, [(15, False), (15, True)]),
         ({"mini_batches": 2}, [(15, False), (8, True), (7, True)]),
         ({"epochs": 2}, [(15, False), (15, True), (15, True)]),
+        ({"correction": {"type": "truncate"}}, [(15, True)]),
+        ({"old_policy": "behaviour"}, [(15, True)]),
+        ({"kl_coefficient": 0.1, "kl_in": "reward"}, [(15, False), (15, False), (15, True)]),
+        ({"loss": {"type": "dpo"}}, [(15, False), (8, False), (8, True)]),
+        ({"loss": {"type": "dpo"}, "mini_batches": 2}, [(15, False), (8, False), (4, True), (4, False), (4, True)]),
+        ({"loss": {"type": "sft", "above": 0.5}}, [(10, True)]),
     ],
     ids=str,
 )
 def test_an_iteration_makes_no_pass_too_many(model_dir, policy, expected):
     settings = configuration(**policy).model_copy(update={"micro_batch_size": None})
-    ((seen, metrics),) = run_trainers(model_dir, settings, passes_of_an_iteration, "kl_coefficient" in policy)
+    ((seen, metrics),) = run_trainers(model_dir, settings, passes_of_an_iteration, settings.policy.needs_reference)
     assert seen == expected
     assert ("kl" in metrics) == ("kl_sample" in policy)
     assert "entropy" in metrics
@@ -271,6 +277,23 @@ def test_a_sequence_beyond_the_longest_is_refused(model_dir):
     (found,) = run_trainers(model_dir, settings, first_error, random_samples(), False)
     assert found[0] == "InputError"
     assert "max_length is 9" in found[1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"leave_out_equal_groups": True},
+        {"loss": {"type": "sft", "above": 1.0}},
+        {"overlong": {"type": "leave_out", "length": 1}},
+    ],
+    ids=str,
+)
+def test_when_nothing_is_left_to_train_on_the_policy_stays(model_dir, tmp_path, policy):
+    samples = replace(random_samples(), rewards=np.ones(16, dtype=np.float32))
+    (metrics,) = run_trainers(model_dir, configuration(**policy), train, str(tmp_path), samples)
+    assert metrics == {"grad_norm": 0, "steps": 0, "tokens": 0}
+    original, trained = read_export(model_dir), read_export(tmp_path)
+    assert all(np.array_equal(original[name], trained[name]) for name in original)
 
 
 def test_samples_of_which_none_is_usable_fail_the_stage(model_dir):

@@ -53,7 +53,7 @@ def imitated(
 ) -> NDArray[np.bool_]:
     """(N,) the usable samples with a reward above `loss.above`; with `loss.best` only the best of each group.
 
-    Source: rejection sampling, Llama 2 (arXiv 2307.09288) section 3.2.2, and RAFT (arXiv 2304.06767).
+    Source: rejection sampling, Llama 2 (arXiv 2307.09288) and RAFT (arXiv 2304.06767).
     """
     kept = np.zeros(len(rewards), dtype=np.bool_)
     kept[usable] = rewards[usable] > loss.above

@@ -48,6 +48,11 @@ def test_the_stored_document_reads_back_equal(tmp_path):
         ("storage.keep_newest=0", "greater than or equal to 1"),
         ("storage.keep=1", "did you mean 'storage.keep"),
         ("rollout.samples.more=1", "valid integer"),
+        ("train.policy.loss.type=gpso", "train.policy.loss.type: 'gpso' is not known; use one of 'clip', 'gspo'"),
+        ("train.policy.loss.dual_limit=3", "train.policy.loss.type: this key is required; use one of 'clip', 'gspo'"),
+        ("train.policy.loss={type='gspo', clip_hi=1}", "did you mean 'train.policy.loss.clip_high'"),
+        ("train.policy.loss={type='gspo', clip_low=1}", "train.policy.loss.clip_low: Input should be less than 1"),
+        ("train.policy.overlong.type=penalty", "train.policy.overlong.length: this key is required"),
     ],
 )
 def test_bad_values_name_fact_and_repair(tmp_path, override, fact):
@@ -55,6 +60,20 @@ def test_bad_values_name_fact_and_repair(tmp_path, override, fact):
         load_config(config_file(tmp_path), [override])
     assert fact in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_another_type_of_a_table_leaves_no_key_of_the_old_one(tmp_path):
+    text = f'{MINIMAL}[train.policy.loss]\ntype = "gspo"\nclip_low = 0.5\n'
+    given = ["train.policy.loss.clip_high=7", "train.policy.loss.type=cispo"]  # in any order
+    loss = load_config(config_file(tmp_path, text), given).train.policy.loss
+    assert loss.model_dump() == {"type": "cispo", "clip_low": 1.0, "clip_high": 7.0}
+    kept = load_config(config_file(tmp_path, text), ["train.policy.loss.type=gspo"]).train.policy.loss
+    assert kept.model_dump() == {"type": "gspo", "clip_low": 0.5, "clip_high": 4e-4}
+
+
+def test_an_argument_called_type_is_like_any_other(tmp_path):
+    given = ["reward.arguments.pattern=a", "reward.arguments.type=b"]
+    assert load_config(config_file(tmp_path), given).reward.arguments == {"pattern": "a", "type": "b"}
 
 
 @pytest.mark.parametrize("text", ["[run", "= 3", "a = 1\na = 2"])

@@ -11,7 +11,7 @@ _VARIANCE_FLOOR = 1e-8  # as in OpenRLHF and verl
 def batch_advantages(returns: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float32]:
     """Each token's return, centred and divided by the standard deviation over all tokens that count.
 
-    Source: REINFORCE++ (arXiv 2501.03262) equation 9.
+    Source: global advantage normalisation, REINFORCE++ (arXiv 2501.03262).
 
     (R,) returns of response tokens, (R,) whether they count -> (R,) advantages, (G - mean) / sqrt(var + 1e-8), var with
     n - 1. Zero for tokens that do not count, and for all if their returns are equal.
@@ -37,7 +37,7 @@ def returns_to_go(
 ) -> NDArray[np.float64]:
     """The return of each token: the response's reward minus the penalties of this token and those after it.
 
-    Source: REINFORCE++ (arXiv 2501.03262) equation 8, where penalties are beta KL(i).
+    Source: REINFORCE++ (arXiv 2501.03262), A_t = r - beta sum of KL(i) over i >= t.
 
     (N,) rewards, (R,) penalties of response tokens or None, (N,) response lengths -> (R,).
     """

@@ -11,8 +11,7 @@ def group_advantages(
 ) -> NDArray[np.float32]:
     """Each sample's reward relative to its group.
 
-    Source: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1.2; without the division Dr. GRPO (arXiv 2503.20783)
-    section 3.2.
+    Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; without the division Dr. GRPO (arXiv 2503.20783).
 
     (N,) rewards, (N,) group numbers, (N,) usable -> (N,) advantages: (r - mean) / std over the usable samples of the
     group, std with n - 1 (as in TRL and verl). Zero for samples that are not usable, for groups in which all

@@ -11,7 +11,7 @@ def leave_one_out_advantages(
 ) -> NDArray[np.float32]:
     """Each sample's reward minus the mean reward of the other usable samples of its group.
 
-    Source: RLOO, "Back to Basics" (arXiv 2402.14740) section 3.2; Kool et al., "Buy 4 REINFORCE samples, get a baseline
+    Sources: RLOO, "Back to Basics" (arXiv 2402.14740); Kool et al., "Buy 4 REINFORCE samples, get a baseline
     for free!" (2019).
 
     (N,) rewards, (N,) group numbers, (N,) usable -> (N,) advantages: r_i - sum of r_j over j != i / (n - 1), which is

@@ -11,7 +11,7 @@ def shaped_rewards(overlong: Overlong, rewards: NDArray[np.float32], lengths: ND
 
     The penalty is 0 up to `length - buffer` tokens, `factor` from `length` on, and linear between them.
 
-    Source: DAPO (arXiv 2503.14476) equation 13.
+    Source: DAPO (arXiv 2503.14476) section 3.4, soft overlong punishment.
     """
     if overlong.type != "penalty":
         return rewards

@@ -15,7 +15,7 @@ def sequence_weights(
     weight in all (GRPO, arXiv 2402.03300 equation 3), "group" every prompt group, and within it every token. Their
     weights times lengths sum to the number of tokens, by which Megatron divides the sum over all micro-batches and
     data-parallel ranks. "constant" divides the sum over a sequence by `length` instead of its own length
-    (Dr. GRPO, arXiv 2503.20783 section 3.2), so that long responses weigh more.
+    (Dr. GRPO, arXiv 2503.20783), so that long responses weigh more.
     """
     if aggregation == "token":
         return np.ones(len(response_lengths), dtype=np.float32)

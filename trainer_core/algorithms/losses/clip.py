@@ -10,8 +10,8 @@ def clipped_surrogate(
 ) -> TokenLoss:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and with a dual limit c at most -c A where A is negative; all (R,).
 
-    Sources: PPO (arXiv 1707.06347) equation 7; two limits, "clip-higher", DAPO (arXiv 2503.14476) equation 10;
-    dual clip, Ye et al. (arXiv 1912.09729) equation 5.
+    Sources: PPO (arXiv 1707.06347) equation 7; two limits, "clip-higher", DAPO (arXiv 2503.14476) section 3.1;
+    dual clip, Ye et al., "Mastering complex control in MOBA games" (arXiv 1912.09729).
 
     Args:
         ratio: exp(log-probability - old log-probability), which has the gradient.

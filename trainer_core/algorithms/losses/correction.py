@@ -16,7 +16,7 @@ def importance_weights(
     geometric mean. "truncate" gives min(rho, limit), "mask" rho or 1 where low <= rho <= high, else 0.
 
     Sources: truncated importance sampling, Ionides (2008), between engine and trainer Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training" (2025); masks, IcePop (arXiv 2510.18855) section 3.1; the
+    framework secretly brings you off-policy RL training" (2025); masks, IcePop (arXiv 2510.18855); the
     geometric mean as a mask of whole responses, Liu et al., "When speed kills stability" (2025).
 
     Args:
