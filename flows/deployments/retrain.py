@@ -97,7 +97,8 @@ def retrain(
 
 def scheduled() -> datetime:
     """When this attempt was to start."""
-    return flow_run.get_scheduled_start_time().astimezone(UTC)
+    # Prefect gives a subclass whose arithmetic loses the time zone
+    return datetime.fromtimestamp(flow_run.get_scheduled_start_time().timestamp(), UTC)
 
 
 def run_name(run: str, moment: datetime) -> str:

@@ -185,7 +185,7 @@ def test_verify_knows_what_was_selected_from(tmp_path: Path):
         ((), {"select": ["nothing"]}, "no run 'nothing'"),
         ((), {"start": "nothing@1"}, "no run 'nothing'"),
         ((), {"start": f"{RUN}@9"}, "no train state of iteration 9"),
-        (("train.max_length=16",), {}, "train.max_length is 16"),
+        (("train.max_length=5",), {}, "train.max_length is 5"),
         (("rollout.stop_tokens=[3]",), {}, "cannot be changed in a run that begins from it"),
         (("retrain.epoch=3",), {}, "did you mean 'retrain.epochs'"),
     ],
