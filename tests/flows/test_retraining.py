@@ -1,5 +1,6 @@
 """Training on stored samples: the real loop and stages over small workers, from beginning to kills."""
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from storage.parts import read_parts, read_table
 from storage.schema import REWARD, ROLLOUT, SELECTION
 from storage.upkeep.lineage import of_sample, of_weights
 from storage.upkeep.verify import Problem, verify
+from tasks.importing.rows import ImportOrder
+from tasks.importing.samples import import_samples
 from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.views import Selected, Trained
@@ -231,3 +234,30 @@ def test_retention_keeps_the_newest_states_of_a_retraining(sampled: Root, tmp_pa
     states = {key.split("/")[2] for key in sampled.keys("thinned/parts") if "/train/" in key}
     assert states == {f"{read_status(sampled, 'thinned').iterations:06d}"}
     assert verify(sampled, "thinned").sound
+
+
+def imported(root: Root, tmp_path: Path, run: str, logprobs: bool) -> None:
+    rows = [
+        {"prompt_tokens": [3, 4], "response_tokens": [5, 6 + n % 3], "reward": n % 2, "logprobs": [-1.0, -0.5]}
+        for n in range(8)
+    ]
+    given = [{key: value for key, value in row.items() if logprobs or key != "logprobs"} for row in rows]
+    (tmp_path / "ext.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in given))
+    import_samples(root, ImportOrder((str(tmp_path / "ext.jsonl"),), run, {}, 1.0, logprobs))
+
+
+def test_imported_samples_are_trained_on(sampled: Root, tmp_path: Path):
+    imported(sampled, tmp_path, "ext", logprobs=True)
+    retrained(sampled, tmp_path, "extended", select=["ext", RUN], where="reward >= 0")
+    assert set(selection(sampled, "extended")["run"].to_pylist()) == {"ext", RUN}
+    with pytest.raises(InputError, match="cannot be scored again"):
+        retrained(sampled, tmp_path, "never", select=["ext"], rescore=True)
+
+
+def test_samples_without_logprobs_serve_only_what_needs_none(sampled: Root, tmp_path: Path):
+    imported(sampled, tmp_path, "bare", logprobs=False)
+    with pytest.raises(InputError, match="8 selected samples were imported without log-probabilities"):
+        retrained(sampled, tmp_path, "uncorrected", select=["bare"])
+    settings = ('train.policy.loss.type="sft"', "train.policy.kl_coefficient=0")
+    retrained(sampled, tmp_path, "likely", settings, select=["bare"])
+    assert read_status(sampled, "likely").complete
