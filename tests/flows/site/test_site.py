@@ -154,6 +154,7 @@ def test_a_cancelled_flow_run_ends_with_its_processes_and_its_run_can_be_continu
     assert again.state.is_completed(), again.state
 
 
+@pytest.mark.slow
 def test_a_retraining_of_the_last_day_is_retried_as_it_was_begun(start, site, client, config, root, tmp_path: Path):
     assert ended(site, client, start(run="g", root=root, iterations=1, config=config)).state.is_completed()
     (tmp_path / "fail-train").write_text("NumericsError")
