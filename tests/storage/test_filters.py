@@ -214,3 +214,10 @@ def test_a_long_filter_works_up_to_its_limit():
     assert table.filter(parse_filter(chain, SCHEMA)).num_rows == 1
     with pytest.raises(InputError, match="characters"):
         parse_filter(f"seed in ({members}, {members})", SCHEMA)
+
+
+@pytest.mark.parametrize("text", ["reward = 0.1", "0.1 = reward", "reward in (3, 0.1)", "components.form = 0.1"])
+def test_a_number_is_what_a_column_of_float32_stores_of_it(text):
+    row = {"reward": 0.1, "components": [("form", 0.1)]}
+    table = pa.Table.from_pylist([row, {"reward": 0.10001, "components": []}], SCHEMA)
+    assert table.filter(parse_filter(text, SCHEMA))["reward"].to_pylist() == [rounded(0.1)]
