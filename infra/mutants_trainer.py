@@ -60,7 +60,7 @@ TRAINER = (
         "all-logits-at-once",
         "log-probabilities are not computed in chunks",
         "trainer_core/model/vocab_parallel.py",
-        "    size = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))\n",
+        "    size = max(1, elements // max(1, logits.shape[1]))\n",
         "    size = max(1, logits.shape[0])\n",
         _LOGITS,
     ),
