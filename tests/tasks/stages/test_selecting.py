@@ -10,7 +10,7 @@ import pytest
 
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StorageError
-from storage.manifest import Manifest, commit, need
+from storage.manifest import Manifest, commit, need, revisions
 from storage.parts import PartWriter
 from storage.reader import read_stored_table
 from storage.schema import REWARD, ROLLOUT, SELECTION
@@ -113,7 +113,7 @@ def again(root: Root, iteration: int, seed: int, revision: int = 1) -> Manifest:
     table = rollout_table(GROUPS, SAMPLES, seed, iteration, iteration - 1)
     part = PartWriter(root, "run", iteration, Stage.ROLLOUT).write_table("again.arrow", table, ROLLOUT)
     rollout = commit(root, before.model_copy(update={"revision": revision, "parts": (part,)}))
-    rewards = reward_table(table)
+    rewards = scored_table(table, [9.0] * table.num_rows)
     part = PartWriter(root, "run", iteration, Stage.REWARD).write_table("again.arrow", rewards, REWARD)
     scored = need(root, "run", iteration, Stage.REWARD)
     inputs = {**scored.inputs, "rollout": rollout.digest}
@@ -130,6 +130,9 @@ def test_the_head_revision_counts_and_all_if_asked(root: Root):
     both = whole(root, revisions="all")
     assert both["revision"].value_counts().to_pylist() == [{"values": 0, "counts": 12}, {"values": 1, "counts": 12}]
     assert len(set(both["group"].to_pylist())) == 2 * GROUPS
+    first = both.filter(pc.field("revision") == 0)
+    assert scores(first) == scores(read_stored_table(root, next(revisions(root, "run", 1, Stage.REWARD))))
+    assert set(both.filter(pc.field("revision") == 1)["reward"].to_pylist()) == {9.0}
 
 
 def test_equal_samples_are_taken_once(root: Root):
