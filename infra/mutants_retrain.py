@@ -62,7 +62,7 @@ RETRAIN = (
         "all selected samples are in memory until the last is read",
         "tasks/stages/selecting.py",
         "        yield from self._shares(self.section.samples + self.section.samples // 2)\n\n    def rest",
-        "\n    def rest",
+        "        yield from ()\n\n    def rest",
         _SELECTING,
     ),
     Mutant(

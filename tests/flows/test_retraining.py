@@ -78,8 +78,15 @@ def test_the_first_state_is_the_one_it_starts_from(sampled: Root):
     assert ours.origin is not None and ours.origin.digest == theirs.digest
 
 
-@pytest.mark.parametrize("stage", [Stage.SELECT, Stage.TRAIN])
-@pytest.mark.parametrize("point", [Point.STARTED, Point.MID_PART, Point.PARTS_DONE, Point.COMMITTED])
+@pytest.mark.parametrize(
+    ("stage", "point"),
+    [
+        (Stage.SELECT, Point.MID_PART),
+        (Stage.SELECT, Point.COMMITTED),
+        (Stage.TRAIN, Point.STARTED),
+        (Stage.TRAIN, Point.PARTS_DONE),
+    ],
+)
 def test_a_killed_retraining_ends_in_the_same_bits(sampled: Root, tmp_path: Path, stage: Stage, point: Point):
     if not sampled.exists("whole/run.json"):
         retrained(sampled, tmp_path, "whole")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.app import execute
+from flows.cli.app import DEMO_CONFIG, execute
 from storage.backends.root import Root, open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
@@ -51,3 +51,9 @@ def test_an_import_says_what_it_stored(capfd, root: Root, tmp_path: Path):
     assert (found["samples"], found["groups"], found["scored"]) == (2, 1, 2)
     assert need(root, "ext", 1, Stage.REWARD).inputs["rollout"] == need(root, "ext", 1, Stage.ROLLOUT).digest
     assert "no model or configuration" in refused(capfd, root, "status", "ext")
+
+
+def test_run_does_not_begin_a_retraining(capfd, root: Root, tmp_path: Path):
+    file = tmp_path / "a.toml"
+    file.write_text(f'{DEMO_CONFIG.read_text()}\n[retrain]\nstart = "a@1"\nselect = ["a"]\n')
+    assert "begin it with `ratchet retrain new" in refused(capfd, root, "run", str(file), "--run", "new")

@@ -69,7 +69,7 @@ def test_a_filter_sees_samples_and_scores_together(root: Root):
     assert kept.num_rows == 2 * GROUPS
 
 
-@pytest.mark.parametrize(("samples", "shares"), [(1, 12), (3, 12), (4, 6), (6, 6), (10, 3), (23, 2), (25, 1), (100, 1)])
+@pytest.mark.parametrize(("samples", "shares"), [(1, 12), (4, 6), (10, 3), (23, 2), (25, 1)])
 def test_shares_hold_whole_groups_of_similar_number(root: Root, samples: int, shares: int):
     make_run(root, iterations=3)
     found, _ = selected(root, section(samples=samples))
@@ -142,7 +142,7 @@ def test_equal_samples_are_taken_once(root: Root):
     assert (sum(map(len, table)), selecting.duplicates) == (PER_ITERATION, PER_ITERATION)
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(1, 0), (3, 3), (5, 3), (13, 12), (18, 18), (36, 36), (99, 36)])
+@pytest.mark.parametrize(("limit", "rows"), [(1, 0), (5, 3), (18, 18), (99, 36)])
 def test_a_limit_counts_whole_groups(root: Root, limit: int, rows: int):
     make_run(root, iterations=3)
     shares, selecting = selected(root, section(limit=limit))
