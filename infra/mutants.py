@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.mutants_algorithms import ALGORITHMS
+from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_rewards import REWARDS
 from infra.mutants_trainer import TRAINER
+from infra.mutants_trainer_core import TRAINER_CORE
 
-MUTANTS = (*OTHERS, *RETRAIN, *REWARDS, *TRAINER, *ALGORITHMS)
+MUTANTS = (*OTHERS, *RETRAIN, *REWARDS, *TRAINER, *TRAINER_CORE, *FAMILIES, *ALGORITHMS)
 PROJECT = Path(__file__).resolve().parents[1]
 _COPIED = ("flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md")
 _LIMIT_S = 900
