@@ -29,7 +29,13 @@ _KINDS: dict[Any, str] = {
     tuple: "list of tables",
 }
 _EXAMPLES = {"train.max_length": "128", "train.optimizer.learning_rate": "1e-5"}
-_FORMS = {"text": '"..."', "time": "2026-11-22T03:00:00Z", "whole number": "1", "number": "1.0"}
+_FORMS = {
+    "text": '"..."',
+    "time": "2026-11-22T03:00:00Z",
+    "whole number": "1",
+    "number": "1.0",
+    "true": "true",
+}
 _WIDTH = 118
 
 _HEAD = """\

@@ -24,6 +24,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.views import Selected, Trained
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.small.here import WorkersHere
 
 ITERATIONS = 3
 START = {"start": f"{RUN}@2", "select": [RUN], "samples": 8}
@@ -44,9 +45,16 @@ def begun(root: Root, run: str, settings: tuple[str, ...] = (), **given: Any):
     return config
 
 
+class Watched(WorkersHere):
+    """Says when everything is started at once, engines too."""
+
+    def warm(self, model_dir: Path, config: Any) -> None:
+        self.calls.append("warm")
+
+
 def retrained(root: Root, tmp_path: Path, run: str, settings: tuple[str, ...] = (), at: Any = None, **given: Any):
     config = begun(root, run, settings, **given)
-    process = driver(root, config, tmp_path / run, run=run, at=at)
+    process = driver(root, config, tmp_path / run, run=run, at=at, workers=Watched(config))
     process.drive()
     return process
 
@@ -66,7 +74,7 @@ def test_a_retraining_trains_on_stored_samples_without_an_engine(sampled: Root, 
     assert table.select(ROLLOUT.names).sort_by(order).equals(stored.sort_by(order))
     shares = len(Selected(need(sampled, "plain", 0, Stage.SELECT)).shares)
     assert process.done == [(0, Stage.SELECT, False)] + [(n, Stage.TRAIN, False) for n in range(1, 2 * shares + 1)]
-    assert not {"generate", "receive", "score"} & set(process.workers.calls)
+    assert not {"warm", "generate", "receive", "score"} & set(process.workers.calls)
     assert read_status(sampled, "plain").complete
 
 
