@@ -5,9 +5,11 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from flows.iteration import begin, iterate, position_after, redo
-from flows.views.history import first_incomplete, read_record
+from flows import iteration as sampling
+from flows import retraining
+from flows.views.history import read_record
 from flows.views.progress import Progress
+from flows.views.retrained import last_iteration, next_iteration, workflow_of
 from storage.backends.root import Root
 from storage.errors import Overtaken
 from storage.ownership.lease import Lease, hold
@@ -34,7 +36,7 @@ def complete(name: str, root: Root, config: RunConfig, progress: Progress, opene
     If the process that drove the run before still publishes a stage, with another result, that result counts, and the
     run continues from it.
     """
-    while next_iteration(root, name, config) <= config.run.iterations or is_redoing(root, name):
+    while next_iteration(root, name, config) <= last_iteration(root, name, config) or is_redoing(root, name):
         with _driven(root, name, config, progress, opener) as context:
             settled = finish_rerun(context, progress)
             advance(settled, progress, next_iteration(root, name, config))
@@ -100,7 +102,7 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
         f"revision {rerun.revision}: {rerun} is done again ({rerun.reason}); until that is finished, "
         f"`ratchet choose {run} {context.revisions.head}` withdraws it"
     )
-    redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
+    sampling.redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
     context.outbox.settle()
     if rerun.cascade:
         assert context.fence is not None
@@ -113,22 +115,34 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
     return on_head(context)
 
 
-def next_iteration(root: Root, name: str, config: RunConfig) -> int:
-    """The iteration to continue with; one past the last if the run is complete."""
-    return first_incomplete(root, name, config.run.iterations, config.evaluate.every)
-
-
 def advance(context: RunContext, progress: Progress, first: int) -> None:
     """Do the iterations from `first` to the last; their results are durable on return."""
     shared = SharedParts(context.root, context.run)
     tidy(context, shared)  # before a stage can find an old part and use it
+    if context.config.retrain is None:
+        _loop(context, progress, shared, first, sampling.begin, sampling.iterate, sampling.position_after)
+    else:
+        _loop(context, progress, shared, first, retraining.begin, retraining.iterate, retraining.position_after)
+    context.outbox.settle()
+
+
+def _loop[P](
+    context: RunContext,
+    progress: Progress,
+    shared: SharedParts,
+    first: int,
+    begin: Callable[[RunContext], P],
+    iterate: Callable[[RunContext, int, P], P],
+    position_after: Callable[[RunContext, int], P],
+) -> None:
     position = begin(context) if first == 0 else position_after(context, first - 1)
     if first == 0:
         context.outbox.add(partial(conclude, context, progress, shared, 0))
-    for iteration in range(max(first, 1), context.config.run.iterations + 1):
+    last = last_iteration(context.root, context.run, context.config)
+    progress.expect(last)
+    for iteration in range(max(first, 1), last + 1):
         position = iterate(context, iteration, position)
         context.outbox.add(partial(conclude, context, progress, shared, iteration))
-    context.outbox.settle()
 
 
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
@@ -136,15 +150,15 @@ def conclude(context: RunContext, progress: Progress, shared: SharedParts, itera
     root, run = context.root, context.run
     progress.finished(read_record(root, run, iteration, context.revisions))
     for retention in _retention(context):
-        fence, seen = context.fence, context.revisions
-        give_up(root, WORKFLOW, run, retention, iteration, fence=fence, shared=shared, revisions=seen)
+        fence, seen, workflow = context.fence, context.revisions, workflow_of(context.config)
+        give_up(root, workflow, run, retention, iteration, fence=fence, shared=shared, revisions=seen)
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:
     """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
     for retention in _retention(context):
-        fence, seen = context.fence, context.revisions
-        catch_up(context.root, WORKFLOW, context.run, retention, fence=fence, shared=shared, revisions=seen)
+        fence, seen, workflow = context.fence, context.revisions, workflow_of(context.config)
+        catch_up(context.root, workflow, context.run, retention, fence=fence, shared=shared, revisions=seen)
 
 
 def _retention(context: RunContext) -> Iterator[Retention]:

@@ -14,7 +14,7 @@ from storage.errors import InputError
 from storage.revisions import Rerun
 from storage.upkeep.catalog import require_run
 from storage.upkeep.redoing import Wanted
-from tasks.config.document import apply_override, parse_config, with_functions
+from tasks.config.document import apply_overrides, parse_config, with_functions
 from tasks.config.run import RunConfig
 from tasks.config.stage_settings import decided, unchangeable, with_settings
 from tasks.config.stored import stored_config
@@ -67,9 +67,10 @@ def ask_again(root: Root, run: str, request: Request) -> tuple[Rerun, RunConfig]
     if not request.reason.strip():
         raise InputError("a reason is missing: say why the stage is done again; it is recorded with the result")
     before = stored_config(root, run)
+    if before.retrain is not None:
+        raise InputError(f"run {run} trains on stored samples, and its stages are not done again: start a new retrain")
     document = before.model_dump(mode="json")
-    for setting in request.settings:
-        apply_override(document, setting)
+    apply_overrides(document, request.settings)
     after = parse_config(with_functions(document, None), f"of run {run} with the given settings")
     settings, runtime = decided(before.model_dump(mode="json"), after.model_dump(mode="json"))
     if settings and not WORKFLOW.leads_on(request.stage):

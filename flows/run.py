@@ -10,13 +10,14 @@ from contextlib import contextmanager
 import httpx
 from prefect import flow
 
-from flows.driving import complete, is_redoing, next_iteration, redo_stage
+from flows.driving import complete, is_redoing, redo_stage
 from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
 from flows.starting import check_start
 from flows.views.artifacts import examples_publisher, publish
 from flows.views.progress import Progress
 from flows.views.reports import Reports, write_report
+from flows.views.retrained import last_iteration, next_iteration
 from flows.views.status import read_status
 from storage.backends.root import Root, open_root
 from storage.digest import value_digest
@@ -100,7 +101,7 @@ def ready(name: str, root: str, config: RunConfig) -> Root:
     check_root_url(root)
     store = open_root(root).waiting(config.run.outage_s)
     check_start(name, store, config)
-    if next_iteration(store, name, config) <= config.run.iterations or is_redoing(store, name):
+    if next_iteration(store, name, config) <= last_iteration(store, name, config) or is_redoing(store, name):
         check_free(store, name)
     return store
 

@@ -1,7 +1,9 @@
 """What is checked of a run before anything starts: by the command line before its slow imports, and by the flow."""
 
 from flows.views.trackers import check_trackers
+from storage import layout
 from storage.backends.root import Root
+from storage.errors import InputError
 from tasks.checks import check_config, prepared_stage
 from tasks.config.run import RunConfig
 from tasks.config.stored import check_record
@@ -14,6 +16,10 @@ def check_start(name: str, root: Root, config: RunConfig) -> None:
         InputError: the configuration cannot be used, or the run was started with another meaning.
         StorageUnavailable: the root cannot be written.
     """
+    if config.retrain is not None and not root.exists(layout.run_config_key(name)):
+        raise InputError(
+            f"run {name!r} has [retrain] and does not exist yet: begin it with `ratchet retrain {name} --config FILE`"
+        )
     check_config(config, root, prepared_stage(root, name))
     check_trackers(config.report)
     check_record(root, name, config)

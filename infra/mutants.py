@@ -20,6 +20,7 @@ from infra.mutants_algorithms import ALGORITHMS
 from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
+from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
 from infra.mutants_trainer import TRAINER
@@ -29,6 +30,7 @@ MUTANTS = (
     *OTHERS,
     *ALGORITHMS,
     *FAMILIES,
+    *RETRAIN,
     *REVISIONS,
     *REWARDS,
     *TRAINER,

@@ -627,7 +627,7 @@ MUTANTS = (
         "export-unproven",
         "a model is exported whatever weights were served",
         "tasks/export/export.py",
-        "    _compare(chosen, digests, served)\n",
+        "    _compare(chosen, exported)\n",
         "",
         _EXPORT,
     ),

@@ -32,6 +32,8 @@ class Workflow:
     """Its parts are a train state, which retention may delete."""
     ends_iteration: str
     """Once it is committed, the next iteration can begin; the state of that iteration is the newest one served."""
+    selects: str
+    """Its tables are samples of other runs, copied; the part `storage.selection.SOURCES` says which."""
     behind: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stages of the same iteration that are made from a stage, directly or not. Others cannot be done again."""
 

@@ -88,7 +88,23 @@ EVALUATION = pa.schema(
     metadata={"table": "evaluation", "version": "2"},
 )
 
-TABLES = {schema.metadata[b"table"].decode(): schema for schema in (PROMPTS, ROLLOUT, REWARD, EVALUATION)}
+SELECTION = pa.schema(
+    [
+        *ROLLOUT,
+        _field("revision", pa.int32(), "revision of the rollout that it is from"),
+        _field("source", pa.int32(), "number of that rollout among the sources of the selection, from 0"),
+        _field("group", pa.int64(), "number of its prompt group within the selection: one prompt of one rollout"),
+        _field("reward", pa.float32(), "score; null if it has none", nullable=True),
+        _field(
+            "status", pa.string(), "ok, error or timeout, as in the reward table; null if not scored", nullable=True
+        ),
+        _REASON,
+        _COMPONENTS,
+    ],
+    metadata={"table": "selection", "version": "1"},
+)
+
+TABLES = {schema.metadata[b"table"].decode(): schema for schema in (PROMPTS, ROLLOUT, REWARD, EVALUATION, SELECTION)}
 """Every stored table as this version writes it, by name."""
 
 EARLIER: dict[str, tuple[pa.Schema, ...]] = {"reward": (_REWARD_1,), "evaluation": (_EVALUATION_1,)}

@@ -60,6 +60,16 @@ def check_content(config: RunConfig) -> None:
     _check_content(config.model_dump_json(), _device(config))
 
 
+def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
+    """The checks of a run that begins with the model and the prompts of another.
+
+    Raises:
+        InputError: as `check_config`.
+    """
+    facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
+    _check_settings(config, facts, _device(config), f"the model of run {prepared.run!r}")
+
+
 def prepared_stage(root: Root, run: str) -> Manifest | None:
     """The stage `prepare` of a run that was recorded, if it is committed."""
     return find(root, run, 0, Stage.PREPARE) if root.exists(layout.run_config_key(run)) else None
@@ -118,14 +128,21 @@ def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Dev
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
     check_reward(config.reward)
-    _check_algorithm(config)
     samples = config.rollout.prompts * config.rollout.samples
+    if config.retrain is None:
+        _check_algorithm(config)
+        _check_lengths(config)
+    else:  # the selection is checked for what it is; no engine is started
+        samples = config.retrain.samples
     updates = config.train.policy.mini_batches
     if samples < updates:
         raise InputError(
             f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}: "
             "lower it, or raise rollout.prompts or rollout.samples"
         )
+
+
+def _check_lengths(config: RunConfig) -> None:
     if config.train.max_length < config.engine.max_model_len:
         raise InputError(
             f"engine.max_model_len = {config.engine.max_model_len} lets responses grow beyond train.max_length = "

@@ -9,12 +9,13 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.cli.memory import MemoryMeter
 from flows.cli.signals import Signals
-from flows.driving import is_redoing, next_iteration
+from flows.driving import is_redoing
 from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.output import Output
 from flows.views.progress import closing_lines
 from flows.views.reports import finish_report
+from flows.views.retrained import last_iteration, next_iteration
 from flows.views.status import RunStatus, read_status
 from storage.backends.root import Root
 from storage.errors import InputError, RatchetError, WorkerLost
@@ -76,7 +77,7 @@ def launch(order: Order, output: Output) -> int:
     try:
         with signals, MemoryMeter() as meter:
             first = next_iteration(root, order.run, order.config)
-            if first > order.config.run.iterations and not is_redoing(root, order.run):
+            if first > last_iteration(root, order.run, order.config) and not is_redoing(root, order.run):
                 _release(order.run, output)
                 finish_report(root, order.run, order.config, output.say)
             else:
@@ -121,7 +122,7 @@ def _run_flow_to_its_end(order: Order, signals: Signals, root: Root, output: Out
     try:
         _run_flow(order, signals)
     except WorkerLost as lost:
-        if next_iteration(root, order.run, order.config) <= order.config.run.iterations:
+        if next_iteration(root, order.run, order.config) <= last_iteration(root, order.run, order.config):
             raise
         output.say(f"{lost}. The run is complete; the page of its flow run is not")
 

@@ -149,6 +149,10 @@ def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
             f"learned from        samples of version {lineage.sampled_by}, mean reward {mean}",
             f"prompts             {len(lineage.prompts)}: {names}",
         ]
+    if lineage.selected:
+        samples = sum(one.selected for one in lineage.selected)
+        opening += [f"learned from        {samples} stored samples, selected from"]
+        opening += [f"                    {one.selected} of {one.rows} of {one.place}" for one in lineage.selected]
     return [*opening, "", *_steps(lineage.steps)]
 
 

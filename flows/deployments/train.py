@@ -20,6 +20,7 @@ from flows.deployments.lines import log_console
 from flows.run import perform
 from flows.views.history import synced_iterations
 from flows.views.progress import Progress
+from flows.views.retrained import last_iteration
 from storage.backends.root import open_root
 from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
 from storage.ids import check_run_name
@@ -90,7 +91,7 @@ def begin(run: str, root: str, config: RunConfig) -> State[Any]:
         return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     with Progress(run, config.run.iterations, log_console()) as progress:
         perform(run, root, config, progress)
-    return Completed(message=f"run {run} has {config.run.iterations} iterations")
+    return Completed(message=f"run {run} has {last_iteration(open_root(root), run, config)} iterations")
 
 
 def waiting(work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:

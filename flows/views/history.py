@@ -146,7 +146,8 @@ def read_iteration(root: Root, run: str, iteration: int, revisions: Revisions | 
 
 def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple[int, str]]:
     """Which stages of an iteration are committed, in the order of work."""
-    return [(iteration, stage) for stage in stages_of(iteration) if (iteration, stage) in newest]
+    stages = (*stages_of(iteration), Stage.SELECT, Stage.RESCORE)  # the last two in a run on stored samples only
+    return [(iteration, stage) for stage in stages if (iteration, stage) in newest]
 
 
 def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> IterationRecord:
@@ -161,7 +162,8 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
             Stage(stage): took for stage, values in metrics.items() if (took := values.get("seconds")) is not None
         },
         seconds=seconds,
-        reward=rewards.get("reward_mean"),
+        # stored samples are not scored by their own iteration; iteration 0 holds another run's state
+        reward=rewards.get("reward_mean", trained.get("reward_mean") if manifests[0].iteration else None),
         accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),
         kl=trained.get("kl"),
         entropy=trained.get("entropy"),

@@ -60,6 +60,10 @@ class Progress:
         """Print a line beside what is being done."""
         self._print(text)
 
+    def expect(self, iterations: int) -> None:
+        """Show that the run is to have so many iterations."""
+        self._iterations = iterations
+
     def begins(self, iteration: int, stage: Stage) -> None:
         """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)

@@ -9,17 +9,17 @@ from flows.views.history import (
     IterationRecord,
     evaluation_due,
     first_and_last,
-    first_incomplete_of,
     read_history,
     seconds_per_iteration,
-    stages_of,
 )
+from flows.views.retrained import last_iteration, next_iteration_of, wanted_stages
 from flows.views.troubles import run_troubles
 from storage import layout
 from storage.backends.root import Root
 from storage.ids import check_run_name
 from storage.revisions import read_revisions
 from storage.upkeep.redoing import unfinished
+from tasks.config.run import RunConfig
 from tasks.config.stored import read_config
 from tasks.stages.names import Stage
 
@@ -83,8 +83,9 @@ def read_status(root: Root, run: str) -> RunStatus:
     history = read_history(root, run, revisions)
     begun = unfinished(root, run, revisions)
     # a continued run may have more iterations than it was started with
-    last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
-    first = first_incomplete_of(history, last, every)
+    asked = last_iteration(root, run, config)
+    last = max(asked, len(history) - 1)
+    first = next_iteration_of(history, last, config)
     first_reward, last_reward = first_and_last(record.reward for record in history)
     first_accuracy, last_accuracy = first_and_last(record.accuracy for record in history)
     key = layout.report_key(run, PLOT)
@@ -92,12 +93,12 @@ def read_status(root: Root, run: str) -> RunStatus:
         run=run,
         root=root.url,
         iterations=max(first - 1, 0),
-        asked=config.run.iterations,
+        asked=asked,
         complete=first > last,
         revision=revisions.head,
         redoing=None if begun is None else f"{begun}, as revision {begun.revision} ({begun.reason})",
         current=first if first <= last else None,
-        stages=_stages(history, first, last, every) if first <= last else (),
+        stages=_stages(history, first, last, config) if first <= last else (),
         first_reward=first_reward,
         last_reward=last_reward,
         first_accuracy=first_accuracy,
@@ -109,7 +110,10 @@ def read_status(root: Root, run: str) -> RunStatus:
     )
 
 
-def _stages(history: Sequence[IterationRecord], iteration: int, last: int, every: int) -> tuple[StageStatus, ...]:
-    done = history[iteration].done if iteration < len(history) else ()
-    wanted = [s for s in stages_of(iteration) if s != Stage.EVALUATE or evaluation_due(iteration, last, every)]
+def _stages(
+    history: Sequence[IterationRecord], iteration: int, last: int, config: RunConfig
+) -> tuple[StageStatus, ...]:
+    done, every = history[iteration].done if iteration < len(history) else (), config.evaluate.every
+    stages = wanted_stages(config, iteration)
+    wanted = [stage for stage in stages if stage != Stage.EVALUATE or evaluation_due(iteration, last, every)]
     return tuple(StageStatus(stage=stage, done=stage in done) for stage in wanted)

@@ -9,12 +9,13 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from storage.backends.root import Root
-from storage.errors import InputError
+from storage.errors import InputError, StorageError
 from storage.ids import Workflow
 from storage.manifest import Manifest, Origin
 from storage.parts import read_parts
 from storage.reader import read_stored_table
-from storage.schema import PROMPTS
+from storage.schema import PROMPTS, SELECTION
+from storage.selection import SHARE, Source, read_sources
 from storage.upkeep.catalog import contents, names_of, require_run, runs, survey
 
 
@@ -62,6 +63,8 @@ class WeightsLineage(BaseModel):
     """Ids of the prompts the last step was trained on."""
     reward_mean: float | None
     """Mean score of those samples."""
+    selected: tuple[Source, ...] = ()
+    """If they are from training on stored samples: the rollouts that those were selected from, of any run."""
 
 
 class SampleLineage(BaseModel):
@@ -106,18 +109,21 @@ def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision:
         there = [manifest.iteration for manifest in newest if manifest.stage == workflow.holds_state]
         raise InputError(f"run {run!r} has no weights of version {version}, only {there}")
     ancestors = list(_ancestors(made, {manifest.digest: manifest for manifest in newest}))
+    earlier = _before(root, workflow, ancestors)
     rollout = next((one for one in ancestors if one.digest == made.inputs.get("rollout")), None)
     reward = next((one for one in ancestors if one.digest == made.inputs.get("reward")), None)
+    selection = next((one for one in ancestors if one.stage == workflow.selects), None)
     sync = _stage(newest, version, workflow.ends_iteration)
-    place = {manifest.digest: number for number, manifest in enumerate(newest)}
+    place = {manifest.digest: number for number, manifest in enumerate([*earlier, *newest])}
     return WeightsLineage(
         run=run,
         version=version,
         weights_digest=_fact(sync, "weights_digest", str),
-        steps=tuple(_step(one) for one in sorted(ancestors, key=lambda one: place[one.digest])),
+        steps=tuple(_step(one) for one in sorted([*earlier, *ancestors], key=lambda one: place[one.digest])),
         sampled_by=_fact(rollout, "weight_version", int),
         prompts=_prompts(root, rollout),
         reward_mean=reward.metrics.get("reward_mean") if reward else None,
+        selected=tuple(read_sources(root, selection)) if selection else (),
     )
 
 
@@ -161,7 +167,7 @@ def of_sample(
         rollout=rollout.digest,
         reward=score["reward"] if score else None,
         reward_status=score["status"] if score else None,
-        used_by=tuple(_users(root, workflow, rollout)),
+        used_by=tuple(_users(root, workflow, rollout, prompt_id, sample_id)),
     )
 
 
@@ -188,15 +194,54 @@ def _ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> Iterator[Ma
             open_ends += [known[digest] for digest in one.inputs.values() if digest in known]
 
 
-def _users(root: Root, workflow: Workflow, rollout: Manifest) -> Iterator[Step]:
-    """Training steps on this rollout, or on a fork's manifest of the same parts, as far as runs can be read."""
+def _before(root: Root, workflow: Workflow, ancestors: Sequence[Manifest]) -> list[Manifest]:
+    """What the first state was made from in other runs of the root, if the run began with it; oldest first."""
+    first = next((one for one in ancestors if one.stage == workflow.holds_state and one.iteration == 0), None)
+    if first is None or first.origin is None or first.origin.run not in runs(root):
+        return []
+    newest = survey(root, first.origin.run)[0].newest
+    original = next((one for one in newest if one.digest == first.origin.digest), None)
+    if original is None or original.iteration == 0:
+        return []
+    chain = {one.digest for one in _ancestors(original, {one.digest: one for one in newest})} - {original.digest}
+    made_from = [one for one in newest if one.digest in chain]
+    return [*_before(root, workflow, made_from), *made_from]
+
+
+def _users(root: Root, workflow: Workflow, rollout: Manifest, prompt_id: str, sample_id: int) -> Iterator[Step]:
+    """Training steps on a sample in any run of the root, as far as runs can be read.
+
+    They are made from its rollout, from a fork's manifest of the same parts, or from a selection that holds it.
+    """
     keys = {part.key for part in rollout.parts}
-    for run in runs(root):
-        every = survey(root, run)[0].manifests.values()  # of all revisions
-        same = {one.digest for one in every if one.stage == workflow.samples and {p.key for p in one.parts} & keys}
+    there = [tuple(survey(root, run)[0].manifests.values()) for run in runs(root)]  # of all revisions
+    samples = [one for every in there for one in every if one.stage == workflow.samples]
+    same = {one.digest for one in samples if {part.key for part in one.parts} & keys}
+    for every in there:
+        selections = [one for one in every if one.stage == workflow.selects]
+        shares = {one.digest: _shares(root, one, same, prompt_id, sample_id) for one in selections}
         for one in every:
-            if one.stage == workflow.holds_state and same & set(one.inputs.values()):
+            made_of = set(one.inputs.values())
+            held = any(one.facts.get(SHARE) in shares.get(digest, ()) for digest in made_of)
+            if one.stage == workflow.holds_state and (held or same & made_of):
                 yield _step(one)
+
+
+def _shares(root: Root, selection: Manifest, rollouts: set[str], prompt_id: str, sample_id: int) -> set[int]:
+    """The tables of a selection that hold a sample of one of some rollouts, by number."""
+    try:
+        named = read_sources(root, selection)
+    except StorageError:
+        return set()  # `verify` names it
+    sources = [number for number, one in enumerate(named) if one.rollout in rollouts]
+    tables = [part for part in selection.parts if part.rows is not None] if sources else []
+    found: set[int] = set()
+    for number, part in enumerate(tables):
+        table = read_parts(root, [part], SELECTION, ["source", "prompt_id", "sample_id"])
+        of_rollout = table.filter(pc.field("source").isin(sources))
+        if _one_row(of_rollout, prompt_id, sample_id) is not None:
+            found.add(number)
+    return found
 
 
 def _step(manifest: Manifest) -> Step:

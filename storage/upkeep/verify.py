@@ -3,18 +3,20 @@
 import json
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout, records
 from storage.attempts import Attempt
-from storage.backends.root import Root
+from storage.backends.root import Root, open_root
 from storage.digest import bytes_digest
-from storage.errors import DigestMismatch, NotCommitted, PartMissing, SchemaMismatch
-from storage.manifest import Part
+from storage.errors import DigestMismatch, InputError, NotCommitted, PartMissing, SchemaMismatch, StorageError
+from storage.manifest import Part, load
 from storage.parallel import each
-from storage.parts import read_part_buffer
+from storage.parts import is_intact, read_part_buffer
 from storage.revisions import FIRST, Revisions, read_revisions
+from storage.selection import SOURCES, Source, read_sources
 from storage.upkeep.catalog import Contents, names, survey
 from storage.upkeep.shared import SharedParts
 
@@ -30,8 +32,13 @@ class Problem(StrEnum):
     """A manifest or piece names it, and it is not there."""
     UNKNOWN_INPUT = "unknown-input"
     """It was made from a manifest that the run does not have."""
+    SOURCE_GONE = "source-gone"
+    """Samples were copied from a rollout that is not there any more. Harmless: they are there."""
     ORPHANED = "orphaned"
     """Nothing names it: left by a crash, or part of a stage in progress. Harmless; gc deletes it after a day."""
+
+
+_HARMLESS = (Problem.ORPHANED, Problem.SOURCE_GONE)
 
 
 class Finding(BaseModel):
@@ -65,8 +72,8 @@ class Verification(BaseModel):
     @computed_field
     @property
     def sound(self) -> bool:
-        """Whether everything needed is there and intact; orphans do no harm."""
-        return all(finding.fault is Problem.ORPHANED for finding in self.findings)
+        """Whether everything needed is there and intact; orphans and sources that are gone do no harm."""
+        return all(finding.fault in _HARMLESS for finding in self.findings)
 
 
 def verify(root: Root, run: str) -> Verification:
@@ -75,7 +82,13 @@ def verify(root: Root, run: str) -> Verification:
     parts = {part.key: part for manifest in stored.kept.values() for part in manifest.parts}
     parts |= {part.key: part for part in stored.unfinished.values()}
     findings += [found for found in each(lambda part: _part(root, part), parts.values(), _READERS) if found]
-    findings += [*_config(root, run), *_inputs(stored), *_archives(root, run), *_orphans(root, run, set(parts))]
+    findings += [
+        *_config(root, run),
+        *_inputs(stored),
+        *_sources(root, stored),
+        *_archives(root, run),
+        *_orphans(root, run, set(parts)),
+    ]
     return Verification(
         run=run,
         manifests=len(stored.manifests),
@@ -143,6 +156,26 @@ def _inputs(stored: Contents) -> Iterator[Finding]:
             if digest not in known:
                 detail = f"its input {role!r} was manifest {digest}, which the run does not have"
                 yield Finding(fault=Problem.UNKNOWN_INPUT, key=key, detail=detail)
+
+
+def _sources(root: Root, stored: Contents) -> Iterator[Finding]:
+    """Of each selection the rollouts that are not what was selected from."""
+    for key, manifest in stored.kept.items():
+        if SOURCES in manifest.part_names and is_intact(root, manifest.part(SOURCES)):
+            found = each(partial(_source, root, key), read_sources(root, manifest), _READERS)
+            yield from (one for one in found if one)
+
+
+def _source(root: Root, key: str, source: Source) -> Finding | None:
+    try:
+        there = load(root if source.root is None else open_root(source.root), source.key).digest
+    except (StorageError, InputError) as error:
+        detail = f"{source.selected} samples are from {source.place}, which cannot be read any more: {error}"
+    else:
+        if there == source.rollout:
+            return None
+        detail = f"{source.selected} samples are from rollout {source.rollout} of {source.place}; {there} is there now"
+    return Finding(fault=Problem.SOURCE_GONE, key=key, detail=detail)
 
 
 def _archives(root: Root, run: str) -> Iterator[Finding]:

@@ -29,17 +29,47 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used.
     """
+    document = read_document(path)
+    apply_overrides(document, overrides)
+    return parse_config(_located(document, folder_of(path)), path)
+
+
+def load_changes(path: str) -> dict[str, Any]:
+    """The tables of a TOML file that holds only some of a configuration; names of local files become absolute.
+
+    Raises:
+        InputError: the file cannot be read or parsed.
+    """
+    return _located(read_document(path), folder_of(path))
+
+
+def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`document` with the values of `changes`; tables are merged key by key, unless one gets another `type`."""
+    result = dict(document)
+    for key, value in changes.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and value.get("type") in (None, old.get("type")):
+            result[key] = merged(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+def read_document(path: str) -> dict[str, Any]:
+    """The content of a TOML file (any fsspec URL).
+
+    Raises:
+        InputError: it cannot be read or parsed.
+    """
     try:
         with fsspec.open(path, "rb") as file:
-            document = tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
+            return tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
     except FileNotFoundError:
         raise InputError(f"configuration {shown_text(path)} does not exist: give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
     except (OSError, ImportError, ValueError) as error:
         raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
-    apply_overrides(document, overrides)
-    return parse_config(_located(document, folder_of(path)), path)
 
 
 def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:

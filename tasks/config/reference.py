@@ -5,6 +5,7 @@ import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -19,6 +20,7 @@ TYPE = "type"
 """The key that says which of several forms a table has."""
 
 _KINDS: dict[Any, str] = {
+    datetime: "time",
     int: "whole number",
     float: "number",
     str: "text",
@@ -27,7 +29,13 @@ _KINDS: dict[Any, str] = {
     tuple: "list of tables",
 }
 _EXAMPLES = {"train.max_length": "128", "train.optimizer.learning_rate": "1e-5"}
-_FORMS = {"text": '"..."', "whole number": "1", "number": "1.0", "true": "true"}  # by the first word of a kind
+_FORMS = {
+    "text": '"..."',
+    "time": "2026-11-22T03:00:00Z",
+    "whole number": "1",
+    "number": "1.0",
+    "true": "true",
+}
 _WIDTH = 118
 
 _HEAD = """\
@@ -121,7 +129,7 @@ def markdown() -> str:
 def example() -> str:
     """A TOML file with every key at its default and what it means as a comment."""
     head = ["# Every key of a run's configuration at its default. Keys that are not set are commented out."]
-    return "\n".join([*head, *(line for table in tables() for line in _example_of(table))]) + "\n"
+    return "\n".join([*head, *(line for table in tables() for line in _example_or_comment(table))]) + "\n"
 
 
 def default_of(key: Key) -> str:
@@ -256,6 +264,13 @@ def _written(table: Table, title: str) -> str:
         cells = (f"`{key.name}`", key.kind, default + note, key.role, key.text)
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join([*head, *rows, ""])
+
+
+def _example_or_comment(table: Table) -> Iterator[str]:
+    """The lines of a table, commented out if it cannot be given without a choice of the user's."""
+    left_out = any(key.required and key.path not in _EXAMPLES for key in table.keys)
+    for line in _example_of(table):
+        yield f"# {line}" if left_out and line and not line.startswith("#") else line
 
 
 def _example_of(table: Table) -> Iterator[str]:

@@ -10,6 +10,7 @@ from tasks.config.identity import meaning
 from tasks.config.model import ModelSection
 from tasks.config.numbers import unusable_numbers
 from tasks.config.report import ReportSection
+from tasks.config.retrain import RetrainSection
 from tasks.config.reward import RewardSection
 from tasks.config.section import FROM_STORAGE, Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
@@ -156,6 +157,7 @@ class RunConfig(Section):
     device: DeviceSection = DeviceSection()
     storage: StorageSection = StorageSection()
     report: ReportSection = ReportSection()
+    retrain: RetrainSection | None = None
 
     @model_validator(mode="after")
     def _usable_numbers(self, info: ValidationInfo) -> "RunConfig":

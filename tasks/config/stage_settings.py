@@ -15,11 +15,15 @@ READS: Mapping[str, tuple[str, ...]] = {
     "prepare": ("run.seed", "model", "data", "warmup", "rollout.stop_tokens"),
     "rollout": ("run.seed", "data", "rollout", "engine.precision"),
     "reward": ("reward",),
-    "train": ("run.seed", "model", "warmup", "rollout.temperature", "train"),
+    "select": ("retrain", "train.policy", "train.max_length"),
+    "rescore": ("reward",),
+    "train": ("run.seed", "model", "warmup", "rollout.temperature", "train", "retrain"),
     "weight-sync": ("engine.precision",),
     "evaluate": ("rollout.max_tokens", "rollout.stop_tokens", "reward", "engine.precision"),
 }
 """Keys, or whole sections, by stage. What reaches a stage in its inputs is not named again."""
+
+_NOT_REPEATED = ("evaluate", "select", "rescore")  # nothing is made from the first, the others are of other runs
 
 
 def settings_digest(document: Document, stage: str) -> str:
@@ -34,7 +38,7 @@ def unchangeable(settings: Mapping[str, JsonValue], behind: Sequence[str]) -> li
     Args:
         behind: the stage, and those of the same iteration that are made from it.
     """
-    before = [stage for stage in READS if stage not in behind and stage != "evaluate"]
+    before = [stage for stage in READS if stage not in (*behind, *_NOT_REPEATED)]
     fixed = (*FIXED_BY_PREPARE, "engine")
     return [key for key in settings if key.startswith(fixed) or any(is_read(key, stage) for stage in before)]
 

@@ -68,6 +68,11 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
         raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
     where = f"{root.url}/{key}"
     document = _document(records.unseal_older(data, where), where)
+    if "imported" in document:
+        raise InputError(
+            f"run {run!r} holds imported samples, and no model or configuration: `ratchet retrain NEW --select {run} "
+            "--from RUN@ITERATION` trains on them"
+        )
     rules = _rules(document.pop("rules", FIRST_RULES), where)
     first = meaning_digest(document, rules)
     document = with_settings(document, (read_revisions(root, run) if revisions is None else revisions).settings())

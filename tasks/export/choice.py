@@ -59,7 +59,7 @@ def choose(root: Root, which: str) -> Chosen:
         raise InputError(f"{which!r} is not of the form RUN, RUN@ITERATION or RUN@{BEST}")
     iteration = int(wanted)
     if iteration not in kept:
-        complete = iteration in _by_iteration(recorded, Stage.WEIGHT_SYNC)
+        complete = iteration in _by_iteration(recorded, _last_stage(recorded))
         fact = "is not kept: retention has deleted it" if complete else "is not there"
         raise InputError(
             f"the state of iteration {iteration} of run {run!r} {fact}; those of {kept} are. Choose one of them as "
@@ -70,11 +70,16 @@ def choose(root: Root, which: str) -> Chosen:
 
 def _kept(recorded: Contents) -> list[int]:
     """Iterations that are complete and whose states are there, ascending."""
-    synced = _by_iteration(recorded, Stage.WEIGHT_SYNC)
+    synced = _by_iteration(recorded, _last_stage(recorded))
     states = _by_iteration(recorded, Stage.TRAIN)
     return sorted(
         iteration for iteration, state in states.items() if state.key in recorded.kept and iteration in synced
     )
+
+
+def _last_stage(recorded: Contents) -> Stage:
+    """The stage that completes an iteration: a run on stored samples serves no weights."""
+    return Stage.TRAIN if _by_iteration(recorded, Stage.SELECT) else Stage.WEIGHT_SYNC
 
 
 def _best(recorded: Contents, run: str, kept: list[int]) -> int:

@@ -91,8 +91,8 @@ def export(
         target.begin()
         digests: dict[str, str] = {}
         index = write_shards(target, shards, _streamed(weights, dtype, digests))
-    served = Served(chosen.manifest(Stage.WEIGHT_SYNC)).weights_digest
-    _compare(chosen, digests, served)
+    exported = weights_digest(digests)
+    _compare(chosen, exported)
     if len(shards) > 1:
         target.write(INDEX, _json(index))
     _write_texts(root, chosen, target, written, model_config)
@@ -103,7 +103,7 @@ def export(
         iteration=chosen.iteration,
         folder=target.shown,
         precision=written,
-        weights_digest=served,
+        weights_digest=exported,
         tensors=len(planned),
         bytes=sum(tensor.bytes for tensor in planned),
         files=target.digests,
@@ -126,8 +126,9 @@ def _streamed(
         yield name, memoryview(tensor.to(dtype).reshape(-1).view(torch.uint8).numpy())
 
 
-def _compare(chosen: Chosen, digests: dict[str, str], served: str) -> None:
-    found = weights_digest(digests)
+def _compare(chosen: Chosen, found: str) -> None:
+    synced = chosen.find(Stage.WEIGHT_SYNC, chosen.iteration)
+    served = found if synced is None else Served(synced).weights_digest  # stored samples are trained on without engines
     if found != served:
         raise DigestMismatch(
             f"the state of iteration {chosen.iteration} of run {chosen.run!r} gives weights {found}, but {served} were "

@@ -31,11 +31,13 @@ _FOLDER, _SAVED = "state", "saved.digest"
 def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
     """The run's trainer ranks, started if necessary. They may hold any state, or none.
 
-    The engines are started with them: each process imports for ten seconds or more, and all are needed eventually.
+    The engines are started with them: each process imports for ten seconds or more, and all are needed eventually,
+    unless the run trains on stored samples.
     """
     config = context.config.train.model_copy(update={"seed": context.config.run.seed})
     directory = model_directory(context, prepared)
-    context.workers.warm(directory, config)
+    if context.config.retrain is None:
+        context.workers.warm(directory, config)
     return context.workers.trainers(directory, config)
 
 

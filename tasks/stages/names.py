@@ -1,5 +1,6 @@
 """The stages of a run, and what storage must know about them. Sort order is the order of work."""
 
+from dataclasses import replace
 from enum import StrEnum
 
 from storage.ids import Workflow
@@ -16,7 +17,14 @@ class Stage(StrEnum):
     """At iteration 0: the supervised warm-up, which makes the first state."""
     WEIGHT_SYNC = "weight-sync"
     EVALUATE = "evaluate"
+    SELECT = "select"
+    """Iteration 0 of a run that trains on stored samples: which those are."""
+    RESCORE = "rescore"
+    """Iteration 0 of such a run, if asked for: new scores of the selected samples."""
 
+
+LOOP = (Stage.PREPARE, Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+"""The stages of a run that samples for itself."""
 
 WORKFLOW = Workflow(
     prepares=Stage.PREPARE,
@@ -24,6 +32,7 @@ WORKFLOW = Workflow(
     scores=Stage.REWARD,
     holds_state=Stage.TRAIN,
     ends_iteration=Stage.WEIGHT_SYNC,
+    selects=Stage.SELECT,
     behind={
         Stage.PREPARE: (Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
         Stage.ROLLOUT: (Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
@@ -34,3 +43,6 @@ WORKFLOW = Workflow(
     },
 )
 """Which stage has which role in storage."""
+
+RETRAINING = replace(WORKFLOW, ends_iteration=Stage.TRAIN)
+"""The same for a run that trains on stored samples: no engine serves its weights."""

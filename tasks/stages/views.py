@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue, ValidationError
 
 from storage.errors import SchemaMismatch, StorageError
-from storage.manifest import Manifest
+from storage.manifest import Manifest, Part
 from trainer_core.state.facts import STATE_SCHEME, StateIdentity
 
 IDENTITY = "state"
@@ -159,3 +159,30 @@ class Served(View):
 @dataclass(frozen=True)
 class Evaluated(View):
     """Greedy answers to held-out prompts."""
+
+
+@dataclass(frozen=True)
+class Selected(View):
+    """Stored samples to train on, in shares of whole prompt groups."""
+
+    @property
+    def shares(self) -> tuple[Part, ...]:
+        """The tables of samples, in order: an iteration trains on one."""
+        return tuple(part for part in self.manifest.parts if part.rows is not None)
+
+    @property
+    def temperature(self) -> float:
+        """At which the samples were drawn."""
+        found = self.manifest.facts.get("temperature")
+        if not isinstance(found, int | float):
+            raise self._unexpected("temperature", "a number")
+        return float(found)
+
+
+@dataclass(frozen=True)
+class Rescored(View):
+    """New scores of selected samples: for each share a table with its rows."""
+
+    def of(self, share: int) -> Part:
+        """The scores of a share."""
+        return self.manifest.parts[share]

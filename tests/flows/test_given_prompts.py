@@ -15,7 +15,7 @@ from storage.schema import ROLLOUT
 from tasks.checks import check_config
 from tasks.config.document import apply_override, parse_config
 from tasks.config.run import RunConfig
-from tasks.stages.names import Stage
+from tasks.stages.names import LOOP, Stage
 from tasks.stages.prepared import prompts, shares, text_codec
 from tasks.stages.views import Prepared
 from tasks.stages.weight_sync import probe_sequences
@@ -66,7 +66,7 @@ def test_a_run_without_held_out_prompts_needs_no_more_settings(root, tmp_path):
     process = driver(root, config_of({"train": write_jsonl(tmp_path / "a.jsonl")}), tmp_path / "scratch")
     check_config(process.config, root)
     process.drive()
-    assert {stage for _, stage, _ in process.done} == set(Stage) - {Stage.EVALUATE}
+    assert {stage for _, stage, _ in process.done} == set(LOOP) - {Stage.EVALUATE}
     assert need(root, RUN, 2, Stage.WEIGHT_SYNC).facts["cursor"] == 8
 
 

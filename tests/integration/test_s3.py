@@ -13,7 +13,7 @@ from storage.backends.root import Root, open_root
 from storage.manifest import find, need
 from storage.parts import read_table
 from storage.schema import ROLLOUT
-from tasks.stages.names import Stage
+from tasks.stages.names import LOOP, Stage
 from tests.integration.command import PIECES, TINY, descendants, finish, ratchet, start, still_running
 from tests.storage.s3 import BUCKET, s3_server
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RUN = "tiny"
 URL = f"s3://{BUCKET}/runs"
-STAGES = [(iteration, stage) for iteration in range(3) for stage in Stage]
+STAGES = [(iteration, stage) for iteration in range(3) for stage in LOOP]
 
 
 @pytest.fixture(scope="module")

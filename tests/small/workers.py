@@ -77,7 +77,13 @@ class SmallTrainer(TrainerProtocol):
         if reference and self._reference_weights is None:
             raise InputError("a reference is required, but none is loaded")
         held = bytes_digest(self._reference_weights.tobytes()) if reference else ""
-        given = [samples.tokens.tolist(), samples.rewards.tolist(), samples.engine_logprobs.tolist(), temperature, held]
+        given = [
+            samples.tokens.tolist(),
+            samples.rewards.tolist(),
+            bytes_digest(samples.engine_logprobs.tobytes()),
+            temperature,
+            held,
+        ]
         lesson = [*given, self._lessons == self._other_lesson]
         self._update(value_digest(lesson), 1)
         self._generators = "continued"

@@ -7,7 +7,18 @@ import pytest
 
 from storage.errors import SchemaMismatch
 from storage.parts import open_table
-from storage.schema import EARLIER, EVALUATION, PROMPTS, REWARD, ROLLOUT, TABLES, check, check_succession, fingerprint
+from storage.schema import (
+    EARLIER,
+    EVALUATION,
+    PROMPTS,
+    REWARD,
+    ROLLOUT,
+    SELECTION,
+    TABLES,
+    check,
+    check_succession,
+    fingerprint,
+)
 from tests.storage.tables import rollout_table
 
 
@@ -52,7 +63,7 @@ def test_every_change_is_seen(change):
         check(change, ROLLOUT, "part.arrow")
 
 
-@pytest.mark.parametrize("schema", [PROMPTS, ROLLOUT, REWARD, EVALUATION])
+@pytest.mark.parametrize("schema", [PROMPTS, ROLLOUT, REWARD, EVALUATION, SELECTION])
 def test_every_column_says_what_it_means(schema):
     assert all(one.metadata[b"meaning"] for one in schema)
     assert TABLES[schema.metadata[b"table"].decode()] is schema
@@ -113,6 +124,7 @@ WRITTEN = {
     "rollout": "5209f473a1fd83035934f1f0deb9fe62",
     "reward": "5b2e5eb2a71c783dec489911ce122932",
     "evaluation": "7242269e7fc2293791f8cc67366f39c9",
+    "selection": "747d30edda725a3a110a0bd93809ace9",
 }
 
 

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from storage.backends.root import Root
 from storage.errors import StageFailed
-from storage.manifest import Manifest
-from storage.parts import read_table
-from storage.schema import REWARD, ROLLOUT
+from storage.manifest import Manifest, Part
+from storage.parts import read_parts, read_table
+from storage.schema import REWARD, ROLLOUT, SELECTION
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 
 _SAMPLE_BITS = 32  # of a key; a sample's number is int32
@@ -35,6 +35,36 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
         engine_logprobs=_flat(table, "logprobs").astype(np.float32),
         rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),  # without a negative zero
         groups=np.unique(keys >> _SAMPLE_BITS, return_inverse=True)[1].astype(np.int32),
+        usable=np.isfinite(rewarded) & (response_lengths > 0),
+    )
+
+
+def read_selected(root: Root, share: Part, scores: Part | None) -> Samples:
+    """The samples of one share of a selection.
+
+    Args:
+        share: a table of the schema SELECTION.
+        scores: a table of the schema REWARD with the same rows, if they were scored again.
+
+    Raises:
+        StageFailed: the scores are not those of the share.
+        StorageError: stored bytes do not match the manifests.
+    """
+    columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs", "group", "reward"]
+    table = read_parts(root, [share], SELECTION, columns)
+    scored = table if scores is None else read_parts(root, [scores], REWARD, ["prompt_id", "sample_id", "reward"])
+    names = ["prompt_id", "sample_id"]
+    if not scored.select(names).combine_chunks().equals(table.select(names).combine_chunks()):
+        raise StageFailed(f"the scores {scores} are not those of the samples {share.name}: do the stage again")
+    rewarded = scored["reward"].to_numpy()  # (N,), NaN without a score
+    prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
+    return Samples(
+        tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
+        engine_logprobs=_flat(table, "logprobs").astype(np.float32),
+        rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),
+        groups=np.unique(table["group"].to_numpy(), return_inverse=True)[1].astype(np.int32),
         usable=np.isfinite(rewarded) & (response_lengths > 0),
     )
 

@@ -1,4 +1,4 @@
-"""Deployment `train` over small workers, for a worker's process: the real flow, loop and stages.
+"""Deployments `train` and `retrain` over small workers, for a worker's process: the real flow, loop and stages.
 
 Files beside the root say what goes wrong: `fail-STAGE` has the name of an error that its engine or rank raises, and
 `slow-rollout` how many seconds a rollout takes longer.
@@ -12,6 +12,7 @@ from typing import Any
 
 from flows import run
 from flows.deployments.rerun_stage import rerun_stage
+from flows.deployments.retrain import retrain
 from flows.deployments.train import train
 from storage import errors
 from storage.write_behind import Outbox
@@ -20,7 +21,7 @@ from tasks.workers.scratch import scratch
 from tests.small.here import WorkersHere
 from tests.small.workers import SmallEngine, SmallTrainer
 
-__all__ = ["rerun_stage", "train"]
+__all__ = ["rerun_stage", "retrain", "train"]
 
 
 @contextmanager

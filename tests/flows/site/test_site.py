@@ -182,6 +182,27 @@ def test_a_cancelled_flow_run_ends_with_its_processes_and_its_run_can_be_continu
     assert again.state.is_completed(), again.state
 
 
+@pytest.mark.slow
+def test_a_retraining_of_the_last_day_is_retried_as_it_was_begun(start, site, client, config, root, tmp_path: Path):
+    assert ended(site, client, start(run="g", root=root, iterations=1, config=config)).state.is_completed()
+    (tmp_path / "fail-train").write_text("NumericsError")
+    deployment = client.read_deployment_by_name("retrain/retrain")
+    given = {"run": "night-{date}", "root": root, "start": "g", "select": ["g"], "newer_than": "24h", "samples": 6}
+    flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given)
+    failed = ended(site, client, flow_run)
+    assert failed.state.type is StateType.FAILED, failed.state
+    assert "train does not work here" in failed.state.message
+    kept = client.read_flow_run(flow_run.id).parameters
+    assert (kept["start"], kept["newer_than"], "{" in kept["run"]) == ("g@1", None, False)
+    selection = need(open_root(root), kept["run"], 0, Stage.SELECT)
+    (tmp_path / "fail-train").unlink()
+    client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry"))
+    done = ended(site, client, flow_run, attempt=2)
+    assert done.state.is_completed(), done.state
+    assert done.state.message == f"run {kept['run']} has 2 iterations"
+    assert need(open_root(root), kept["run"], 0, Stage.SELECT) == selection
+
+
 @pytest.mark.parametrize(
     ("given", "fact"),
     [
@@ -196,8 +217,9 @@ def test_input_that_cannot_work_is_explained(given, fact, start, site, client, c
     assert "Retry alone cannot help" in found.state.message
 
 
-def test_the_form_describes_every_field(client: SyncPrefectClient):
-    schema = client.read_deployment_by_name("train/train").parameter_openapi_schema
+@pytest.mark.parametrize("deployment", ["train", "retrain"])
+def test_the_form_describes_every_field(client: SyncPrefectClient, deployment: str):
+    schema = client.read_deployment_by_name(f"{deployment}/{deployment}").parameter_openapi_schema
     assert schema is not None
     for name, field in schema["properties"].items():
         assert field.get("title"), name

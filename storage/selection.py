@@ -1,0 +1,108 @@
+"""Selections: stored samples of any runs, copied into parts of one, with what they were copied from."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict
+
+from storage.backends.root import Root
+from storage.errors import StorageError
+from storage.ids import Workflow
+from storage.manifest import Manifest, Part, find, revisions
+from storage.parts import PartWriter, read_part, read_parts, read_table
+from storage.schema import REWARD, ROLLOUT, SELECTION
+
+SOURCES = "sources.json"
+"""Name of the part that lists the sources of a selection."""
+
+SHARE = "share"
+"""Fact of a training: which of the selection's tables, counted from 0, it was on."""
+
+_SCORES = ("reward", "status", "reason", "components")
+OFFERED = pa.schema([field for field in SELECTION if field.name not in ("source", "group")])
+"""Columns of a sample that a filter may name."""
+
+
+class Source(BaseModel):
+    """One rollout of which samples were selected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: str | None
+    """URL of its storage root; None is the root of the selection."""
+    run: str
+    """The run in which it was found: the one that sampled it, or a fork of that."""
+    iteration: int
+    revision: int
+    key: str
+    """Key of the rollout's manifest below its root."""
+    rollout: str
+    """Identity of the rollout's manifest."""
+    reward: str | None
+    """Identity of the manifest of its scores; None if it was not scored."""
+    rows: int
+    """Samples of the rollout."""
+    selected: int
+    """Those of them that were selected."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, in words."""
+        at = "" if self.root is None else f" in {self.root}"
+        again = f", revision {self.revision}" if self.revision else ""
+        return f"iteration {self.iteration}{again} of run {self.run}{at}"
+
+
+def write_sources(writer: PartWriter, sources: Sequence[Source]) -> Part:
+    """Store the sources of a selection as a part."""
+    document = [source.model_dump(mode="json") for source in sources]
+    return writer.write_bytes(SOURCES, json.dumps(document).encode())
+
+
+def read_sources(root: Root, selection: Manifest) -> list[Source]:
+    """The sources of a selection, in the order of the column `source`.
+
+    Raises:
+        StorageError: the manifest is not that of a selection.
+    """
+    return [Source.model_validate(one) for one in json.loads(read_part(root, selection.part(SOURCES)))]
+
+
+def scores_of(root: Root, workflow: Workflow, rollout: Manifest) -> Manifest | None:
+    """The newest scores that were made from this very rollout, or None."""
+    head = find(root, rollout.run, rollout.iteration, workflow.scores)
+    made = revisions(root, rollout.run, rollout.iteration, workflow.scores)
+    for one in [*([head] if head else []), *reversed(list(made))]:
+        if rollout.digest in one.inputs.values():
+            return one
+    return None
+
+
+def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[pa.Table]:
+    """The samples of a rollout with their scores, in the schema OFFERED, a stored part at a time.
+
+    Raises:
+        StorageError: a part is damaged, missing or of another version, or the scores have a sample twice.
+    """
+    scores = REWARD.empty_table() if reward is None else read_table(root, reward, REWARD)
+    keys = _keys(scores)
+    if len(keys) != len(pc.unique(keys)):  # pyright: ignore[reportAttributeAccessIssue] - made at import
+        raise StorageError(
+            f"the scores of iteration {rollout.iteration} of run {rollout.run} have a sample twice: "
+            "`ratchet verify` shows what is wrong"
+        )
+    for part in rollout.parts:
+        if part.rows is not None:
+            samples = read_parts(root, [part], ROLLOUT)
+            rows = pc.index_in(_keys(samples), value_set=keys)  # pyright: ignore[reportAttributeAccessIssue]
+            revision = pa.repeat(pa.scalar(rollout.revision, pa.int32()), samples.num_rows)
+            columns = {"revision": revision, **{name: scores[name].take(rows) for name in _SCORES}}
+            yield pa.table([*samples.columns, *(columns[name] for name in OFFERED.names[len(ROLLOUT) :])], OFFERED)
+
+
+def _keys(table: pa.Table) -> pa.Array:
+    ids = table["sample_id"].cast(pa.string())
+    joined = pc.binary_join_element_wise(ids, table["prompt_id"], "/")  # pyright: ignore[reportAttributeAccessIssue]
+    return joined.combine_chunks()

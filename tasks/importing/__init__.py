@@ -1,0 +1,1 @@
+"""Samples made elsewhere, as runs that `ratchet retrain` selects from."""

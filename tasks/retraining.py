@@ -1,0 +1,153 @@
+"""Beginning a run on stored samples: its configuration, made from that of another run, and its iteration 0."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from storage import layout
+from storage.backends.root import Root, open_root
+from storage.errors import InputError
+from storage.filters import parse_filter
+from storage.ids import check_run_name
+from storage.manifest import find
+from storage.selection import OFFERED
+from storage.upkeep.branch import Branched, branch
+from storage.upkeep.catalog import names, require_run
+from tasks.checks import check_branch
+from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
+from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
+from tasks.config.retrain import RetrainSection, moment_before, place_of, state_of
+from tasks.config.run import RunConfig
+from tasks.config.stored import ConfigRecord, stored_config
+from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.selecting import open_place
+
+_QUIET: dict[str, Any] = {"evaluate": {"every": 0}, "report": {"examples": 0}}
+"""What needs an engine, or samples of the run's own."""
+
+
+def retrain_config(
+    root: Root, run: str, given: Mapping[str, Any], config: str | None = None, settings: Sequence[str] = ()
+) -> RunConfig:
+    """The configuration of a run on stored samples: as recorded, or for a new run that of the run it begins from.
+
+    Args:
+        given: keys of [retrain], which replace those of `config`.
+        config: path or URL of a TOML file with the settings that differ.
+        settings: `section.key=value`, which replace all others.
+
+    Raises:
+        InputError: it cannot be used.
+    """
+    changes = {} if config is None else load_changes(config)
+    changes = merged(changes, {"retrain": dict(given)} if given else {})
+    apply_overrides(changes, settings)
+    if root.exists(layout.run_config_key(check_run_name(run))):
+        before = stored_config(root, run)
+        if before.retrain is None:
+            raise InputError(f"run {run!r} exists and samples for itself: give the new run another name")
+        return _parsed(merged(before.model_dump(mode="json"), changes), run)
+    table = changes.get("retrain")
+    start = table.get("start") if isinstance(table, dict) else None
+    if not isinstance(start, str):
+        raise InputError(f"run {run!r} does not exist yet: say with which state it begins (--from RUN@ITERATION)")
+    place = state_of(start)
+    before = stored_config(open_place(root, place), place.run)
+    document = merged(before.model_dump(mode="json", exclude={"retrain"}), _QUIET)
+    document["run"] = {**document["run"], "name": run, "iterations": 0}
+    made = _parsed(merged(_corrected(document, changes), changes), run)
+    _check_fixed(before, made, place.run)
+    return made
+
+
+def since_of(root: Root, run: str, age: str, now: datetime | None = None) -> str:
+    """The time from which `--newer-than AGE` counts: fixed when the run begins, whenever it is continued.
+
+    Raises:
+        InputError: `age` is of another form.
+    """
+    since = moment_before(age, now or datetime.now(UTC))
+    if root.exists(layout.run_config_key(check_run_name(run))):
+        recorded = stored_config(root, run).retrain
+        since = recorded.since if recorded is not None and recorded.since is not None else since
+    return since.isoformat()
+
+
+def start_of(root: Root, run: str, text: str) -> str:
+    """The state that `--from` names; of a run alone it is the newest that is kept when the new run begins.
+
+    Raises:
+        InputError: the run has none.
+    """
+    place = place_of(text)
+    if "@" in text:
+        return text
+    if root.exists(layout.run_config_key(check_run_name(run))):
+        recorded = stored_config(root, run).retrain
+        if recorded is not None and recorded.start.rpartition("@")[0] == text:
+            return recorded.start
+    recorded = names(open_place(root, place), place.run)
+    kept = [at for key, at in recorded.of_stage(Stage.TRAIN).items() if key not in recorded.retired]
+    if not kept:
+        raise InputError(f"run {place.run!r} has no train state, so no run can begin from it: name another with --from")
+    return f"{text}@{max(kept)}"
+
+
+def begin_retraining(root: Root, run: str, config: RunConfig) -> Branched | None:
+    """Make the run, unless it exists; what cannot work is refused first.
+
+    Raises:
+        InputError: the configuration, the state to start from or the selection cannot be used.
+    """
+    section = _section(config, run)
+    if root.exists(layout.run_config_key(run)):
+        return None
+    place = state_of(section.start)
+    source = open_place(root, place)
+    _check_selection(root, section)
+    prepared = find(source, place.run, 0, Stage.PREPARE)
+    if prepared is None:
+        raise InputError(f"run {place.run!r} holds no model, so no run can begin from it: name another with --from")
+    check_branch(config, source, prepared)
+    record = ConfigRecord.of(config)
+    return branch(source, WORKFLOW, place.run, place.first, root, run, record.digest, record)
+
+
+def _parsed(document: dict[str, Any], run: str) -> RunConfig:
+    return parse_config(with_functions(document, None), f"of run {run} with the given settings")
+
+
+def _section(config: RunConfig, run: str) -> RetrainSection:
+    if config.retrain is None:
+        raise InputError(f"run {run!r} has no [retrain]: `ratchet run` starts a run that samples for itself")
+    return config.retrain
+
+
+def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's own objective took its samples for the trainer's; of stored ones that must be corrected.
+
+    What the changes say about it counts: then nothing is added.
+    """
+    said = merged(document["train"]["policy"], changes.get("train", {}).get("policy", {}))
+    loss, correction = said["loss"]["type"], said["correction"]["type"]
+    asked = "correction" in changes.get("train", {}).get("policy", {})
+    if asked or correction != "none" or said["old_policy"] == "behaviour" or loss in ("sft", "dpo"):
+        return document
+    return merged(document, {"train": {"policy": {"correction": {"type": "truncate"}}}})
+
+
+def _check_fixed(before: RunConfig, made: RunConfig, source: str) -> None:
+    changed = changed_meaning(before.meaning(), made.meaning())
+    if decided := [line for line in changed if line.startswith(FIXED_BY_PREPARE)]:
+        raise InputError(
+            f"what iteration 0 of run {source!r} has fixed cannot be changed in a run that begins from it:\n  "
+            + "\n  ".join(decided)
+        )
+
+
+def _check_selection(root: Root, section: RetrainSection) -> None:
+    if section.where.strip():
+        parse_filter(section.where, OFFERED)
+    for text in section.select:
+        place = place_of(text)
+        require_run(root if place.root is None else open_root(place.root), place.run)

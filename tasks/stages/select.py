@@ -1,0 +1,133 @@
+"""Stage `select`: the stored samples to train on, copied into the run, so that training on them can be repeated."""
+
+import json
+
+from storage.errors import InputError
+from storage.manifest import Manifest, find
+from storage.parts import read_part
+from storage.schema import SELECTION, fingerprint
+from storage.selection import write_sources
+from tasks.config.retrain import RetrainSection
+from tasks.stages.names import Stage
+from tasks.stages.prepared import MODEL
+from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
+from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.views import Prepared, Selected
+from trainer_core.policy import check_sampling
+
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
+
+
+@stage(Stage.SELECT, ("prepare",), Selected)
+def select(work: Work, prepared: Prepared) -> StageOutput:
+    """Copy what [retrain] selects into parts, one for each share that an iteration trains on.
+
+    Raises:
+        InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with.
+    """
+    section = work.config.retrain
+    if section is None:
+        raise InputError("the run has no [retrain], so there is nothing to select: start it with `ratchet retrain`")
+    selecting, ranges, parts, checked = Selecting(section), Ranges(), [], set[tuple[str, str]]()
+    for rollout in rollouts(work.root, section):
+        if (place := (rollout.root.url, rollout.manifest.run)) not in checked:
+            _check_tokenizer(prepared, rollout)
+            checked.add(place)
+        for share in selecting.add(rollout):
+            ranges.add(share)
+            parts.append(work.writer.write_table(f"samples-{len(parts):06d}.arrow", share, SELECTION))
+        if selecting.full:
+            break
+    for share in selecting.rest():
+        ranges.add(share)
+        parts.append(work.writer.write_table(f"samples-{len(parts):06d}.arrow", share, SELECTION))
+    _check_content(work, prepared, selecting, ranges)
+    return StageOutput(
+        parts=(*parts, write_sources(work.writer, selecting.sources)),
+        schema_fingerprint=fingerprint(SELECTION),
+        facts={"samples": selecting.rows, "temperature": _temperature(work, ranges), "shares": len(parts)},
+        metrics=_metrics(selecting, ranges),
+    )
+
+
+def _metrics(selecting: Selecting, ranges: Ranges) -> dict[str, float]:
+    mean = {"reward_mean": ranges.rewards / ranges.scored} if ranges.scored else {}
+    return {
+        "samples": float(selecting.rows),
+        "groups": float(selecting.groups),
+        "rollouts": float(len(selecting.sources)),
+        "examined": float(selecting.examined),
+        "duplicates": float(selecting.duplicates),
+        "scored": float(ranges.scored),
+        **mean,
+    }
+
+
+def _check_tokenizer(prepared: Prepared, rollout: Rollout) -> None:
+    """Refuse samples whose token ids mean something else."""
+    theirs = find(rollout.root, rollout.manifest.run, 0, Stage.PREPARE)
+    if theirs is None:
+        return  # imported: only the range of its token ids can be checked
+    ours = _tokenizer(prepared.manifest)
+    differing = [name for name, digest in _tokenizer(theirs).items() if ours.get(name, digest) != digest]
+    if differing:
+        raise InputError(
+            f"the samples of run {rollout.manifest.run!r} were made with another tokenizer than that of the model to "
+            f"be trained: {differing[0]} differs. Select samples of runs that have the same one"
+        )
+
+
+def _tokenizer(manifest: Manifest) -> dict[str, str]:
+    names = {part.name.removeprefix(MODEL): part.digest for part in manifest.parts if part.name.startswith(MODEL)}
+    return {name: names[name] for name in _TOKENIZER if name in names}
+
+
+def _check_content(work: Work, prepared: Prepared, selecting: Selecting, ranges: Ranges) -> None:
+    section, policy = work.config.retrain, work.config.train.policy
+    assert isinstance(section, RetrainSection)
+    if not selecting.rows:
+        raise InputError(
+            f"nothing is selected: {selecting.examined} samples were examined, and retrain.where {section.where!r}, "
+            f"retrain.since {section.since} and retrain.limit {section.limit} keep none of them. Change one of these"
+        )
+    if ranges.without_logprobs and policy.needs_behaviour:
+        raise InputError(
+            f"{ranges.without_logprobs} selected samples were imported without log-probabilities, which "
+            'train.policy.old_policy and train.policy.correction need: set train.policy.loss.type = "sft", or select '
+            "others"
+        )
+    check_sampling(policy, ranges.least_top_p, "top_p of the selected samples")
+    _check_fit(work, prepared, ranges)
+
+
+def _check_fit(work: Work, prepared: Prepared, ranges: Ranges) -> None:
+    vocabulary = json.loads(read_part(work.root, prepared.manifest.part(f"{MODEL}config.json")))["vocab_size"]
+    if ranges.largest_token >= vocabulary:
+        raise InputError(
+            f"the selected samples hold token id {ranges.largest_token}, but the model to be trained has "
+            f"{vocabulary} tokens: they were made with another tokenizer"
+        )
+    longest = work.config.train.max_length
+    if ranges.longest > longest:
+        raise InputError(
+            f"a selected sample has {ranges.longest} tokens, but train.max_length is {longest}: raise it, or add "
+            f"'length(prompt_tokens) + length(response_tokens) <= {longest}' to retrain.where"
+        )
+
+
+def _temperature(work: Work, ranges: Ranges) -> float:
+    """By which the trainer divides its logits: that of the samples; 1 if it only makes them more likely."""
+    found = sorted(ranges.temperatures)
+    if work.config.train.policy.loss.type == "sft":
+        return 1.0
+    if len(found) > 1:
+        raise InputError(
+            f"the selected samples were drawn at the temperatures {', '.join(f'{one:g}' for one in found)}, and one "
+            f"trainer has one: add 'temperature = {found[0]:g}' to retrain.where"
+        )
+    if found[0] == 0:
+        raise InputError(
+            "the selected samples were chosen greedily (temperature 0), so they have no probability that the trainer's "
+            'could be compared with: set train.policy.loss.type = "sft", or select others'
+        )
+    return found[0]

@@ -1,0 +1,251 @@
+"""From stored rollouts to a selection: joined, filtered, without duplicates, in shares of whole prompt groups.
+
+Only the kept samples of one rollout and of one share are in memory at a time. What grows with the selection are the
+names of its parts and sources and, if duplicates are dropped, eight bytes for each kept sample.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from numpy.typing import NDArray
+
+from storage.backends.root import Root, open_root
+from storage.errors import InputError
+from storage.filters import parse_filter
+from storage.manifest import Manifest, find, revisions
+from storage.reader import flat, row_views
+from storage.schema import SELECTION
+from storage.selection import OFFERED, Source, offered, scores_of
+from storage.upkeep.catalog import names, require_run
+from tasks.config.retrain import Place, RetrainSection, place_of
+from tasks.stages.names import WORKFLOW, Stage
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A stored rollout that may be selected from."""
+
+    root: Root
+    place: str | None
+    """URL of its root; None is the run's own."""
+    manifest: Manifest
+    reward: Manifest | None
+
+
+def open_place(own: Root, place: Place) -> Root:
+    """The root of a place.
+
+    Raises:
+        InputError: it has no such run.
+    """
+    root = own if place.root is None else open_root(place.root)
+    require_run(root, place.run)
+    return root
+
+
+def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
+    """The rollouts that a section names, each once: what a fork shares with its parent counts where it comes first.
+
+    A rollout that is not scored yet is left out, unless all are scored again.
+
+    Raises:
+        InputError: a run does not exist, or none of its rollouts is in the given iterations.
+    """
+    seen: set[str] = set()
+    for text in section.select:
+        place = place_of(text)
+        root = open_place(own, place)
+        where = None if root.url == own.url else root.url
+        there = sorted(set(names(root, place.run).of_stage(Stage.ROLLOUT).values()))
+        last = max(there, default=0) if place.last is None else place.last
+        wanted = [iteration for iteration in there if place.first <= iteration <= last]
+        if not wanted:
+            span = f"those of iterations {there[0]} to {there[-1]}" if there else "none at all"
+            raise InputError(f"retrain.select {text!r}: the run has no such rollouts, only {span}")
+        for manifest in _manifests(root, place.run, wanted, section.revisions == "all"):
+            origin = manifest.digest if manifest.origin is None else manifest.origin.digest
+            if origin in seen or not _is_since(manifest, section.since):
+                continue
+            seen.add(origin)
+            reward = scores_of(root, WORKFLOW, manifest)
+            if reward is not None or section.rescore:
+                yield Rollout(root, where, manifest, reward)
+
+
+def _manifests(root: Root, run: str, iterations: Sequence[int], all_revisions: bool) -> Iterator[Manifest]:
+    for iteration in iterations:
+        if all_revisions:
+            yield from revisions(root, run, iteration, Stage.ROLLOUT)
+        elif (head := find(root, run, iteration, Stage.ROLLOUT)) is not None:
+            yield head
+
+
+def _is_since(manifest: Manifest, since: datetime | None) -> bool:
+    return since is None or manifest.finished >= since
+
+
+@dataclass
+class Selecting:
+    """A selection in progress. Each rollout is given to `add`, and what `shares` yields meanwhile is stored."""
+
+    section: RetrainSection
+    sources: list[Source] = field(default_factory=list)
+    examined: int = 0
+    duplicates: int = 0
+    groups: int = 0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        self._condition = parse_filter(self.section.where, OFFERED) if self.section.where.strip() else None
+        self._seen = SeenHashes()
+        self._waiting: list[pa.Table] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether the limit is reached, so that no later group fits."""
+        return self.section.limit is not None and self.rows >= self.section.limit
+
+    def add(self, rollout: Rollout) -> Iterator[pa.Table]:
+        """Take what is wanted of a rollout; yields the shares that are full, in the schema SELECTION."""
+        tables, rows = [], 0
+        for table in offered(rollout.root, rollout.manifest, rollout.reward):
+            rows += table.num_rows
+            tables.append(self._kept(table))
+        kept = self._grouped(pa.concat_tables(tables) if tables else OFFERED.empty_table())
+        self.examined += rows
+        if kept.num_rows:
+            self.sources.append(_source(rollout, rows, kept.num_rows))
+            self.rows += kept.num_rows
+            self._waiting.append(kept)
+        yield from self._shares(self.section.samples + self.section.samples // 2)
+
+    def rest(self) -> Iterator[pa.Table]:
+        """The last shares. None is smaller than half of `samples`, unless all of the selection is."""
+        yield from self._shares(self.section.samples + self.section.samples // 2)
+        if self._waiting:
+            yield pa.concat_tables(self._waiting)
+            self._waiting = []
+
+    def _kept(self, table: pa.Table) -> pa.Table:
+        found = table if self._condition is None else table.filter(self._condition)
+        if not self.section.deduplicate or not found.num_rows:
+            return found
+        new = self._seen.add(hashes_of(found))
+        self.duplicates += int(np.count_nonzero(~new))
+        return found.filter(pa.array(new))
+
+    def _grouped(self, table: pa.Table) -> pa.Table:
+        """The rows group by group, as far as the limit allows, with the columns `source` and `group`."""
+        codes = table["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
+        order = np.argsort(codes, kind="stable")
+        if self.section.limit is not None:
+            sizes = np.bincount(codes) if len(codes) else np.zeros(0, np.int64)
+            fitting = int(np.searchsorted(np.cumsum(sizes), self.section.limit - self.rows, side="right"))
+            order = order[: int(sizes[:fitting].sum())]
+        groups = codes[order].astype(np.int64) + self.groups
+        self.groups += int(codes[order].max(initial=-1)) + 1
+        kept = table.take(order)
+        columns = {"source": pa.repeat(pa.scalar(len(self.sources), pa.int32()), len(order)), "group": pa.array(groups)}
+        every = [columns[name] if name in columns else kept[name] for name in SELECTION.names]
+        return pa.table(every, schema=SELECTION)
+
+    def _shares(self, enough: int) -> Iterator[pa.Table]:
+        """Shares of whole groups with at least `samples` rows, as long as `enough` rows wait."""
+        while sum(table.num_rows for table in self._waiting) >= max(enough, 1):
+            table = pa.concat_tables(self._waiting)
+            ends = np.append(np.flatnonzero(np.diff(table["group"].to_numpy())) + 1, table.num_rows)
+            end = int(ends[np.searchsorted(ends, self.section.samples)])
+            # copied: a slice would keep the memory of the whole
+            self._waiting = [table.slice(end).take(np.arange(table.num_rows - end))] if end < table.num_rows else []
+            yield table.slice(0, end)
+
+
+class SeenHashes:
+    """Which 64-bit hashes have been seen: sorted arrays, merged so that each is at least twice the next.
+
+    Of 10^7 different samples two collide with a probability of 3e-6.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[NDArray[np.uint64]] = []
+
+    def add(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Whether each hash is new, the first of equal ones counting as new: (N,) -> (N,)."""
+        unique, first = np.unique(hashes, return_index=True)
+        known = np.zeros(len(unique), np.bool_)
+        for run in self._runs:
+            places = np.minimum(np.searchsorted(run, unique), len(run) - 1)
+            known |= run[places] == unique
+        new = np.zeros(len(hashes), np.bool_)
+        new[first[~known]] = True
+        merged = unique[~known]
+        while self._runs and len(self._runs[-1]) < 2 * len(merged):
+            merged = np.sort(np.concatenate((self._runs.pop(), merged)))
+        if len(merged):
+            self._runs.append(merged)
+        return new
+
+
+def hashes_of(table: pa.Table) -> NDArray[np.uint64]:
+    """xxh3-64 of each row's prompt and response tokens, (N,)."""
+    rows = zip(row_views(table["prompt_tokens"]), row_views(table["response_tokens"]), strict=True)
+    # the length keeps apart what is divided elsewhere
+    found = (
+        xxhash.xxh3_64_intdigest(len(prompt).to_bytes(8) + prompt.tobytes() + response.tobytes())
+        for prompt, response in rows
+    )
+    return np.fromiter(found, np.uint64, table.num_rows)
+
+
+@dataclass
+class Ranges:
+    """What all selected samples together are like."""
+
+    longest: int = 0
+    """Most tokens of a prompt with its response."""
+    largest_token: int = 0
+    temperatures: set[float] = field(default_factory=set)
+    least_top_p: float = 1.0
+    without_logprobs: int = 0
+    """Samples whose log-probabilities are not known."""
+    rewards: float = 0.0
+    scored: int = 0
+
+    def add(self, table: pa.Table) -> None:
+        """Take a share into account."""
+        for name in ("prompt_tokens", "response_tokens"):
+            self.largest_token = max(self.largest_token, int(flat(table[name])[0].max(initial=0)))
+        lengths = [_lengths(table, name) for name in ("prompt_tokens", "response_tokens")]
+        self.longest = max(self.longest, int((lengths[0] + lengths[1]).max(initial=0)))
+        self.temperatures |= set(pc.unique(table["temperature"]).to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
+        self.least_top_p = min(self.least_top_p, float(table["top_p"].to_numpy().min()))
+        values, offsets = flat(table["logprobs"])
+        unknown = np.flatnonzero(~np.isfinite(values.astype(np.float32)))
+        self.without_logprobs += len(np.unique(np.searchsorted(offsets, unknown, side="right")))
+        rewards = table["reward"].drop_null().to_numpy()
+        self.rewards += float(rewards.sum(dtype=np.float64))
+        self.scored += len(rewards)
+
+
+def _lengths(table: pa.Table, name: str) -> NDArray[np.int64]:
+    return np.diff(flat(table[name])[1])
+
+
+def _source(rollout: Rollout, rows: int, selected: int) -> Source:
+    manifest, reward = rollout.manifest, rollout.reward
+    return Source(
+        root=rollout.place,
+        run=manifest.run,
+        iteration=manifest.iteration,
+        revision=manifest.revision,
+        key=manifest.key,
+        rollout=manifest.digest,
+        reward=None if reward is None else reward.digest,
+        rows=rows,
+        selected=selected,
+    )
