@@ -21,7 +21,7 @@ from storage.upkeep.verify import verify
 from tasks.config.run import RunConfig
 from tasks.config.stage_settings import changed_settings
 from tasks.config.stored import read_config
-from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.names import LOOP, WORKFLOW, Stage
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import WorkersHere
@@ -48,7 +48,7 @@ def wanted(stage: Stage, iteration: int, **more: Any) -> Wanted:
 def manifests(root: Root, revision: int | None = None) -> dict[tuple[int, Stage], Manifest]:
     revisions = read_revisions(root, RUN)
     seen = revisions if revision is None else revisions.seen(revision)
-    places = [(iteration, stage) for iteration in range(4) for stage in Stage]
+    places = [(iteration, stage) for iteration in range(4) for stage in LOOP]
     found = {place: find(root, RUN, *place, seen) for place in places}
     return {place: one for place, one in found.items() if one is not None}
 

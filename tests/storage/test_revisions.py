@@ -7,10 +7,10 @@ from storage.backends.root import Root
 from storage.errors import DigestMismatch, InputError, SchemaMismatch
 from storage.manifest import find
 from storage.revisions import FIRST, Revisions, read_revisions, record_choice, record_rerun
-from tasks.stages.names import Stage
+from tasks.stages.names import LOOP, Stage
 from tests.storage.revised import choice, rerun
 
-ROLLOUT, REWARD, TRAIN, SYNC, EVALUATE = list(Stage)[1:]
+ROLLOUT, REWARD, TRAIN, SYNC, EVALUATE = LOOP[1:]
 
 
 def of(revisions: Revisions, *places: tuple[int, Stage]) -> list[int]:

@@ -30,7 +30,7 @@ from tests.storage.stepping import SharedStore, Stepper
 from tests.storage.tables import manifest
 
 SECONDS, STAGES, PROCESSES = 10.0, 3, 3
-CHAIN = Workflow("prepare", "rollout", "reward", holds_state="train", ends_iteration="train", behind={"train": ()})
+CHAIN = Workflow("prepare", "rollout", "reward", "train", "train", selects="select", behind={"train": ()})
 """Each iteration is one stage, made from that of the iteration before."""
 WHICH = st.integers(0, PROCESSES - 1)
 
