@@ -10,9 +10,10 @@ Imports torch and vLLM.
 import multiprocessing.connection
 import os
 import signal
+import weakref
 from collections.abc import Sequence
-from threading import Thread
-from typing import Any
+from threading import Event, Thread
+from typing import Any, cast
 
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs import tokens_input
@@ -21,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import MPClient
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
 from tasks.engine.inside import executor
@@ -45,7 +47,9 @@ class Core:
         self._client = self._vllm.engine_core
         self._together = spec.together
         if isinstance(self._client, MPClient):
-            _end_with_core(self._client)
+            leaving = Event()
+            weakref.finalize(self, leaving.set)  # runs before vLLM ends its processes
+            _end_with_scheduler(self._client, leaving)
         self.workers("init_weight_transfer_engine", init_info={"model_dir": spec.model_dir})
 
     def add(self, requests: Sequence[tuple[str, list[int], SamplingParams]]) -> None:
@@ -83,16 +87,16 @@ class Core:
         self._client.call_utility(method, *arguments)  # pyright: ignore[reportAttributeAccessIssue] - of the client apart
 
 
-def _end_with_core(client: MPClient) -> None:
-    """Kill this process when the scheduler's has ended: calls to it would wait for ever."""
-    manager = client.resources.engine_manager
-    sentinels = [process.sentinel for process in manager.processes]  # pyright: ignore[reportOptionalMemberAccess]
+def _end_with_scheduler(client: MPClient, leaving: Event) -> None:
+    """Kill this process when the scheduler's has ended, unless `leaving` is set: calls to it would wait for ever."""
+    sentinels = cast(CoreEngineProcManager, client.resources.engine_manager).sentinels()
 
     def watch() -> None:
         multiprocessing.connection.wait(sentinels)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if not leaving.is_set():
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    Thread(target=watch, name="ratchet-core", daemon=True).start()
+    Thread(target=watch, name="ratchet-scheduler", daemon=True).start()
 
 
 def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:

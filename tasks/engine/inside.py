@@ -3,10 +3,10 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
-from threading import Thread
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
@@ -17,19 +17,27 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from storage.errors import RatchetError
 from tasks.config.environment import engine_meeting_place
 
-_PARENT = "ratchet-parent"
+_WATCH = "ratchet-parent"
 
 
 class OneWorker(UniProcExecutor):
-    """vLLM's worker in the process of its scheduler. Importing this module prepares that process."""
+    """vLLM's worker in the process of its scheduler."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
 
 
 class SeveralWorkers(MultiprocExecutor):
-    """vLLM's workers in processes of their own. Importing this module prepares that of the scheduler."""
+    """vLLM's workers in processes of their own, which import this module too."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
 
 
 def executor(workers: int) -> type[Executor]:
-    """What runs so many workers. The process of the scheduler imports this module to find it."""
+    """What runs so many workers."""
     return OneWorker if workers == 1 else SeveralWorkers
 
 
@@ -40,14 +48,14 @@ def end_with_parent() -> None:
     started otherwise.
     """
     parent = multiprocessing.parent_process()
-    if parent is None:
+    if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
         return
 
     def watch() -> None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Thread(target=watch, name=_PARENT, daemon=True).start()
+    threading.Thread(target=watch, name=_WATCH, daemon=True).start()
 
 
 def meet_without_listening() -> None:
