@@ -40,7 +40,7 @@ class Unusable:
 
 
 class Batch:
-    """Requests that were submitted together."""
+    """Requests that were queued together."""
 
     def __init__(self, number: int, prompts: Sequence[TokenIds], how: Sequence[Any]) -> None:
         self.number, self.prompts, self.how = number, prompts, how
@@ -84,11 +84,11 @@ class Engine(EngineProtocol):
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """See `EngineProtocol.generate`."""
         self.drop()
-        self.submit(0, prompts, seeds, sampling)
+        self.enqueue(0, prompts, seeds, sampling)
         return _completions(self._complete())
 
-    def submit(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
-        """See `EngineProtocol.submit`."""
+    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+        """See `EngineProtocol.enqueue`."""
         self._check_usable()
         self._check_lengths(prompts, "prompt")
         how = [self._sampling_parameters(sampling, seed) for seed in seeds]

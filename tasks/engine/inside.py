@@ -9,7 +9,7 @@ from datetime import timedelta
 from importlib import import_module
 from urllib.parse import parse_qs, urlparse
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -70,13 +70,13 @@ def meet_without_listening() -> None:
     handlers = vars(import_module("torch.distributed.rendezvous")).get("_rendezvous_handlers")
     if not isinstance(handlers, dict) or "tcp" not in handlers:
         raise RatchetError(
-            "this torch has no torch.distributed.rendezvous._rendezvous_handlers, so vLLM cannot be kept from listening "
-            "on every interface; install the release that pyproject.toml pins"
+            "this torch has no torch.distributed.rendezvous._rendezvous_handlers, so vLLM cannot be kept from "
+            "listening on every interface; install the release that pyproject.toml pins"
         )
     handlers["tcp"] = _met
 
 
-def _met(url: str, timeout: timedelta, **_options: object) -> Iterator[tuple[dist.Store, int, int]]:
+def _met(url: str, timeout: timedelta, **_options: object) -> Iterator[tuple[Store, int, int]]:
     place = urlparse(url)
     query = parse_qs(place.query)
     rank, world_size = int(query["rank"][0]), int(query["world_size"][0])
@@ -85,10 +85,10 @@ def _met(url: str, timeout: timedelta, **_options: object) -> Iterator[tuple[dis
     yield store, rank, world_size
 
 
-def _store(name: str, world_size: int) -> dist.Store:
+def _store(name: str, world_size: int) -> Store:
     if world_size == 1:
-        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not listed in __all__
-    return dist.FileStore(str(engine_meeting_place() / name), world_size)
+        return HashStore()
+    return FileStore(str(engine_meeting_place() / name), world_size)
 
 
 end_with_parent()

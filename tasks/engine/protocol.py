@@ -48,8 +48,8 @@ class EngineSpec(Frozen):
     max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the key-value cache of a card in bytes; None takes what `gpu_memory_utilization` leaves beside the weights
-    on CUDA, and `KV_CACHE_BYTES_ON_CPU` on CPU."""
+    """Size of the key-value cache of a card in bytes; None takes what `gpu_memory_utilization` leaves on CUDA, and
+    `KV_CACHE_BYTES_ON_CPU` on CPU."""
     device: Device = "cpu"
     """Where it computes."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
@@ -111,7 +111,7 @@ class Finished(NamedTuple):
     """A batch of requests that has been sampled."""
 
     number: int
-    """As it was submitted."""
+    """As it was queued."""
     completions: pa.RecordBatch
     """Schema `COMPLETIONS`, one row per prompt."""
 
@@ -131,9 +131,9 @@ def weights_digest(digests: Mapping[str, str]) -> str:
 
 
 class EngineProtocol(Protocol):
-    """One engine. One call at a time, but it samples many batches at once: `submit` them, and `collect` what is done.
+    """One engine. One call at a time, but it samples many batches at once: `enqueue` them, and `collect` what is done.
 
-    Every other call drops what was submitted and not collected: whoever submitted it is gone.
+    Every other call drops what was queued and not collected: whoever queued it is gone.
     """
 
     def identity(self) -> EngineIdentity:
@@ -155,7 +155,7 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def submit(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
         """Queue a batch to be sampled as by `generate`, beside those that are under way, and return at once.
 
         Args:
