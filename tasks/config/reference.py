@@ -25,7 +25,7 @@ _KINDS: dict[Any, str] = {
     tuple: "list of tables",
 }
 _EXAMPLES = {"train.max_length": "128", "train.optimizer.learning_rate": "1e-5"}
-_FORMS = {"text": '"..."', "whole number": "1", "number": "1.0", "true or false": "true"}
+_FORMS = {"text": '"..."', "whole number": "1", "number": "1.0", "true": "true"}
 _WIDTH = 118
 
 _HEAD = """\

@@ -105,7 +105,7 @@ class Fleet:
             InputError: see `device`; or RAY_ADDRESS does not answer.
         """
         self._connect()
-        spec = self._engine_spec(model_dir)
+        spec = self.engine_spec(model_dir)
         places = range(self._config.engine.count)
         kept = dict(enumerate(self._engines))
         self._engines = [
@@ -158,7 +158,8 @@ class Fleet:
         self.check_alive()
         self._cluster.start()
 
-    def _engine_spec(self, model_dir: Path) -> EngineSpec:
+    def engine_spec(self, model_dir: Path) -> EngineSpec:
+        """What the engines are started with; raises as `device`."""
         section, deterministic = self._config.engine, self._config.device.deterministic
         fast = self.device == "cuda" and not deterministic
         return EngineSpec.model_validate(
