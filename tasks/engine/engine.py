@@ -90,6 +90,8 @@ class Engine(EngineProtocol):
     def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
         """See `EngineProtocol.enqueue`."""
         self._check_usable()
+        if not len(prompts):
+            raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
         self._check_lengths(prompts, "prompt")
         how = [self._sampling_parameters(sampling, seed) for seed in seeds]
         self._waiting.append(Batch(number, prompts, how))
@@ -119,6 +121,8 @@ class Engine(EngineProtocol):
         self._check_usable()
         self._check_lengths(sequences, "sequence")
         self.drop()
+        if not len(sequences):
+            return []
         self._waiting.append(Batch(0, sequences, [self._scoring_parameters() for _ in sequences]))
         self._admit()
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in self._complete()]
@@ -169,9 +173,9 @@ class Engine(EngineProtocol):
     def _complete(self) -> list[Any]:
         """The outputs of the one batch that is under way."""
         finished: list[Batch] = []
-        while self._running:
+        while not finished:
             finished += self._step()[1]
-        return finished[0].outputs if finished else []
+        return finished[0].outputs
 
     def _update(self, directory: str, records: Sequence[TensorRecord]) -> dict[str, str]:
         files: dict[str, list[TensorRecord]] = {}

@@ -150,7 +150,7 @@ class EngineProtocol(Protocol):
             A batch of schema `COMPLETIONS`, one row per prompt.
 
         Raises:
-            InputError: a prompt is empty or leaves no room for a response.
+            InputError: there is no prompt, or one is empty or leaves no room for a response.
             SyncMismatch: the last `receive` failed, so the weights must not be used.
         """
         ...
