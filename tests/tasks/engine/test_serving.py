@@ -1,12 +1,14 @@
 """Batches that are under way together, on a real vLLM in one process."""
 
 import numpy as np
+import psutil
 import pytest
 
 from storage.errors import InputError
 from tasks.engine.protocol import Sampling
 from tests.tasks.engine.test_engine import PROMPTS, SEEDS, sync
 from tests.tasks.engine_process import VOCABULARY
+from tests.tasks.workers.test_cluster import listening_addresses
 
 LONG = Sampling(max_tokens=24, stop_token_ids=(1, 2, 3))
 BATCHES = {number: (PROMPTS[number * 6 : number * 6 + 6], SEEDS[number * 6 : number * 6 + 6]) for number in range(4)}
@@ -83,6 +85,10 @@ def test_an_empty_batch_is_refused_because_it_would_never_end(engine):
     with pytest.raises(InputError, match="batch 2 holds no prompts"):
         engine.enqueue(2, [], [], LONG)
     assert engine.score([]) == []
+
+
+def test_an_engine_listens_on_the_loopback_interface_only(served):
+    assert listening_addresses([psutil.Process(served.pid)]) == {"127.0.0.1"}
 
 
 def test_a_prompt_may_be_an_array(engine):

@@ -1,6 +1,7 @@
 """Batches are dealt to engines by what these have in flight, and taken back from those that are lost."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -154,6 +155,20 @@ def test_samples_of_unfinished_batches_count_until_their_engine_is_lost():
     other, counts, work = threading.Event(), [], batches(2)
     assert sampled([HalfDone(), Echo(allowed=other)], work, told=counts.append) == wanted(work)
     assert counts == [1, 2, 4]
+
+
+def test_steps_have_a_deadline_of_their_own():
+    waits = []
+
+    class Waiting(GroupHere):
+        def submit(self, method, *arguments):
+            answer = super().submit(method, *arguments)
+            return SimpleNamespace(wait=lambda deadline_s: (waits.append((method, deadline_s)), answer.wait(0))[1])
+
+    deadlines = WorkersSection(call_deadline_s=50, step_deadline_s=5)
+    engine = EngineHandle(Waiting([Echo()], lambda _method: None), deadlines)
+    sample([engine], batches(1), HOW, lambda _number, _completions: None)
+    assert waits == [("drop", 50), ("enqueue", 50), ("collect", 5)]
 
 
 def test_shares_of_one_batch_come_back_in_order():
