@@ -2,7 +2,7 @@
 
 from infra.mutants_known import Mutant
 
-_SERVING = ("tests/tasks/engine",)
+_SERVING = ("tests/tasks/engine/test_serving.py",)
 _DEALING = ("tests/tasks/workers/test_sampling.py",)
 
 ENGINE = (

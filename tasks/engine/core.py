@@ -18,6 +18,7 @@ from typing import Any, cast
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import MPClient
@@ -26,6 +27,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
 from tasks.engine.inside import executor
+from tasks.engine.memory import cache_bytes
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
 
 _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
@@ -109,7 +111,7 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": max(_MAX_STEP_TOKENS, spec.max_model_len, spec.max_num_seqs),
-        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "kv_cache_memory_bytes": spec.kv_cache_bytes or _cache_bytes(spec),
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "tensor_parallel_size": spec.tensor,
         "enforce_eager": spec.enforce_eager or spec.device == "cpu",
@@ -123,11 +125,16 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
     if spec.device == "cpu":
         arguments |= {
             "block_size": 32,
-            "kv_cache_memory_bytes": spec.kv_cache_bytes or KV_CACHE_BYTES_ON_CPU,
             "enable_chunked_prefill": False,  # a seeded request whose prompt is split ends the engine on CPU
             "compilation_config": {"custom_ops": ["none"]},  # the CPU kernel of interleaved rotary embedding is wrong
         }
     return arguments
+
+
+def _cache_bytes(spec: EngineSpec) -> int:
+    if spec.device == "cpu":
+        return KV_CACHE_BYTES_ON_CPU
+    return cache_bytes(spec, current_platform.get_device_total_memory())
 
 
 def sampling_parameters(sampling: Sampling, seed: int) -> SamplingParams:
