@@ -31,7 +31,7 @@ from trainer_core.config import Device
 _GROUP = 8  # samples of a prompt
 _SAMPLES: dict[CaseName, int] = {"tiny": 256, "0.75b": 512, "4b": 256}
 _TOGETHER = 256  # sequences decoded together
-_CACHE_MIB = {"cpu": 64, "cuda": 30 << 10}  # two engines share the card
+_CACHE_MIB: dict[CaseName, int] = {"tiny": 64, "0.75b": 30 << 10, "4b": 20 << 10}  # two engines share a card
 _MEAN_SHARE = 4  # mixed responses have a quarter of the most tokens on average
 
 
@@ -91,7 +91,7 @@ def bench_rollout(case_name: CaseName | None, pairs: int, samples: int | None = 
     case, count = CASES[name], samples or _SAMPLES[name]
     with tempfile.TemporaryDirectory() as folder:
         generate_model(Path(folder), case.model, seed=0)
-        config = _config(folder, case, device)
+        config = _config(folder, name)
         with Fleet("bench", config, Cluster(settings)) as fleet:
             spec = fleet.engine_spec(Path(folder))
             (engine,) = fleet.engines(Path(folder))
@@ -103,7 +103,8 @@ def bench_rollout(case_name: CaseName | None, pairs: int, samples: int | None = 
     return _report(name, device, count, races, beside)
 
 
-def _config(model: str, case: Case, device: Device) -> RunConfig:
+def _config(model: str, name: CaseName) -> RunConfig:
+    case = CASES[name]
     return parse_config(
         {
             "model": {"source": model},
@@ -111,7 +112,7 @@ def _config(model: str, case: Case, device: Device) -> RunConfig:
             "engine": {
                 "max_model_len": case.length + 8,
                 "max_num_seqs": _TOGETHER,
-                "kv_cache_mib": _CACHE_MIB[device],
+                "kv_cache_mib": _CACHE_MIB[name],
                 "precision": case.precision,
             },
             "train": {"max_length": case.length, "optimizer": {"learning_rate": 1e-6}},
@@ -159,7 +160,8 @@ def _ours(engine: EngineHandle, device: Device) -> Side:
 @contextmanager
 def _bare(kind: str, spec: EngineSpec, settings: Settings) -> Iterator[Side]:
     cards = engine_cards(settings.gpus, 0, spec)
-    environment = {**child_python_path(), **engine_environment(spec.device, cards, local=True)}
+    own_scheduler = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if spec.device == "cuda" else {}  # vLLM's default
+    environment = {**child_python_path(), **engine_environment(spec.device, cards, local=True), **own_scheduler}
     command = [sys.executable, "-m", "tasks.bench.bare_engine", kind, spec.model_dump_json()]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

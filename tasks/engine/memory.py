@@ -29,7 +29,7 @@ def cache_bytes(spec: EngineSpec, card: int) -> int:
     if left <= 0:
         raise InputError(
             f"engine.gpu_memory_utilization is {spec.gpu_memory_utilization}: of a card of {card >> 20} MiB that "
-            f"leaves nothing for the key-value cache beside {(weights + logits + _BESIDE) >> 20} MiB for weights, logits and "
-            "activations. Raise it, lower engine.max_num_seqs, or give engine.kv_cache_mib"
+            f"leaves nothing for the key-value cache beside {(weights + logits + _BESIDE) >> 20} MiB for weights, logits "
+            "and activations. Raise it, lower engine.max_num_seqs, or give engine.kv_cache_mib"
         )
     return left
