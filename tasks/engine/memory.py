@@ -27,9 +27,10 @@ def cache_bytes(spec: EngineSpec, card: int) -> int:
     logits = _OF_LOGITS * spec.max_num_seqs * int(config.get("vocab_size", 0))
     left = int(card * spec.gpu_memory_utilization) - weights - logits - _BESIDE
     if left <= 0:
+        needed = (weights + logits + _BESIDE) >> 20
         raise InputError(
             f"engine.gpu_memory_utilization is {spec.gpu_memory_utilization}: of a card of {card >> 20} MiB that "
-            f"leaves nothing for the key-value cache beside {(weights + logits + _BESIDE) >> 20} MiB for weights, logits "
-            "and activations. Raise it, lower engine.max_num_seqs, or give engine.kv_cache_mib"
+            f"leaves nothing for the key-value cache beside {needed} MiB for weights, logits and activations. "
+            "Raise it, lower engine.max_num_seqs, or give engine.kv_cache_mib"
         )
     return left
