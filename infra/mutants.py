@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.mutants_algorithms import ALGORITHMS
+from infra.mutants_engine import ENGINE
 from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
@@ -29,6 +30,7 @@ from infra.mutants_trainer_core import TRAINER_CORE
 MUTANTS = (
     *OTHERS,
     *ALGORITHMS,
+    *ENGINE,
     *FAMILIES,
     *RETRAIN,
     *REVISIONS,

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict
 
 from tasks.config.run import RunConfig
+from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU
 from tasks.rewards.scoring import scoring_processes
 from trainer_core.config import Device, Precision
 
 _WEIGHT: Mapping[Precision, int] = {"fp32": 4, "bf16": 2}
+_KV_CACHE_MIB = KV_CACHE_BYTES_ON_CPU >> 20  # the least: on a GPU it takes what is free
 _GRADIENT = 4  # kept in fp32
 _OPTIMIZER: Mapping[Precision, int] = {"fp32": 8, "bf16": 12}  # two moments, and fp32 weights if there are others
 
@@ -54,6 +56,7 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
     weight, parallel = _WEIGHT[config.train.precision], config.train.parallel
     optimizer = _OPTIMIZER[config.train.precision]
     share = parameters / (parallel.tensor * parallel.pipeline)
+    cache = config.engine.kv_cache_mib or _KV_CACHE_MIB
     held = weight + _GRADIENT + optimizer / parallel.data + (weight if config.train.policy.needs_reference else 0)
     return Needs(
         device=device,
@@ -62,7 +65,7 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
         reward_processes=scoring_processes(config.reward),
         parameters=parameters,
         rank_bytes=round(share * held),
-        engine_bytes=parameters * _WEIGHT[config.engine.precision] + (config.engine.kv_cache_mib << 20),
+        engine_bytes=parameters * _WEIGHT[config.engine.precision] + (cache << 20),
         stored_bytes=parameters * weight + prompt_bytes,
         state_bytes=parameters * (weight + optimizer),
         states_kept=_states_kept(config),

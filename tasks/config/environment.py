@@ -37,7 +37,8 @@ _LOOPBACK = {
 }
 
 _ENGINE = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # scheduler and worker in the actor's own process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `EngineSpec.own_core` decides; on CPU a 1 adds a process for the worker
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would share the actor's connections to Ray
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on first use, and not used for seeded requests
 }
@@ -71,6 +72,7 @@ _SITE = {
 }
 
 _FAULTS = "RATCHET_FAULTS"
+_MEETING_PLACE = "RATCHET_ENGINE_MEETING_PLACE"
 
 _resolved: set[str] = set()
 """Values of the secrets that this process has looked up, to keep them out of what it shows and stores."""
@@ -159,10 +161,26 @@ def ensure_ray_token() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def engine_environment(device: Device, gpu: str | None, local: bool) -> dict[str, str]:
-    """What an engine's process needs beyond the environment it inherits; `gpu` is the only card it sees."""
+def engine_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
+    """What an engine's process needs beyond the environment it inherits; `gpus` are the only cards it sees."""
     specific = _ENGINE_ON_CPU if device == "cpu" else {}
-    return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, (gpu,) if gpu else ())}
+    return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, gpus)}
+
+
+def set_engine_meeting_place(folder: str) -> None:
+    """Say where the processes meet that an engine in this process starts."""
+    os.environ[_MEETING_PLACE] = folder
+
+
+def engine_meeting_place() -> Path:
+    """The folder where the processes of this engine meet.
+
+    Raises:
+        InputError: none was given.
+    """
+    if _MEETING_PLACE not in os.environ:
+        raise InputError("an engine of several processes needs a folder where they meet: give it a meeting place")
+    return Path(os.environ[_MEETING_PLACE])
 
 
 def trainer_environment(

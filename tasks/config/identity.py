@@ -53,7 +53,18 @@ _RUNTIME_2 = {
 _RUNTIME_3 = {
     **_RUNTIME_2,
     "engine": dict.fromkeys(
-        ("count", "max_model_len", "max_num_seqs", "kv_cache_mib", "gpu_memory_utilization", "cuda_graphs"), True
+        (
+            "count",
+            "tensor",
+            "max_model_len",
+            "max_num_seqs",
+            "kv_cache_mib",
+            "gpu_memory_utilization",
+            "cuda_graphs",
+            "async_scheduling",
+            "own_process",
+        ),
+        True,
     ),
 }
 

@@ -213,8 +213,8 @@ def _kind(annotation: Any) -> str:
 
 
 def _kind_of(choice: Any) -> str:
-    if isinstance(choice, str):
-        return f'"{choice}"'
+    if isinstance(choice, str | int):
+        return f'"{choice}"' if isinstance(choice, str) else f"{choice}"
     if get_origin(choice) is not tuple:
         return _KINDS[get_origin(choice) or choice]
     inner = get_args(choice)[0]

@@ -92,19 +92,27 @@ class EngineSection(Section):
     """The rollout engines. With a deterministic engine only `precision` changes results."""
 
     count: int = Field(default=1, ge=1)
-    """Engines (Ray actors)."""
+    """Engines (Ray actors). A rollout, and an evaluation, is spread over all of them."""
+    tensor: Literal[1, 2, 4] = 1
+    """Processes of one engine, with a card each, over which every layer is split."""
     max_model_len: int = Field(default=128, ge=8)
     """Longest sequence, prompt and response, in tokens."""
     max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
-    kv_cache_mib: int = Field(default=128, ge=1)
-    """Key-value cache, MiB."""
+    kv_cache_mib: int | None = Field(default=None, ge=1)
+    """Key-value cache of a card, MiB. By default what `gpu_memory_utilization` leaves; on CPU 128."""
     precision: Precision = "fp32"
     """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engine may use; the trainer needs the rest. No effect on CPU."""
-    cuda_graphs: bool = False
-    """Capture CUDA graphs: faster steps, but a start that takes a minute longer. No effect on CPU."""
+    cuda_graphs: bool = True
+    """Capture CUDA graphs: faster steps, but a start that takes a minute longer. No effect on CPU, or with
+    `device.deterministic`."""
+    async_scheduling: bool = True
+    """Schedule a step while the one before computes. No effect on CPU, or with `device.deterministic`."""
+    own_process: bool | None = None
+    """Whether vLLM's scheduler has a process of its own. By default it has on a GPU, unless `device.deterministic`;
+    with `tensor` above 1 always."""
 
 
 class WorkersSection(Section):
@@ -113,7 +121,9 @@ class WorkersSection(Section):
     start_deadline_s: float = Field(default=1800.0, gt=0)
     """Seconds for trainer ranks or an engine to come up: imports, the model, CUDA graphs."""
     call_deadline_s: float = Field(default=14400.0, gt=0)
-    """Seconds for one call: all training of an iteration, the samples of one stored part, saving a state."""
+    """Seconds for one call: all training of an iteration, loading weights, saving a state."""
+    step_deadline_s: float = Field(default=1800.0, gt=0)
+    """Seconds in which an engine that samples must end a step and answer; the first may compile kernels."""
 
 
 class StorageSection(Section):

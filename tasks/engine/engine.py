@@ -1,11 +1,12 @@
-"""The rollout engine: one vLLM in one process, which samples, scores, and loads new weights in place.
+"""The rollout engine: vLLM as a server of requests, which samples, scores, and loads new weights in place.
 
 vLLM and torch are imported when an engine is created.
 """
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,20 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage.errors import InputError, SyncMismatch, WorkerLost
+from tasks.config.environment import set_engine_meeting_place
 from tasks.engine.protocol import (
     COMPLETIONS,
+    Collected,
     EngineIdentity,
     EngineProtocol,
     EngineSpec,
+    Finished,
     Sampling,
     SyncReceipt,
     TokenIds,
     weights_digest,
 )
 from trainer_core.weights.records import TensorRecord
-
-_MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
 
 
 @dataclass(frozen=True)
@@ -37,28 +39,40 @@ class Unusable:
     reason: str
 
 
-class Engine(EngineProtocol):
-    """vLLM in this process. One call at a time."""
+class Batch:
+    """Requests that were queued together."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, number: int, prompts: Sequence[TokenIds], how: Sequence[Any]) -> None:
+        self.number, self.prompts, self.how = number, prompts, how
+        self.outputs: list[Any] = [None] * len(prompts)
+        self.left = len(prompts)
+
+
+class Engine(EngineProtocol):
+    """vLLM, here or in processes that this one starts."""
+
+    def __init__(self, spec: EngineSpec, meeting_place: str | None = None) -> None:
         """Start the engine with the weights in `spec.model_dir`.
+
+        Args:
+            meeting_place: empty folder where the processes of `spec.tensor` above 1 meet.
 
         Raises:
             InputError: the directory holds no model.
         """
         if not (Path(spec.model_dir) / "config.json").is_file():
             raise InputError(f"{spec.model_dir} holds no config.json: give a Hugging Face model directory")
-        import torch.distributed as dist
-        from vllm import LLM
+        if meeting_place is not None:
+            set_engine_meeting_place(meeting_place)
+        from tasks.engine import core
 
-        if not dist.is_initialized():
-            # a store in memory: vLLM would open one that listens on every interface
-            backend = "nccl" if spec.device == "cuda" else "gloo"
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, not listed in __all__
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self._spec = spec
-        self._llm: Any = LLM(**_vllm_arguments(spec))
-        self._llm.init_weight_transfer_engine({"init_info": {"model_dir": spec.model_dir}})
+        self._waiting: deque[Batch] = deque()
+        self._running: dict[str, tuple[Batch, int]] = {}
+        self._names = itertools.count()
+        self._sampling_parameters: Callable[[Sampling, int], Any] = core.sampling_parameters
+        self._scoring_parameters: Callable[[], Any] = core.scoring_parameters
+        self._core = core.Core(spec)
         self._held: EngineIdentity | Unusable = EngineIdentity(weight_version=None, weights_digest=None)
 
     def identity(self) -> EngineIdentity:
@@ -69,24 +83,54 @@ class Engine(EngineProtocol):
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """See `EngineProtocol.generate`."""
+        self.drop()
+        self.enqueue(0, prompts, seeds, sampling)
+        return _completions(self._complete())
+
+    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+        """See `EngineProtocol.enqueue`."""
         self._check_usable()
+        if not len(prompts):
+            raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
         self._check_lengths(prompts, "prompt")
-        outputs = self._run(prompts, [_sampling_parameters(sampling, seed) for seed in seeds])
-        return _completions([output.outputs[0] for output in outputs])
+        how = [self._sampling_parameters(sampling, seed) for seed in seeds]
+        self._waiting.append(Batch(number, prompts, how))
+        self._admit()
+
+    def collect(self, wait_s: float) -> Collected:
+        """See `EngineProtocol.collect`."""
+        deadline = time.monotonic() + wait_s
+        ended, finished = 0, []
+        while self._running and not finished:
+            samples, batches = self._step()
+            ended += samples
+            finished += [Finished(batch.number, _completions(batch.outputs)) for batch in batches]
+            if time.monotonic() >= deadline:
+                break
+        return Collected(finished, ended)
+
+    def drop(self) -> None:
+        """See `EngineProtocol.drop`."""
+        self._waiting.clear()
+        if self._running:
+            self._core.forget(list(self._running))
+            self._running.clear()
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """See `EngineProtocol.score`."""
         self._check_usable()
         self._check_lengths(sequences, "sequence")
-        from vllm import SamplingParams
-
-        how = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        outputs = self._run(sequences, how)
-        return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
+        self.drop()
+        if not len(sequences):
+            return []
+        self._waiting.append(Batch(0, sequences, [self._scoring_parameters() for _ in sequences]))
+        self._admit()
+        return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in self._complete()]
 
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """See `EngineProtocol.receive`."""
         clock = time.perf_counter()
+        self.drop()
         self._held = Unusable("a weight update began and did not finish")
         try:
             digests = self._update(directory, records)
@@ -103,10 +147,35 @@ class Engine(EngineProtocol):
             seconds=time.perf_counter() - clock,
         )
 
-    def _run(self, sequences: Sequence[TokenIds], how: Any) -> list[Any]:
-        # plain integers: from numpy's, vLLM would make tensors of a type that it does not accept
-        inputs = [{"prompt_token_ids": np.asarray(ids).tolist()} for ids in sequences]
-        return self._llm.generate(inputs, how, use_tqdm=False)
+    def _admit(self) -> None:
+        """Begin with what waits: all of it, or the next batch once none is under way."""
+        while self._waiting and not (self._spec.together and self._running):
+            batch = self._waiting.popleft()
+            named = {f"{next(self._names)}": (batch, row) for row in range(len(batch.prompts))}
+            self._running |= named
+            # plain integers: from numpy's, vLLM would make tensors of a type that it does not accept
+            prompts = [np.asarray(prompt).tolist() for prompt in batch.prompts]
+            self._core.add(list(zip(named, prompts, batch.how, strict=True)))
+
+    def _step(self) -> tuple[int, list[Batch]]:
+        """Responses that ended in one step, and the batches that are finished with them."""
+        ended, finished = 0, []
+        for output in self._core.step():
+            batch, row = self._running.pop(output.request_id)
+            batch.outputs[row] = output
+            batch.left -= 1
+            ended += 1
+            if not batch.left:
+                finished.append(batch)
+        self._admit()
+        return ended, finished
+
+    def _complete(self) -> list[Any]:
+        """The outputs of the one batch that is under way."""
+        finished: list[Batch] = []
+        while not finished:
+            finished += self._step()[1]
+        return finished[0].outputs
 
     def _update(self, directory: str, records: Sequence[TensorRecord]) -> dict[str, str]:
         files: dict[str, list[TensorRecord]] = {}
@@ -114,18 +183,21 @@ class Engine(EngineProtocol):
             files.setdefault(record.file, []).append(record)
         if not files:
             raise SyncMismatch("a weight update without tensors: the trainer exported nothing")
-        self._llm.start_weight_update()
+        self._core.workers("start_weight_update")
         for number, (file, expected) in enumerate(files.items(), start=1):
             update = {
                 "path": str(Path(directory) / file),
                 "records": [record.model_dump() for record in expected],
                 "final": number == len(files),
             }
-            self._llm.update_weights({"update_info": update})
-        self._llm.finish_weight_update()
-        if not self._llm.reset_prefix_cache():
-            raise SyncMismatch("the prefix cache could not be reset: requests are running during a weight update")
-        (digests,) = self._llm.collective_rpc("received_digests")
+            for refusal in self._core.workers("receive_file", update_info=update):
+                if refusal is not None:
+                    raise SyncMismatch(refusal)
+        self._core.workers("finish_weight_update")
+        self._core.forget_prompts()
+        digests, *others = self._core.workers("received_digests")
+        if any(other != digests for other in others):
+            raise SyncMismatch("the processes of the engine read different tensors from the same files")
         return digests
 
     def _check_usable(self) -> None:
@@ -145,59 +217,15 @@ class Engine(EngineProtocol):
                 )
 
 
-def _vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": spec.model_dir,
-        "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # a model's own sampling defaults must not change ours
-        "dtype": spec.dtype,
-        "max_model_len": spec.max_model_len,
-        "max_num_seqs": spec.max_num_seqs,
-        "max_num_batched_tokens": max(_MAX_STEP_TOKENS, spec.max_model_len, spec.max_num_seqs),
-        "kv_cache_memory_bytes": spec.kv_cache_bytes,
-        "gpu_memory_utilization": spec.gpu_memory_utilization,
-        "enforce_eager": spec.enforce_eager or spec.device == "cpu",
-        "seed": spec.seed,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "async_scheduling": False,
-        "worker_extension_cls": "tasks.engine.receive.WorkerExtension",
-        "weight_transfer_config": {"backend": "ratchet"},
-    }
-    if spec.device == "cpu":
-        arguments |= {
-            "block_size": 32,
-            "enable_chunked_prefill": False,  # a seeded request whose prompt is split ends the engine on CPU
-            "compilation_config": {"custom_ops": ["none"]},  # the CPU kernel of interleaved rotary embedding is wrong
-        }
-    return arguments
-
-
-def _sampling_parameters(sampling: Sampling, seed: int) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        seed=seed,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,  # lists of numbers instead of a dict and objects per token
-        detokenize=False,
-        skip_clone=True,  # made for this one request: no deep copy
-    )
-
-
 def _completions(outputs: Sequence[Any]) -> pa.RecordBatch:
-    unfinished = [output.finish_reason for output in outputs if output.finish_reason not in ("stop", "length", "abort")]
-    if unfinished:
-        raise WorkerLost(f"vLLM ended a response with finish_reason {unfinished[0]!r}, which Ratchet does not know")
+    responses = [output.outputs[0] for output in outputs]
+    unknown = [one.finish_reason for one in responses if one.finish_reason not in ("stop", "length", "abort")]
+    if unknown:
+        raise WorkerLost(f"vLLM ended a response with finish_reason {unknown[0]!r}, which Ratchet does not know")
     columns = [
-        _lists([output.token_ids for output in outputs], pa.int32()),
-        _lists([output.logprobs.logprobs for output in outputs], pa.float32()),
-        pa.array([output.finish_reason for output in outputs], pa.string()),
+        _lists([response.token_ids for response in responses], pa.int32()),
+        _lists([response.logprobs.logprobs for response in responses], pa.float32()),
+        pa.array([response.finish_reason for response in responses], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
 

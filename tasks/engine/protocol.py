@@ -1,7 +1,7 @@
 """What a rollout engine does, as the task layer sees it. Imports without vLLM, torch or Ray."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,10 @@ COMPLETIONS = pa.schema(
 """What `EngineProtocol.generate` returns; fields as in `storage.schema.ROLLOUT`."""
 
 
+KV_CACHE_BYTES_ON_CPU = 128 << 20
+"""The key-value cache where nothing says how large it may be."""
+
+
 class EngineSpec(Frozen):
     """Everything an engine is started with."""
 
@@ -43,14 +47,25 @@ class EngineSpec(Frozen):
     """Longest sequence, prompt and response together, in tokens."""
     max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
-    kv_cache_bytes: int = Field(default=128 << 20, ge=1)
-    """Size of the key-value cache in bytes."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Size of the key-value cache of a card in bytes; None takes what `gpu_memory_utilization` leaves on CUDA, and
+    `KV_CACHE_BYTES_ON_CPU` on CPU."""
     device: Device = "cpu"
     """Where it computes."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card that must be free at the start; the trainer needs the rest. No effect on CPU."""
     enforce_eager: bool = True
     """Run without CUDA graphs and compilation: slower steps, a start within seconds. Always the case on CPU."""
+    async_scheduling: bool = False
+    """Schedule a step while the one before computes. Never the case on CPU."""
+    together: bool = True
+    """Sample batches one after another, and admit all requests of a batch before its first step. Which requests share a
+    step then depends on the batch alone, not on when it arrived: the same batch gives the same bits again."""
+    tensor: Literal[1, 2, 4] = 1
+    """Processes, with a card each, over which every layer is split."""
+    own_core: bool = False
+    """Whether vLLM's scheduler computes in a process of its own, beside the one that prepares requests and collects
+    responses. Always the case with `tensor` above 1."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 
@@ -92,13 +107,34 @@ class SyncReceipt(Frozen):
     """From the first file to the reset of the prefix cache."""
 
 
+class Finished(NamedTuple):
+    """A batch of requests that has been sampled."""
+
+    number: int
+    """As it was queued."""
+    completions: pa.RecordBatch
+    """Schema `COMPLETIONS`, one row per prompt."""
+
+
+class Collected(NamedTuple):
+    """What an engine has done since it was last asked."""
+
+    finished: list[Finished]
+    """Batches of which every response is complete."""
+    samples: int
+    """Responses that ended, of finished batches and of others."""
+
+
 def weights_digest(digests: Mapping[str, str]) -> str:
     """Identity of a whole set of weights, given each tensor's digest by its Hugging Face name."""
     return value_digest(dict(digests))
 
 
 class EngineProtocol(Protocol):
-    """One engine in one process. One call at a time."""
+    """One engine. One call at a time, but it samples many batches at once: `enqueue` them, and `collect` what is done.
+
+    Every other call drops what was queued and not collected: whoever queued it is gone.
+    """
 
     def identity(self) -> EngineIdentity:
         """Which weights the engine holds."""
@@ -114,9 +150,28 @@ class EngineProtocol(Protocol):
             A batch of schema `COMPLETIONS`, one row per prompt.
 
         Raises:
-            InputError: a prompt is empty or leaves no room for a response.
+            InputError: there is no prompt, or one is empty or leaves no room for a response.
             SyncMismatch: the last `receive` failed, so the weights must not be used.
         """
+        ...
+
+    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+        """Queue a batch to be sampled as by `generate`, beside those that are under way, and return at once.
+
+        Args:
+            number: how `collect` names the batch; each is under way once.
+
+        Raises:
+            InputError, SyncMismatch: as `generate`.
+        """
+        ...
+
+    def collect(self, wait_s: float) -> Collected:
+        """Sample until a batch is finished, for at most `wait_s` seconds and a step; at once if none is under way."""
+        ...
+
+    def drop(self) -> None:
+        """Forget every batch that is under way."""
         ...
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:

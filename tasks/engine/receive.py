@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import SyncMismatch
+from tasks.engine import inside  # noqa: F401 - prepares the process of a worker
 from trainer_core.weights.digest import dtype_name, tensor_digest
 from trainer_core.weights.records import TensorRecord
 
@@ -135,6 +136,16 @@ class WorkerExtension:
     """Mixed into vLLM's worker class; reached through `collective_rpc`."""
 
     weight_transfer_engine: RatchetTransfer
+
+    def receive_file(self, update_info: dict[str, Any]) -> str | None:
+        """vLLM's `update_weights`, which returns what is wrong with the file: an error would lose its type on the way
+        from another process.
+        """
+        try:
+            cast(Any, self).update_weights(update_info)
+        except SyncMismatch as refusal:
+            return str(refusal)
+        return None
 
     def received_digests(self) -> dict[str, str]:
         """Digest of each tensor of the last update, as computed when it arrived."""

@@ -14,6 +14,7 @@ from tasks.stages.scored import COLUMNS, SOURCE, accepted, columns, metrics, res
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Evaluated, Prepared, Served
+from tasks.workers.sampling import Batch, spread
 
 
 @stage(Stage.EVALUATE, ("prepare", "weights"), Evaluated)
@@ -40,21 +41,23 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
 
 
 def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:
-    """The greedy answers of the engine, as `responses_of` takes them."""
+    """The greedy answers of the engines, as `responses_of` takes them."""
     greedy = Sampling(
         temperature=0,
         top_p=1,
         max_tokens=work.config.rollout.max_tokens,
         stop_token_ids=text_codec(work.context, prepared).stop_tokens,
     )
-    engine = ensure_served(work.context, prepared, served)[0]
-    batch = engine.generate(token_rows(table["prompt_tokens"]), [0] * table.num_rows, greedy)
+    engines = ensure_served(work.context, prepared, served)
+    answers = spread(engines, Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows), greedy)
     return pa.table(
         {
             "prompt_id": table["prompt_id"].combine_chunks(),
             "sample_id": pa.array([0] * table.num_rows, pa.int32()),
-            "response_tokens": batch.column("response_tokens").cast(EVALUATION.field("response_tokens").type),
-            "finish_reason": batch.column("finish_reason"),
+            "response_tokens": answers["response_tokens"]
+            .combine_chunks()
+            .cast(EVALUATION.field("response_tokens").type),
+            "finish_reason": answers["finish_reason"].combine_chunks(),
         }
     )
 

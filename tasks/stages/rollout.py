@@ -6,6 +6,7 @@ derived from its place in the run, so that a piece generated again requests the 
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from storage.digest import value_digest
 from storage.errors import StageFailed
 from storage.manifest import Part
-from storage.parallel import each
 from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
 from storage.unfinished import find_piece, keep_piece
@@ -27,6 +27,7 @@ from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
+from tasks.workers.sampling import Batch, sample
 
 _SAMPLED = ["response_tokens", "logprobs", "finish_reason"]
 
@@ -38,14 +39,10 @@ def rollout(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     sampler = _Sampler(work, served, sampling(work, prepared))
     groups = drawn(work, prepared, served)
     clock = time.perf_counter()
-    pieces = each(
-        lambda index: sampler.piece(engines[index % len(engines)], index, groups[index]),
-        range(len(groups)),
-        len(engines),
-    )
+    pieces = sampler.pieces(engines, groups)
     seconds = time.perf_counter() - clock
     kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
-    repeated = {} if kept is None else sampler.sample_again(engines[0], pieces[kept], groups[kept])
+    repeated = {} if kept is None else sampler.sample_again(engines, pieces[kept], groups[kept])
     samples = pa.concat_tables([piece.table for piece in pieces])
     _check_rows(samples, groups, work.config.rollout.samples)
     work.context.outbox.settle()  # samples count only once the state that made them is durable
@@ -128,15 +125,25 @@ class _Sampler:
     served: Served
     how: Sampling
 
-    def piece(self, engine: EngineHandle, index: int, groups: Groups) -> Piece:
-        """One piece: read from storage if it was generated before from the same inputs, else generated now."""
-        writer, name = self.work.writer, self._name(groups)
-        kept = find_piece(writer, name)
-        if kept is not None:
-            return Piece(kept, self._stored(kept), kept=True)
-        table = self._generate(engine, groups)
-        part = writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
-        first = keep_piece(writer, name, part)
+    def pieces(self, engines: list[EngineHandle], groups: list[Groups]) -> list[Piece]:
+        """All pieces: read from storage if sampled before from the same inputs, else sampled now and stored."""
+        pieces = {index: piece for index, one in enumerate(groups) if (piece := self._kept(one)) is not None}
+        missing = [index for index in range(len(groups)) if index not in pieces]
+
+        def store(number: int, completions: pa.RecordBatch) -> None:
+            index = missing[number]
+            pieces[index] = self._store(index, groups[index], self._table(groups[index], completions))
+
+        self._sample(engines, [groups[index] for index in missing], store)
+        return [pieces[index] for index in range(len(groups))]
+
+    def _kept(self, groups: Groups) -> Piece | None:
+        kept = find_piece(self.work.writer, self._name(groups))
+        return None if kept is None else Piece(kept, self._stored(kept), kept=True)
+
+    def _store(self, index: int, groups: Groups, table: pa.Table) -> Piece:
+        part = self.work.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
+        first = keep_piece(self.work.writer, self._name(groups), part)
         return Piece(first, table if first == part else self._stored(first), kept=False)
 
     def _name(self, groups: Groups) -> str:
@@ -151,31 +158,42 @@ class _Sampler:
     def _stored(self, part: Part) -> pa.Table:
         return read_parts(self.work.root, [part], ROLLOUT)
 
-    def sample_again(self, engine: EngineHandle, kept: Piece, groups: Groups) -> dict[str, float]:
-        """Generate a piece of an earlier process again, and count the samples that are bit-for-bit identical.
+    def sample_again(self, engines: list[EngineHandle], kept: Piece, groups: Groups) -> dict[str, float]:
+        """Sample a piece of an earlier process again, and count the samples that are bit-for-bit identical.
 
         Samples lost in a crash cannot be compared; those the process left can, which shows whether the engine gives
         the same samples for the same seeds.
         """
-        before = kept.table.select(_SAMPLED).combine_chunks()
-        again = self._generate(engine, groups).select(_SAMPLED).combine_chunks()
-        equal = sum(before.slice(row, 1).equals(again.slice(row, 1)) for row in range(before.num_rows))
+        again: list[pa.Table] = []
+        self._sample(engines, [groups], lambda _, found: again.append(self._table(groups, found)))
+        before, after = (table.select(_SAMPLED).combine_chunks() for table in (kept.table, *again))
+        equal = sum(before.slice(row, 1).equals(after.slice(row, 1)) for row in range(before.num_rows))
         return {"sampled_again": float(before.num_rows), "sampled_again_equal": float(equal)}
 
-    def _generate(self, engine: EngineHandle, groups: Groups) -> pa.Table:
-        config, count = self.work.config, groups.prompts.num_rows
-        n, first = config.rollout.samples, groups.position
-        repeated = groups.prompts.take(np.repeat(np.arange(count), n))
-        again = _reseeded(self.work)
-        places = [(first + group, sample) for group in range(count) for sample in range(n)]
-        seeds = [sample_seed(config.run.seed, position, sample, again) for position, sample in places]
-        batch = engine.generate(token_rows(repeated["prompt_tokens"]), seeds, self.how)
+    def _sample(
+        self, engines: list[EngineHandle], groups: list[Groups], ready: Callable[[int, pa.RecordBatch], None]
+    ) -> None:
+        batches = [Batch(token_rows(self._repeated(one)["prompt_tokens"]), self._seeds(one)) for one in groups]
+        sample(engines, batches, self.how, ready, ahead=2 * self.work.config.engine.max_num_seqs)
+
+    def _repeated(self, groups: Groups) -> pa.Table:
+        """The prompts with a row for each sample."""
+        return groups.prompts.take(np.repeat(np.arange(groups.prompts.num_rows), self.work.config.rollout.samples))
+
+    def _seeds(self, groups: Groups) -> list[int]:
+        config, again = self.work.config, _reseeded(self.work)
+        places = range(groups.position, groups.position + groups.prompts.num_rows)
+        samples = range(config.rollout.samples)
+        return [sample_seed(config.run.seed, place, one, again) for place in places for one in samples]
+
+    def _table(self, groups: Groups, completions: pa.RecordBatch) -> pa.Table:
+        repeated, seeds = self._repeated(groups), self._seeds(groups)
         columns = {
             "prompt_id": repeated["prompt_id"],
             "prompt_tokens": repeated["prompt_tokens"],
-            "sample_id": pa.array(groups.sample_ids(n)),
+            "sample_id": pa.array(groups.sample_ids(self.work.config.rollout.samples)),
             "seed": pa.array(seeds, pa.int64()),
-            **{name: batch.column(name) for name in _SAMPLED},
+            **{name: completions.column(name) for name in _SAMPLED},
             **self._constants(len(seeds)),
         }
         return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)

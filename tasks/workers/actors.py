@@ -18,6 +18,7 @@ _GRACE_S = 5.0  # time the others get to end their part of a call after one memb
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive
 _ATTACH_S = 10.0
 _START = "the start"
+_DEADLINES = {_START: "start_deadline_s", "collect": "step_deadline_s"}
 TOKEN_CHARACTERS = 8
 """Of the part of a group's name that no other group has."""
 
@@ -154,7 +155,7 @@ class WorkerGroup:
         raise _worst([failures[member] for member in sorted(failures)])
 
     def _late(self, member: int, what: str, deadline_s: float) -> WorkerLost:
-        setting = "start_deadline_s" if what == _START else "call_deadline_s"
+        setting = _DEADLINES.get(what, "call_deadline_s")
         return WorkerLost(
             f"{self._labels[member]} did not finish {what} within {deadline_s:g} s and was ended; the next attempt "
             f"starts a new one. If the work takes that long, raise workers.{setting}"

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tasks.engine.protocol import EngineIdentity, EngineProtocol, Sampling, SyncReceipt, TokenIds
+from tasks.engine.protocol import Collected, EngineIdentity, EngineProtocol, Sampling, SyncReceipt, TokenIds
 from tasks.workers.group import GroupHandle, Pending
 from trainer_core.weights.records import TensorRecord
 
@@ -21,6 +21,19 @@ class EngineHandle(GroupHandle):
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """See `EngineProtocol.generate`."""
         return self._result(self.submit(EngineProtocol.generate, prompts, seeds, sampling))
+
+    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+        """See `EngineProtocol.enqueue`."""
+        self._result(self.submit(EngineProtocol.enqueue, number, prompts, seeds, sampling))
+
+    def collect(self, wait_s: float) -> Collected:
+        """See `EngineProtocol.collect`. An engine that does not finish a step in time has failed."""
+        (collected,) = self.submit(EngineProtocol.collect, wait_s).wait(self.deadlines.step_deadline_s)
+        return collected
+
+    def drop(self) -> None:
+        """See `EngineProtocol.drop`."""
+        self._result(self.submit(EngineProtocol.drop))
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """See `EngineProtocol.score`."""

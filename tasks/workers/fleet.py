@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from storage.digest import value_digest
-from storage.errors import RatchetError, WorkerLost
+from storage.errors import InputError, RatchetError, WorkerLost
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
 from tasks.engine.engine import Engine
@@ -17,7 +17,7 @@ from tasks.engine.protocol import EngineSpec
 from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
-from tasks.workers.ranks import RankActors, forget_rendezvous, rank_labels, start_trainers
+from tasks.workers.ranks import RankActors, forget_rendezvous, meet, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
 
@@ -107,7 +107,7 @@ class Fleet:
             InputError: see `device`; or RAY_ADDRESS does not answer.
         """
         self._connect()
-        spec = self._engine_spec(model_dir)
+        spec = self.engine_spec(model_dir)
         places = range(self._config.engine.count)
         kept = dict(enumerate(self._engines))
         self._engines = [
@@ -162,18 +162,24 @@ class Fleet:
         self.check_alive()
         self._cluster.start()
 
-    def _engine_spec(self, model_dir: Path) -> EngineSpec:
-        section = self._config.engine
+    def engine_spec(self, model_dir: Path) -> EngineSpec:
+        """What the engines are started with; raises as `device`."""
+        section, deterministic = self._config.engine, self._config.device.deterministic
+        fast = self.device == "cuda" and not deterministic
         return EngineSpec.model_validate(
             {
                 "model_dir": str(model_dir),
                 "dtype": _DTYPES[section.precision],
                 "max_model_len": section.max_model_len,
                 "max_num_seqs": section.max_num_seqs,
-                "kv_cache_bytes": section.kv_cache_mib << 20,
+                "kv_cache_bytes": None if section.kv_cache_mib is None else section.kv_cache_mib << 20,
                 "device": self.device,
                 "gpu_memory_utilization": section.gpu_memory_utilization,
-                "enforce_eager": not section.cuda_graphs,
+                "enforce_eager": not (fast and section.cuda_graphs),
+                "async_scheduling": fast and section.async_scheduling,
+                "together": not fast,
+                "tensor": section.tensor,
+                "own_core": fast if section.own_process is None else section.own_process,
             }
         )
 
@@ -181,14 +187,16 @@ class Fleet:
         labels = [f"engine {place}"]
         role = f"{self._run}/engine-{place}"
         prefix = f"{role}/{value_digest(spec.model_dump(mode='json', exclude={'model_dir'}))}"
-        found = self._found(WorkerGroup, role, prefix, labels)
+        found = self._found(RankActors, role, prefix, labels)
         if found is not None:
             return self._handle(found)
         settings = self._cluster.settings
-        card = settings.gpus[place % len(settings.gpus)] if spec.device == "cuda" else None
-        environment = engine_environment(spec.device, card, settings.local)
-        group = WorkerGroup(labels, spawn(fresh_names(prefix, 1), [environment], detached=not settings.local))
-        group.start(Engine, [(spec,)], self._config.workers.start_deadline_s)
+        environment = engine_environment(spec.device, engine_cards(settings.gpus, place, spec), settings.local)
+        names = fresh_names(prefix, 1)
+        meeting_place = meet(names, settings) if spec.tensor > 1 else None
+        group = RankActors(labels, spawn(names, [environment], detached=not settings.local), meeting_place)
+        place_of_it = None if meeting_place is None else str(meeting_place)
+        group.start(Engine, [(spec, place_of_it)], self._config.workers.start_deadline_s)
         return self._handle(group)
 
     def _handle(self, group: WorkerGroup) -> EngineHandle:
@@ -219,3 +227,18 @@ class Fleet:
             else:
                 group.end()
         return usable
+
+
+def engine_cards(cards: tuple[str, ...], place: int, spec: EngineSpec) -> tuple[str, ...]:
+    """The cards of engine number `place`: the next `spec.tensor`, from the first again when there are no more.
+
+    Raises:
+        InputError: one engine needs more cards than there are.
+    """
+    if spec.device == "cpu":
+        return ()
+    if spec.tensor > len(cards):
+        raise InputError(f"engine.tensor is {spec.tensor}, but {len(cards)} GPUs are visible; choose a smaller one")
+    engines = len(cards) // spec.tensor
+    first = place % engines * spec.tensor
+    return cards[first : first + spec.tensor]

@@ -48,7 +48,7 @@ class GroupHandle:
     """A group behind typed calls. A call raises what the members raise, or WorkerLost."""
 
     def __init__(self, group: Group, deadlines: WorkersSection) -> None:
-        self._group, self._deadlines = group, deadlines
+        self._group, self.deadlines = group, deadlines
 
     def submit[**P, R](
         self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs
@@ -69,4 +69,4 @@ class GroupHandle:
         return self._group.processes()
 
     def _results[R](self, pending: Pending[list[R]]) -> list[R]:
-        return pending.wait(self._deadlines.call_deadline_s)
+        return pending.wait(self.deadlines.call_deadline_s)

@@ -18,7 +18,7 @@ _MEETING = "ratchet-rendezvous"
 
 
 class RankActors(WorkerGroup):
-    """The actors of the ranks, and the folder of their rendezvous."""
+    """The actors of trainer ranks, or of an engine, and the folder of their rendezvous."""
 
     def __init__(self, labels: Sequence[str], actors: Sequence[Any], meeting_place: Path | None = None) -> None:
         super().__init__(labels, actors)
@@ -62,14 +62,20 @@ def start_trainers(
         )
     environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
     names = fresh_names(prefix, world_size)
-    # detached ranks outlive this process, and so must the folder
-    meeting_place = new_folder() if settings.local else rendezvous(group_name(names[0]))
-    meeting_place.mkdir(mode=0o700, exist_ok=settings.local)
+    meeting_place = meet(names, settings)
     actors = spawn(names, [environment] * world_size, detached=not settings.local)
     group = RankActors(rank_labels(world_size), actors, meeting_place)
     ranks = rank_specs(world_size, meeting_place / "store", device, deterministic)
     group.start(start_trainer, [(model_dir, config, rank) for rank in ranks], deadline_s)
     return group
+
+
+def meet(names: Sequence[str], settings: Settings) -> Path:
+    """A new folder where the processes of a group meet, given the names of its actors."""
+    # detached ones outlive this process, and so must the folder
+    folder = new_folder() if settings.local else rendezvous(group_name(names[0]))
+    folder.mkdir(mode=0o700, exist_ok=settings.local)
+    return folder
 
 
 def rendezvous(group: str) -> Path:

@@ -14,7 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
-from tasks.engine.protocol import COMPLETIONS, EngineIdentity, EngineProtocol, SyncReceipt, weights_digest
+from tasks.engine.protocol import (
+    COMPLETIONS,
+    Collected,
+    EngineIdentity,
+    EngineProtocol,
+    Finished,
+    SyncReceipt,
+    weights_digest,
+)
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, SavedFiles, TrainerProtocol
 from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, facts_text, read_facts
@@ -166,6 +174,7 @@ class SmallEngine(EngineProtocol):
 
     def __init__(self, model_dir: str) -> None:
         self._weights, self._digest, self._version = None, None, None
+        self._queued = []
 
     def identity(self):
         return EngineIdentity(weight_version=self._version, weights_digest=self._digest)
@@ -188,6 +197,20 @@ class SmallEngine(EngineProtocol):
             pa.array(["stop"] * len(responses)),
         ]
         return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
+
+    def enqueue(self, *batch):
+        self._queued.append(batch)
+
+    def collect(self, wait_s):
+        """One batch after another, as on CPU."""
+        if not self._queued:
+            return Collected([], 0)
+        number, *batch = self._queued.pop(0)
+        completions = self.generate(*batch)
+        return Collected([Finished(number, completions)], completions.num_rows)
+
+    def drop(self):
+        self._queued.clear()
 
     def score(self, sequences):
         weights = np.zeros(SIZE, np.float32) if self._weights is None else self._weights

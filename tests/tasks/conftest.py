@@ -20,7 +20,10 @@ def engines(tmp_path_factory):
             for seed, directory in enumerate(models.values()):
                 reference.make(directory, seed, tied, family)
             spec = EngineSpec(model_dir=models["old"], max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
-            served[family, tied] = SimpleNamespace(engine=process.Engine(spec), reference=reference, **models)
+            engine = process.Engine(spec)
+            served[family, tied] = SimpleNamespace(
+                engine=engine, reference=reference, pid=process._process.pid, **models
+            )
         yield served
 
 

@@ -62,7 +62,7 @@ EngineProcess.register("Reference", Reference)
 def engine_process() -> Iterator[Any]:
     """Start the process; it ends with the block."""
     manager = EngineProcess(ctx=multiprocessing.get_context("spawn"))
-    manager.start(_set_environment, (engine_environment("cpu", gpu=None, local=True),))
+    manager.start(_set_environment, (engine_environment("cpu", gpus=(), local=True),))
     try:
         yield manager
     finally:

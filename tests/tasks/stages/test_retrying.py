@@ -8,6 +8,8 @@ import pytest
 from storage import errors
 from storage.backends.root import Root, open_root
 from storage.manifest import find, need
+from storage.parts import read_table
+from storage.schema import ROLLOUT
 from tasks.stages import retrying
 from tasks.stages.names import Stage
 from tests.small.config import small_config
@@ -88,3 +90,32 @@ def test_a_stage_that_had_handed_over_its_result_is_not_done_again(tmp_path: Pat
     assert workers.calls.count("train_policy") == 1
     assert need(root, RUN, 1, Stage.TRAIN).attempt == 0
     assert retrying.BACK_OFF_S[0] < retrying.BACK_OFF_S[-1]
+
+
+def test_while_another_engine_is_left_a_lost_one_costs_no_attempt(tmp_path: Path, pauses):
+    """It gives the same samples as a run whose engines live."""
+    config = small_config(["run.iterations=1", "engine.count=2", "rollout.groups_per_part=1"])
+
+    class Dying(SmallEngine):
+        made = 0
+
+        def __init__(self, model_dir: str) -> None:
+            super().__init__(model_dir)
+            self._dies, Dying.made = Dying.made == 0, Dying.made + 1
+
+        def generate(self, *given):
+            if self._dies:
+                raise errors.WorkerLost("engine 0 died during collect")
+            return super().generate(*given)
+
+    rows = []
+    for engine in (Dying, SmallEngine):
+        root = open_root(str(tmp_path / engine.__name__ / "root"))
+        workers = WorkersHere(config, engine)
+        driver(root, config, tmp_path / engine.__name__ / "scratch", workers=workers).drive()
+        rollout = need(root, RUN, 1, Stage.ROLLOUT)
+        assert rollout.attempt == 0
+        rows.append(read_table(root, rollout, ROLLOUT))
+    assert Dying.made == 2
+    assert rows[0].equals(rows[1])
+    assert pauses == []

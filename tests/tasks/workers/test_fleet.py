@@ -10,13 +10,14 @@ import psutil
 import pytest
 import ray
 
-from storage.errors import InputError, WorkerLost
+from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings
-from tasks.engine.protocol import Sampling, weights_digest
+from tasks.engine.protocol import EngineSpec, Sampling, weights_digest
 from tasks.workers.cluster import Cluster
-from tasks.workers.fleet import Fleet
+from tasks.workers.fleet import Fleet, engine_cards
 from tasks.workers.ranks import start_trainers
+from tasks.workers.sampling import Batch, sample
 from tests.tasks.engine.test_engine import export
 from tests.tasks.engine_process import weights_of
 from tests.tasks.workers.test_cluster import listening_addresses
@@ -93,6 +94,93 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
         again.import_model()
         deliver(again, revived, 4, tmp_path / "second")
     assert not psutil.wait_procs(processes, timeout=0)[1]
+
+
+def gone(processes):
+    return not psutil.wait_procs(processes, timeout=20)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "victim"), [(1, "VLLM::EngineCore"), (2, None)])
+def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, tensor, victim):
+    """It computes what one in one process does, listens nowhere else, and dies as a whole: `victim`, or the actor."""
+    config = config_of(model)
+    several = {"own_process": True, "tensor": tensor, "count": 1}
+    config = config.model_copy(update={"engine": config.engine.model_copy(update=several)})
+    records = export(tmp_path, weights_of(model))
+    with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
+        (engine,) = fleet.engines(model)
+        wrong = [records[0].model_copy(update={"digest": "0" * 32}), *records[1:]]
+        with pytest.raises(SyncMismatch, match=f"engine 0: tensor {records[0].name} arrived as"):
+            engine.receive(str(tmp_path), 1, wrong)
+        receipt = engine.receive(str(tmp_path), 2, records)
+        assert receipt == served.engine.receive(str(tmp_path), 2, records).model_copy(
+            update={"seconds": receipt.seconds}
+        )
+        found = []
+        sample([engine], [Batch(PROMPTS, range(8))] * 3, Sampling(max_tokens=9), lambda _, one: found.append(one))
+        alone = served.engine.generate(PROMPTS, range(8), Sampling(max_tokens=9))
+        for one in found:
+            assert one["response_tokens"].equals(alone["response_tokens"])
+            if tensor == 1:
+                assert one.equals(alone)
+        scored = zip(engine.score(PROMPTS), served.engine.score(PROMPTS), strict=True)
+        assert all(np.allclose(ours, theirs, atol=1e-5) for ours, theirs in scored)
+
+        (actor,) = map(psutil.Process, engine.processes())
+        family = [actor, *actor.children(recursive=True)]
+        names = [" ".join(process.cmdline()) for process in family]
+        assert sum("VLLM::" in name for name in names) == (1 if tensor == 1 else 3)
+        assert listening_addresses(cluster.processes()) == {"127.0.0.1"}
+        killed = actor if victim is None else family[next(n for n, name in enumerate(names) if victim in name)]
+        killed.kill()
+        assert gone(family)
+        with pytest.raises(WorkerLost, match="engine 0 died during generate"):
+            engine.generate(PROMPTS, range(8), Sampling(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"enforce_eager": False, "async_scheduling": True, "own_core": True, "together": False}),
+        (
+            {"device": {"deterministic": True}},
+            {"enforce_eager": True, "async_scheduling": False, "own_core": False, "together": True},
+        ),
+        (
+            {"engine": {"cuda_graphs": False, "async_scheduling": False, "own_process": False}},
+            {"enforce_eager": True, "async_scheduling": False, "own_core": False, "together": False},
+        ),
+        ({"engine": {}}, {"kv_cache_bytes": None, "tensor": 1}),
+        ({"engine": {"kv_cache_mib": 3, "tensor": 2}}, {"kv_cache_bytes": 3 << 20, "tensor": 2}),
+    ],
+)
+def test_on_a_gpu_the_engine_is_fast_unless_it_must_repeat_itself(settings, expected, tmp_path):
+    document = {**config_of(str(tmp_path)).model_dump(mode="json", exclude={"engine"}), **settings}
+    config = parse_config(document, "test")
+    spec = Fleet("run", config, Cluster(Settings(ray_address=None, ray_token=None, gpus=("0",)))).engine_spec(tmp_path)
+    assert spec.device == "cuda"
+    assert {name: value for name, value in spec.model_dump().items() if name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("cards", "tensor", "expected"),
+    [
+        ("0", 1, ["0", "0", "0"]),
+        ("012", 1, ["0", "1", "2"]),
+        ("01234", 2, ["01", "23", "01"]),
+        ("0123", 4, ["0123"] * 3),
+    ],
+)
+def test_engines_take_the_next_cards_and_share_them_when_there_are_no_more(cards, tensor, expected):
+    spec = EngineSpec(model_dir="", max_model_len=8, device="cuda", tensor=tensor)
+    assert ["".join(engine_cards(tuple(cards), place, spec)) for place in range(3)] == expected
+
+
+def test_an_engine_of_more_cards_than_there_are_is_refused():
+    spec = EngineSpec(model_dir="", max_model_len=8, device="cuda", tensor=4)
+    with pytest.raises(InputError, match=r"engine.tensor is 4, but 2 GPUs are visible"):
+        engine_cards(("0", "1"), 0, spec)
 
 
 LATER_PROCESS = """

@@ -1,0 +1,166 @@
+"""vLLM as Ratchet starts it: its settings, its processes, and requests that go in and come out one by one.
+
+This is vLLM's synchronous engine, not its `AsyncLLM`: the scheduler and the workers behind both are the same and run in
+the same processes of their own, but this one can also be driven step by step in one process (`AsyncLLM` cannot: vLLM
+refuses asyncio without a process for the scheduler), which is what makes results repeatable and starts short on CPU.
+
+Imports torch and vLLM.
+"""
+
+import multiprocessing.connection
+import os
+import signal
+import weakref
+from collections.abc import Sequence
+from threading import Event, Thread
+from typing import Any, cast
+
+from vllm import EngineArgs, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import MPClient
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.utils import CoreEngineProcManager
+
+from storage.errors import SyncMismatch
+from tasks.engine.inside import executor
+from tasks.engine.memory import cache_bytes
+from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
+
+_MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
+
+
+class Core:
+    """vLLM's engine. Requests are added, each `step` says which have ended."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Start vLLM with the weights in `spec.model_dir`."""
+        apart = spec.own_core or spec.tensor > 1
+        self._vllm = LLMEngine(
+            EngineArgs(**vllm_arguments(spec)).create_engine_config(UsageContext.LLM_CLASS),
+            executor_class=executor(spec.tensor),
+            log_stats=False,
+            usage_context=UsageContext.LLM_CLASS,
+            multiprocess_mode=apart,
+        )
+        self._client = self._vllm.engine_core
+        self._together = spec.together
+        if isinstance(self._client, MPClient):
+            leaving = Event()
+            weakref.finalize(self, leaving.set)  # runs before vLLM ends its processes
+            _end_with_scheduler(self._client, leaving)
+        self.workers("init_weight_transfer_engine", init_info={"model_dir": spec.model_dir})
+
+    def add(self, requests: Sequence[tuple[str, list[int], SamplingParams]]) -> None:
+        """Begin with requests, each with a name of its own and its prompt."""
+        held = self._together and isinstance(self._client, MPClient)
+        if held:  # or the scheduler would begin with the first while the others are on their way to its process
+            self._utility("pause_scheduler", "keep", False)
+        for name, prompt, how in requests:
+            self._vllm.add_request(name, tokens_input(prompt), how)
+        if held:
+            self._utility("resume_scheduler")
+
+    def step(self) -> list[RequestOutput]:
+        """The requests that ended in the next step. There must be some under way."""
+        return [output for output in self._vllm.step() if isinstance(output, RequestOutput) and output.finished]
+
+    def forget(self, names: Sequence[str]) -> None:
+        """End requests without an answer."""
+        self._vllm.abort_request(list(names))
+
+    def workers(self, method: str, **options: Any) -> list[Any]:
+        """Call a method of every worker; their results."""
+        return self._vllm.collective_rpc(method, kwargs=options)
+
+    def forget_prompts(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            SyncMismatch: requests are running.
+        """
+        if not self._vllm.reset_prefix_cache():
+            raise SyncMismatch("the prefix cache could not be reset: requests are running during a weight update")
+
+    def _utility(self, method: str, *arguments: Any) -> None:
+        self._client.call_utility(method, *arguments)  # pyright: ignore[reportAttributeAccessIssue] - of the client apart
+
+
+def _end_with_scheduler(client: MPClient, leaving: Event) -> None:
+    """Kill this process when the scheduler's has ended, unless `leaving` is set: calls to it would wait for ever."""
+    sentinels = cast(CoreEngineProcManager, client.resources.engine_manager).sentinels()
+
+    def watch() -> None:
+        multiprocessing.connection.wait(sentinels)
+        if not leaving.is_set():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Thread(target=watch, name="ratchet-scheduler", daemon=True).start()
+
+
+def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """What vLLM is started with."""
+    arguments: dict[str, Any] = {
+        "model": spec.model_dir,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "generation_config": "vllm",  # a model's own sampling defaults must not change ours
+        "dtype": spec.dtype,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": max(_MAX_STEP_TOKENS, spec.max_model_len, spec.max_num_seqs),
+        "kv_cache_memory_bytes": spec.kv_cache_bytes or _cache_bytes(spec),
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "tensor_parallel_size": spec.tensor,
+        "enforce_eager": spec.enforce_eager or spec.device == "cpu",
+        "seed": spec.seed,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "async_scheduling": spec.async_scheduling and spec.device == "cuda",
+        "worker_extension_cls": "tasks.engine.receive.WorkerExtension",
+        "weight_transfer_config": {"backend": "ratchet"},
+    }
+    if spec.device == "cpu":
+        arguments |= {
+            "block_size": 32,
+            "enable_chunked_prefill": False,  # a seeded request whose prompt is split ends the engine on CPU
+            "compilation_config": {"custom_ops": ["none"]},  # the CPU kernel of interleaved rotary embedding is wrong
+        }
+    return arguments
+
+
+def _cache_bytes(spec: EngineSpec) -> int:
+    if spec.device == "cpu":
+        return KV_CACHE_BYTES_ON_CPU
+    return cache_bytes(spec, current_platform.get_device_total_memory())
+
+
+def sampling_parameters(sampling: Sampling, seed: int) -> SamplingParams:
+    """How one response is sampled."""
+    return SamplingParams(
+        seed=seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,  # lists of numbers instead of a dict and objects per token
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # made for this one request: no deep copy
+    )
+
+
+def scoring_parameters() -> SamplingParams:
+    """How the tokens of a prompt are scored."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,177 @@
+"""Sampling many batches on several engines at once.
+
+Each engine holds enough work that it never waits for the next batch. A batch goes to the engine that has least in
+flight, and back to the others if its engine is lost.
+"""
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from storage.errors import WorkerLost
+from tasks.engine.protocol import COMPLETIONS, Sampling, TokenIds
+from tasks.workers.engines import EngineHandle
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 0.5
+"""How long one call waits for an engine to finish a batch, seconds: what it is doing is known that often."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts to sample together, each with a seed."""
+
+    prompts: Sequence[TokenIds]
+    seeds: Sequence[int]
+
+
+def untold(_done: int) -> None:
+    """Tell nobody."""
+
+
+def sample(
+    engines: Sequence[EngineHandle],
+    batches: Sequence[Batch],
+    how: Sampling,
+    ready: Callable[[int, pa.RecordBatch], None],
+    ahead: int = 1024,
+    told: Callable[[int], None] = untold,
+) -> None:
+    """Sample all batches, in any order.
+
+    Args:
+        ready: called with the number of each batch and its completions (schema `COMPLETIONS`) as soon as they are
+            there, in the context of the caller, from one thread for each engine.
+        ahead: an engine gets no further batch while it has that many samples in flight.
+        told: called with the number of samples that are done, several times a second at most.
+
+    Raises:
+        WorkerLost: no engine is left. While there is one, it takes over what the lost ones had.
+        InputError, SyncMismatch: as `EngineProtocol.generate`.
+    """
+    work = _Shared(engines, batches, how, ready, ahead, told)
+    if not batches:
+        return
+    if len(engines) == 1:
+        work.serve(0)
+        return
+    with ThreadPoolExecutor(len(engines)) as pool:
+        served = [pool.submit(copy_context().run, work.serve, place) for place in range(len(engines))]
+        try:
+            for one in served:
+                one.result()
+        finally:
+            work.stop()
+
+
+def spread(
+    engines: Sequence[EngineHandle], batch: Batch, how: Sampling, told: Callable[[int], None] = untold
+) -> pa.Table:
+    """One batch, an equal share on each engine; its completions (schema `COMPLETIONS`) in order. Raises as `sample`."""
+    size = max(1, math.ceil(len(batch.prompts) / len(engines)))
+    shares = [slice(first, first + size) for first in range(0, len(batch.prompts), size)]
+    found: dict[int, pa.RecordBatch] = {}
+    batches = [Batch(batch.prompts[share], batch.seeds[share]) for share in shares]
+    sample(engines, batches, how, found.__setitem__, told=told)
+    return pa.Table.from_batches([found[number] for number in range(len(shares))], COMPLETIONS)
+
+
+class _Shared:
+    """What the threads of the engines share."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineHandle],
+        batches: Sequence[Batch],
+        how: Sampling,
+        ready: Callable[[int, pa.RecordBatch], None],
+        ahead: int,
+        told: Callable[[int], None],
+    ) -> None:
+        self._engines, self._batches, self._how = engines, batches, how
+        self._ready, self._ahead, self._told = ready, ahead, told
+        self._changed = threading.Condition()
+        self._waiting = deque(range(len(batches)))
+        self._given: dict[int, set[int]] = {place: set() for place in range(len(engines))}  # of engines that live
+        self._queued: dict[int, set[int]] = {place: set() for place in range(len(engines))}
+        self._partial = dict.fromkeys(range(len(engines)), 0)  # samples of batches that are not finished
+        self._done = 0  # samples of finished batches
+        self._left = len(batches)
+        self._stopped = False
+
+    def serve(self, place: int) -> None:
+        """Keep one engine at work until everything is done, or it is lost and another remains."""
+        engine = self._engines[place]
+        try:
+            engine.drop()  # what an earlier caller, or an attempt that failed, has left
+            while (numbers := self._next(place)) is not None:
+                for number in numbers:
+                    engine.enqueue(number, self._batches[number].prompts, self._batches[number].seeds, self._how)
+                self._collect(place, engine)
+        except WorkerLost as loss:
+            if not self._lose(place):
+                raise
+            logger.warning("%s; the other engines sample what it had", loss)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Let every thread end once the call that it waits for has returned."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _next(self, place: int) -> list[int] | None:
+        """What to queue at an engine now; None once it has nothing more to do."""
+        with self._changed:
+            while self._left and not self._stopped:
+                self._deal()
+                if self._given[place]:
+                    new = sorted(self._given[place] - self._queued[place])
+                    self._queued[place].update(new)
+                    return new
+                self._changed.wait()  # an engine may be lost, and what it had is dealt again
+            return None
+
+    def _deal(self) -> None:
+        while self._waiting:
+            place = min(self._given, key=self._in_flight)
+            if self._in_flight(place) >= self._ahead:
+                return
+            self._given[place].add(self._waiting.popleft())
+            self._changed.notify_all()
+
+    def _in_flight(self, place: int) -> int:
+        return sum(len(self._batches[number].prompts) for number in self._given[place])
+
+    def _collect(self, place: int, engine: EngineHandle) -> None:
+        collected = engine.collect(WAIT_S)
+        for number, completions in collected.finished:
+            self._ready(number, completions)
+        with self._changed:
+            finished = {number for number, _ in collected.finished}
+            samples = sum(len(self._batches[number].prompts) for number in finished)
+            self._given[place] -= finished
+            self._partial[place] += collected.samples - samples
+            self._done += samples
+            self._left -= len(finished)
+            self._told(self._done + sum(self._partial.values()))
+            self._changed.notify_all()
+
+    def _lose(self, place: int) -> bool:
+        """Take back what a lost engine had; whether another engine remains."""
+        with self._changed:
+            self._waiting.extendleft(sorted(self._given.pop(place), reverse=True))
+            self._partial.pop(place)
+            self._stopped = self._stopped or not self._given
+            self._changed.notify_all()
+            return bool(self._given)

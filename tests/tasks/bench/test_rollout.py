@@ -1,0 +1,46 @@
+"""The bench of the rollout: what it prints, that Ratchet's side is not slow, and that nothing of it stays."""
+
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from storage.errors import InputError
+from tasks.bench.cases import CASES
+from tasks.bench.rollout import _requests, bench_rollout
+
+KEYS = {"tokens_per_s", "bare_tokens_per_s", "ratio", "mixed_ratio", "generate_tokens_per_s"}
+
+
+@pytest.mark.slow
+def test_the_command_prints_one_object_and_the_engine_is_not_slow():
+    done = subprocess.run(
+        [sys.executable, "-m", "flows", "bench", "rollout", "--json", "--case=tiny", "--pairs=3"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.keys() >= KEYS
+    assert found["ratio"] >= 0.9
+    assert found["mixed_ratio"] >= 0.9
+    left = [one for one in psutil.process_iter(["cmdline"]) if "tasks.bench.bare_engine" in (one.info["cmdline"] or [])]
+    assert left == []
+
+
+@pytest.mark.parametrize(("pairs", "samples"), [(0, None), (1, 0)])
+def test_no_measurement_is_refused(pairs, samples):
+    with pytest.raises(InputError, match=f"{pairs} pairs of {samples} samples"):
+        bench_rollout("tiny", pairs, samples)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mixed_responses_have_a_quarter_of_the_most_tokens_on_average(name):
+    case = CASES[name]
+    alike, mixed = (_requests(case, 20, mixed) for mixed in (False, True))
+    assert len(alike.prompts) == len(alike.seeds) == 20
+    assert alike.sampling.stop_token_ids == ()
+    mean = case.model.vocabulary / len(mixed.sampling.stop_token_ids)
+    assert mean == pytest.approx(case.response / 4, rel=0.05)
+    assert len({tuple(prompt) for prompt in mixed.prompts}) == 3
