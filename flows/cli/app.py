@@ -16,6 +16,7 @@ from flows.cli import report, reward, samples, site, store, upkeep
 from flows.cli.check import check_command
 from flows.cli.export import export_command
 from flows.cli.init import init_command
+from flows.cli.maintain import maintain_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
@@ -49,6 +50,7 @@ for commands in (store, samples, report, reward, upkeep, site):
 app.command(export_command, name="export")
 app.command(check_command, name="check")
 app.command(init_command, name="init")
+app.command(maintain_command, name="maintain")
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[

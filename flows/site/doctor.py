@@ -14,9 +14,9 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, Fl
 from prefect.events.schemas.automations import EventTrigger
 from pydantic import BaseModel, ConfigDict
 
+from flows.server.history import TAG
 from flows.site.automations import automations
 from flows.site.folder import SiteFolder, SiteRecord
-from flows.site.registration import TAG
 from flows.site.up import connected, running
 from storage.backends.root import open_root
 from storage.errors import RatchetError

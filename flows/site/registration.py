@@ -16,13 +16,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flows.server.history import TAG
 from flows.site.automations import keep_automations
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT, code_version
 
 POOL = "ratchet"
-TAG = "ratchet"
-"""Tag of every deployment, and so of every flow run that the automations watch."""
 
 
 class ScheduleEntry(BaseModel):
