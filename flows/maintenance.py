@@ -109,7 +109,8 @@ class _Run:
 
     def __init__(self, root: Root, run: str) -> None:
         self._root, self._run = root, run
-        self._done: dict[str, int | bool] = {}
+        self._driven = False
+        self._done: dict[str, int] = {}
         self._problems: list[str] = []
 
     def kept_up(self, upkeep: Upkeep) -> RunUpkeep:
@@ -117,7 +118,8 @@ class _Run:
         for wanted, work in ((upkeep.gc, self._clean), (upkeep.compact, self._compact), (upkeep.verify, self._verify)):
             if wanted:
                 self._try(work)
-        return RunUpkeep(run=self._run, **self._done, problems=tuple(dict.fromkeys(self._problems)))
+        problems = tuple(dict.fromkeys(self._problems))
+        return RunUpkeep(run=self._run, driven=self._driven, problems=problems, **self._done)
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
@@ -140,7 +142,7 @@ class _Run:
                 retention = Retention(newest=section.keep_newest, every=section.keep_every)
                 return collect(self._root, WORKFLOW, self._run, retention, apply=True, fence=lease)
         except LeaseHeld:
-            self._done["driven"] = True
+            self._driven = True
             return collect_beside(self._root, WORKFLOW, self._run)
 
     def _compact(self) -> None:

@@ -49,6 +49,11 @@ def iteration_folder(run: str, iteration: int) -> str:
     return f"{manifest_folder(run)}/{iteration:06d}"
 
 
+def iteration_of(folder: str) -> int | None:
+    """The iteration that a folder in the manifest folder is of; None for any other name."""
+    return int(folder) if folder.isdecimal() else None
+
+
 def is_manifest(key: str) -> bool:
     """Whether a key in the manifest folder is a manifest."""
     return _MANIFEST.fullmatch(key.partition("/")[2]) is not None

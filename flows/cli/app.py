@@ -116,7 +116,16 @@ def demo(
 
 
 @app.command
-def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+def status(
+    run: str,
+    /,
+    *,
+    everything: Annotated[
+        bool, Parameter(name="--all", help="Show every iteration of a long run, not only the newest.", negative=())
+    ] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
     """Show how far a run is, from its storage alone.
 
     Parameters
@@ -124,7 +133,7 @@ def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> 
     run
         Id of the run.
     """
-    found = read_status(open_root(root), run)
+    found = read_status(open_root(root), run, everything)
     with Output(json=json) as output:
         output.result(found, status_lines(found))
     return 0

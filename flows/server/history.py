@@ -34,7 +34,7 @@ def forget_flow_runs(client: SyncPrefectClient, tag: str, before: datetime) -> i
     old = FlowRunFilter(
         tags=FlowRunFilterTags(all_=[tag]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES))),
-        end_time=FlowRunFilterEndTime(before_=before),
+        end_time=FlowRunFilterEndTime.model_validate({"before_": before}),
     )
     count = 0
     while found := [one.id for one in client.read_flow_runs(flow_run_filter=old, limit=_AT_ONCE)]:
@@ -50,4 +50,4 @@ def forget_flow_runs(client: SyncPrefectClient, tag: str, before: datetime) -> i
 
 def _delete(client: SyncPrefectClient, chosen: FlowRunFilter) -> int:
     body = {"flow_runs": chosen.model_dump(mode="json"), "limit": _AT_ONCE}
-    return len(client.request("POST", "/flow_runs/bulk_delete", json=body).json()["deleted"])
+    return len(client.request("POST", "/flow_runs/bulk_delete", json=body).json()["deleted"])  # pyright: ignore[reportArgumentType]

@@ -4,16 +4,8 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from flows.views.history import (
-    PLOT,
-    IterationRecord,
-    evaluation_due,
-    first_and_last,
-    first_incomplete_of,
-    read_history,
-    seconds_per_iteration,
-    stages_of,
-)
+from flows.views.history import PLOT, IterationRecord, evaluation_due, seconds_per_iteration, stages_of
+from flows.views.newest import read_newest
 from flows.views.troubles import run_troubles
 from storage import layout
 from storage.backends.root import Root
@@ -57,49 +49,48 @@ class RunStatus(BaseModel):
     last_accuracy: float | None
     """Held-out pass rate of the last evaluation."""
     seconds_per_iteration: float | None
-    """Median duration of the RL iterations after the second."""
+    """Median duration of the iterations in `history` after the second."""
     warnings: tuple[str, ...]
-    """Why the run may not learn, a line each."""
+    """Why the run may not learn, a line each, as far as `history` shows."""
     report: str | None
     """URL of the plot, once there is one."""
     history: tuple[IterationRecord, ...]
-    """Every iteration that has begun."""
+    """The iterations that have begun: all, or of a long run the newest."""
 
 
-def read_status(root: Root, run: str) -> RunStatus:
-    """Read what a run has done and what comes next.
+def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
+    """Read what a run has done and what comes next; of a long run only its first figures and its newest iterations.
+
+    Args:
+        whole: read every iteration, however many there are.
 
     Raises:
         InputError: there is no such run.
     """
     config = stored_config(root, check_run_name(run))
-    history = read_history(root, run)
     # a continued run may have more iterations than it was started with
-    last, every = max(config.run.iterations, len(history) - 1), config.evaluate.every
-    first = first_incomplete_of(history, last, every)
-    first_reward, last_reward = first_and_last(record.reward for record in history)
-    first_accuracy, last_accuracy = first_and_last(record.accuracy for record in history)
-    key = layout.report_key(run, PLOT)
+    found = read_newest(root, run, config.run.iterations, config.evaluate.every, whole)
+    going_on, key = found.first <= found.last, layout.report_key(run, PLOT)
     return RunStatus(
         run=run,
         root=root.url,
-        iterations=max(first - 1, 0),
+        iterations=max(found.first - 1, 0),
         asked=config.run.iterations,
-        complete=first > last,
-        current=first if first <= last else None,
-        stages=_stages(history, first, last, every) if first <= last else (),
-        first_reward=first_reward,
-        last_reward=last_reward,
-        first_accuracy=first_accuracy,
-        last_accuracy=last_accuracy,
-        seconds_per_iteration=seconds_per_iteration(history),
-        warnings=run_troubles([(one.iteration, one.troubles) for one in history if Stage.ROLLOUT in one.done]),
+        complete=not going_on,
+        current=found.first if going_on else None,
+        stages=_stages(found.records, found.first, found.last, config.evaluate.every) if going_on else (),
+        first_reward=found.rewards[0],
+        last_reward=found.rewards[1],
+        first_accuracy=found.accuracies[0],
+        last_accuracy=found.accuracies[1],
+        seconds_per_iteration=seconds_per_iteration(found.records),
+        warnings=run_troubles([(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]),
         report=f"{root.url}/{key}" if root.exists(key) else None,
-        history=tuple(history),
+        history=found.records,
     )
 
 
 def _stages(history: Sequence[IterationRecord], iteration: int, last: int, every: int) -> tuple[StageStatus, ...]:
-    done = history[iteration].done if iteration < len(history) else ()
+    done = next((one.done for one in history if one.iteration == iteration), ())
     wanted = [s for s in stages_of(iteration) if s != Stage.EVALUATE or evaluation_due(iteration, last, every)]
     return tuple(StageStatus(stage=stage, done=stage in done) for stage in wanted)

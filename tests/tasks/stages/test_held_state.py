@@ -253,6 +253,48 @@ def test_ranks_that_fail_apart_over_memory_load_from_the_store(kept, prepared):
     assert group.identity() == stored.digest
 
 
+class HalfBlind(SmallTrainer):
+    """A rank of a group of which some cannot read what is in memory, so that the group is ended."""
+
+    def load(self, directory: str) -> LoadedState:
+        if Path(directory).name == "state":
+            raise WorkersGone(self)
+        return super().load(directory)
+
+
+class WorkersGone(StorageError):
+    """What one rank raises while the others wait for it; whoever watches the group ends it."""
+
+    def __init__(self, rank: SmallTrainer) -> None:
+        super().__init__("one rank cannot read its file")
+
+
+class EndedGroups(WorkersHere):
+    """Ends a group of which a rank has failed alone, as the real workers do."""
+
+    def trainers(self, model_dir: Path, config: Any) -> TrainerGroup:
+        group = super().trainers(model_dir, config)
+        load = group.load
+
+        def load_or_end(directory: str) -> LoadedState:
+            try:
+                return load(directory)
+            except WorkersGone:
+                group.end()
+                raise
+
+        group.load = load_or_end
+        return group
+
+
+def test_ranks_that_fail_apart_over_memory_load_from_the_store(kept, prepared):
+    context, stored = kept
+    workers = EndedGroups(context.config, trainer=HalfBlind)
+    group = ensure_state(replace(context, workers=workers), prepared, stored)
+    assert group.alive()
+    assert group.identity() == stored.digest
+
+
 def test_another_state_in_memory_is_not_used(kept, prepared):
     context, stored = kept
     other = Trained(stored.manifest.model_copy(update={"config_digest": "other"}))
