@@ -58,11 +58,15 @@ def read_newest(root: Root, run: str, asked: int, every: int, whole: bool = Fals
         last = max(asked, len(history) - 1)
         return _of(history, [], [], first_incomplete_of(history, last, every), last)
     synced, last = _synced(root, run, begun), max(asked, begun - 1)
-    records = _window(root, run, synced)
+    records = _window(root, run, range(synced - _NEWEST, min(synced + 1, begun)))
     evaluated = {one.iteration for one in records if Stage.EVALUATE in one.done}
     first = continues_with(synced, lambda iteration: iteration in evaluated, last, every)
     rewards = [_metric(root, run, 1, Stage.REWARD, "reward_mean")]
-    measured = [_metric(root, run, number, Stage.EVALUATE, "accuracy") for number in _evaluations(synced - 1, every)]
+    measured = [
+        _metric(root, run, number, Stage.EVALUATE, "accuracy")
+        for number in _evaluations(synced - 1, every)
+        if number < records[0].iteration
+    ]
     return _of(records, rewards, measured, first, last)
 
 
@@ -96,9 +100,8 @@ def _synced(root: Root, run: str, begun: int) -> int:
     return synced_iterations(root, run, begun)
 
 
-def _window(root: Root, run: str, synced: int) -> list[IterationRecord]:
-    """The records of the newest iterations; `synced` is the one in progress, if it has begun."""
-    numbers = range(synced - _NEWEST, synced + 1)
+def _window(root: Root, run: str, numbers: range) -> list[IterationRecord]:
+    """The records of iterations, but of the first, from whose end the second is timed."""
     found = each(lambda number: read_iteration(root, run, number), numbers, _READERS)
     records: list[IterationRecord] = []
     before: Manifest | None = found[0][-1] if found[0] else None
