@@ -36,6 +36,10 @@ def up_command(
         int | None,
         Parameter(help="Flow runs that are executed at once; at first 1, then as it was.", validator=Number(gte=1)),
     ] = None,
+    notify: Annotated[
+        str | None,
+        Parameter(help="URL of a webhook that is told of each flow run that fails, or env:NAME; off ends that."),
+    ] = None,
     deployments: Annotated[Path, Parameter(help="Deployments to register.")] = DEPLOYMENTS,
     folder: Folder = DEFAULT_FOLDER,
     json: Json = False,
@@ -44,7 +48,7 @@ def up_command(
     from flows.site.folder import SiteFolder
     from flows.site.up import Wanted, up  # imports Prefect
 
-    wanted = Wanted(deployments.expanduser().absolute(), port, database, at_once)
+    wanted = Wanted(deployments.expanduser().absolute(), port, database, at_once, notify)
     with Output(json=json) as output:
         site = up(SiteFolder.at(folder), wanted, output.say)
         lines = [
