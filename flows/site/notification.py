@@ -1,5 +1,6 @@
 """A notification for each flow run of the site that ends red: the server calls a webhook."""
 
+import contextlib
 from typing import Any
 
 from prefect.blocks.webhook import Webhook
@@ -82,12 +83,6 @@ def _automation(tag: str, block: Any) -> AutomationCore:
 
 
 def _forget_block(client: SyncPrefectClient) -> None:
-    try:
-        found = client.request(
-            "GET",
-            "/block_types/slug/{slug}/block_documents/name/{block_document_name}",
-            path_params={"slug": _TYPE, "block_document_name": _BLOCK},
-        )
-        client.request("DELETE", "/block_documents/{id}", path_params={"id": found.json()["id"]})
-    except ObjectNotFound:
-        return
+    with contextlib.suppress(ObjectNotFound):
+        found = client.read_block_document_by_name(_BLOCK, _TYPE)
+        client.delete_block_document(found.id)
