@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 from pydantic import BaseModel, ConfigDict
@@ -17,7 +16,7 @@ from flows.site.entries import read_deployments
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.interrupted import set_right
 from flows.site.notification import webhook_url
-from flows.site.processes import end, find, start
+from flows.site.processes import end, find, listening_on, start
 from flows.site.registration import POOL, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
@@ -198,11 +197,7 @@ def _connection(database: str | None) -> str | None:
 
 
 def _check_free(port: int) -> None:
-    taken = [
-        found.pid
-        for found in psutil.net_connections("tcp")
-        if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port
-    ]
+    taken = listening_on(port)
     if taken:
         raise InputError(f"port {port} is taken by process {taken[0]}: give another --port")
 
