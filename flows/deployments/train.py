@@ -36,7 +36,7 @@ _LIMIT = 1 << 20  # iterations of a run, for a search that halves
 
 Count = Annotated[int, Field(ge=0)]
 Minutes = Annotated[float, Field(ge=0)]
-Table = dict[str, Any] | None
+Table = dict[str, Any]
 Tables = dict[str, Table]
 """Settings by section, as the form gives them."""
 
@@ -56,14 +56,14 @@ def train(
     config: str | None = None,
     settings: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
     patience_minutes: Minutes = 10.0,
-    model: Annotated[Table, WithJsonSchema(section_form("model"))] = None,
-    data: Annotated[Table, WithJsonSchema(section_form("data"))] = None,
-    rollout: Annotated[Table, WithJsonSchema(section_form("rollout"))] = None,
-    reward: Annotated[Table, WithJsonSchema(section_form("reward"))] = None,
-    train: Annotated[Table, WithJsonSchema(section_form("train"))] = None,
-    evaluate: Annotated[Table, WithJsonSchema(section_form("evaluate"))] = None,
-    engine: Annotated[Table, WithJsonSchema(section_form("engine"))] = None,
-    storage: Annotated[Table, WithJsonSchema(section_form("storage"))] = None,
+    model: Annotated[Table, WithJsonSchema(section_form("model"))] = {},  # noqa: B006
+    data: Annotated[Table, WithJsonSchema(section_form("data"))] = {},  # noqa: B006
+    rollout: Annotated[Table, WithJsonSchema(section_form("rollout"))] = {},  # noqa: B006
+    reward: Annotated[Table, WithJsonSchema(section_form("reward"))] = {},  # noqa: B006
+    train: Annotated[Table, WithJsonSchema(section_form("train"))] = {},  # noqa: B006
+    evaluate: Annotated[Table, WithJsonSchema(section_form("evaluate"))] = {},  # noqa: B006
+    engine: Annotated[Table, WithJsonSchema(section_form("engine"))] = {},  # noqa: B006
+    storage: Annotated[Table, WithJsonSchema(section_form("storage"))] = {},  # noqa: B006
 ) -> State[Any]:
     """Continue a run of Ratchet to a number of iterations, or start it.
 

@@ -43,9 +43,7 @@ class Fact(NamedTuple):
 
 def free_port(port: int = PORT) -> Fact:
     """Whether `ratchet up` can have its port; for a machine without a site."""
-    taken = [
-        one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port
-    ]
+    taken = listening_on(port)
     if taken:
         text = f"{port} is taken by process {taken[0] or 'of another user'}: `ratchet up --port` takes another one"
         return Fact("ports", "warning", text)

@@ -13,7 +13,10 @@ _SIMPLE = ("string", "integer", "number", "boolean")
 _KEPT = (
     "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "pattern",
 )  # fmt: skip
-_SECRETS = ("token",)  # a person would type the secret itself, which Prefect would store
+_LEFT_OUT = (
+    "token",  # a person would type the secret itself, which Prefect would store
+    "generate",  # models and data for trying things
+)
 _FIXED = "Fixed once the run has begun."
 
 
@@ -41,7 +44,7 @@ def _property(schema: Mapping[str, Any], path: tuple[str, ...], known: Mapping[s
         inner = {
             name: _property(one, (*path, name), known)
             for name, one in found["properties"].items()
-            if name not in _SECRETS
+            if name not in _LEFT_OUT
         }
         fields = {name: one for name, one in inner.items() if one is not None}
         return {**common, "type": "object", "properties": fields, "additionalProperties": False}

@@ -124,11 +124,12 @@ def test_the_form_has_typed_fields_with_limits_and_none_for_a_secret():
         assert form[name]["title"] == name
         assert form[name]["properties"], name
         assert "required" not in form[name], name
+        assert form[name]["default"] == {}  # the page sends the default of what is left empty
     prompts = form["rollout"]["properties"]["prompts"]
     assert (prompts["type"], prompts["minimum"]) == ("integer", 1)
     assert "Default: 32. Fixed once the run has begun." in prompts["description"]
     assert "Fixed" not in form["storage"]["properties"]["keep_newest"]["description"]
-    assert "token" not in form["model"]["properties"]
+    assert not {"token", "generate"} & {*form["model"]["properties"], *form["data"]["properties"]}
     assert form["train"]["properties"]["optimizer"]["properties"]["decay"]["enum"] == ["constant", "linear", "cosine"]
 
 
@@ -148,10 +149,12 @@ def test_a_new_run_can_be_described_by_the_form_alone(root):
 
 def test_what_the_form_gives_replaces_what_is_recorded_or_in_a_file_and_nothing_else(make_run, root, tmp_path: Path):
     make_run("a", 1)
-    before = configured("a", root.url, 4, None, [], dict.fromkeys(NEW))
+    before = configured("a", root.url, 4, None, [], {name: {} for name in NEW})
     after = configured("a", root.url, 4, None, [], {"storage": {"keep_newest": 2, "keep_every": None}, "engine": {}})
     assert after.storage.keep_newest == 2
     assert after.model_copy(update={"storage": before.storage}) == before
+    untouched = {"engine": {}, "train": {"optimizer": {"learning_rate": None}, "policy": {}}}  # as a form may send it
+    assert configured("a", root.url, 4, None, [], untouched) == before
     file = tmp_path / "config.toml"
     file.write_text(MINIMAL)
     assert configured("a", root.url, 4, str(file), [], {"rollout": {"prompts": 7}}).rollout.prompts == 7
