@@ -108,6 +108,14 @@ UPKEEP = (
         _TRAIN,
     ),
     Mutant(
+        "untouched-switches",
+        "a switch of the form that nobody has touched turns a setting off",
+        "tasks/config/form.py",
+        "        found = _CHOICE\n",
+        "        pass\n",
+        _TRAIN,
+    ),
+    Mutant(
         "empty-fields-count",
         "a field of the form that is left empty replaces a setting",
         "tasks/config/document.py",

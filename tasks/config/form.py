@@ -17,6 +17,8 @@ _LEFT_OUT = (
     "token",  # a person would type the secret itself, which Prefect would store
     "generate",  # models and data for trying things
 )
+_CHOICE = {"type": "string", "enum": ["true", "false"]}
+"""In place of a switch, which Prefect's page sends as false if nobody has touched it."""
 _FIXED = "Fixed once the run has begun."
 
 
@@ -48,6 +50,8 @@ def _property(schema: Mapping[str, Any], path: tuple[str, ...], known: Mapping[s
         }
         fields = {name: one for name, one in inner.items() if one is not None}
         return {**common, "type": "object", "properties": fields, "additionalProperties": False}
+    if found["type"] == "boolean":
+        found = _CHOICE
     default = schema.get("default")
     notes = [] if default in (None, "") else [f"Default: {default}."]
     notes += [] if is_runtime(path) else [_FIXED]

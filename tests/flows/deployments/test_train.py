@@ -1,5 +1,7 @@
 """What a deployment refuses, waits for and says; the flow itself runs in tests/flows/site."""
 
+import json
+import re
 import time
 from pathlib import Path
 
@@ -171,3 +173,12 @@ def test_what_the_form_gives_replaces_what_is_recorded_or_in_a_file_and_nothing_
 def test_a_form_that_cannot_work_names_the_field(root, given, fact):
     with pytest.raises(InputError, match=fact):
         configured("new", root.url, 1, None, [], {**NEW, **given} if "rollout" in given else given)
+
+
+def test_a_switch_that_nobody_touches_sends_nothing(make_run, root):
+    # the page sends false for each boolean of a form, touched or not
+    assert not re.findall('"type": "boolean"', json.dumps(schema()))
+    assert schema()["properties"]["data"]["properties"]["shuffle"]["enum"] == ["true", "false"]
+    make_run("a", 1)
+    changed = configured("a", root.url, 4, None, [], {"engine": {"cuda_graphs": "true"}})
+    assert changed.engine.cuda_graphs is True
