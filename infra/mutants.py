@@ -26,6 +26,7 @@ from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
+from infra.mutants_upkeep import UPKEEP
 
 MUTANTS = (
     *OTHERS,
@@ -37,6 +38,7 @@ MUTANTS = (
     *REWARDS,
     *TRAINER,
     *TRAINER_CORE,
+    *UPKEEP,
 )
 PROJECT = Path(__file__).resolve().parents[1]
 _COPIED = ("flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md")

@@ -20,6 +20,7 @@ _CHOICE = re.compile(r"revisions/head-\d{6,}\.json")
 _REVISION = re.compile(r"\.r(\d+)\.json$")
 _OF_STAGE = re.compile(r"(/manifests/\d{6,}/[^/.]+\.r\d+)\..*$")
 
+_ARCHIVE = re.compile(rf"/archive/([a-z]+)-(\d{{6,}})-(\d{{6,}})-[0-9a-f]{{{DIGEST_CHARACTERS}}}\.parquet$")
 _PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGE})[./]")
 _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 _PART = re.compile(rf"{_RUN}/parts/[0-9]{{6,}}/{_STAGE}/(?P<name>.+)", re.DOTALL)
@@ -48,6 +49,11 @@ def manifest_folder(run: str) -> str:
 def iteration_folder(run: str, iteration: int) -> str:
     """What the manifest folder holds of one iteration."""
     return f"{manifest_folder(run)}/{iteration:06d}"
+
+
+def iteration_of(folder: str) -> int | None:
+    """The iteration that a folder in the manifest folder is of; None for any other name."""
+    return int(folder) if folder.isdecimal() else None
 
 
 def is_manifest(key: str) -> bool:
@@ -202,6 +208,12 @@ def archive_key(run: str, table: str, iterations: range, digest: str) -> str:
     """A Parquet file with one table of several iterations: a copy for reading, never for a stage."""
     span = f"{iterations.start:06d}-{iterations.stop - 1:06d}"
     return f"{run}/archive/{table}-{span}-{digest[:DIGEST_CHARACTERS]}.parquet"
+
+
+def archive_span(key: str) -> tuple[str, int, int] | None:
+    """Table, first and last iteration of an archive; None for any other key."""
+    found = _ARCHIVE.search(key)
+    return (found.group(1), int(found.group(2)), int(found.group(3))) if found else None
 
 
 def archive_folder(run: str) -> str:

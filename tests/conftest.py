@@ -30,6 +30,10 @@ SHARES = {
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
     "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # an engine's model
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
+    "tests/flows/deployments/test_maintain.py": "tests/flows/server",
+    "tests/flows/site/test_elsewhere.py": "tests/flows/server",
+    "tests/flows/site/test_notification.py": "tests/flows/server",
+    "tests/flows/site/test_planned.py": "tests/flows/server",
     "tests/flows/test_prefect_tasks.py": "tests/flows/server",
     "tests/flows/views/test_artifacts.py": "tests/flows/server",
 }

@@ -16,6 +16,7 @@ from flows.cli import again, report, retrain, reward, samples, site, store, upke
 from flows.cli.check import check_command
 from flows.cli.export import export_command
 from flows.cli.init import init_command
+from flows.cli.maintain import maintain_command
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
@@ -49,6 +50,7 @@ for commands in (store, samples, report, retrain, reward, upkeep, site, again):
 app.command(export_command, name="export")
 app.command(check_command, name="check")
 app.command(init_command, name="init")
+app.command(maintain_command, name="maintain")
 
 Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
 Settings = Annotated[
@@ -114,7 +116,16 @@ def demo(
 
 
 @app.command
-def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+def status(
+    run: str,
+    /,
+    *,
+    everything: Annotated[
+        bool, Parameter(name="--all", help="Show every iteration of a long run, not only the newest.", negative=())
+    ] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
     """Show how far a run is, from its storage alone.
 
     Parameters
@@ -122,7 +133,7 @@ def status(run: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> 
     run
         Id of the run.
     """
-    found = read_status(open_root(root), run)
+    found = read_status(open_root(root), run, everything)
     with Output(json=json) as output:
         output.result(found, status_lines(found))
     return 0

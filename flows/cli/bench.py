@@ -1,15 +1,23 @@
-"""`ratchet bench train` and `ratchet bench rollout`."""
+"""`ratchet bench train`, `ratchet bench rollout` and `ratchet bench overhead`."""
 
+import subprocess
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 from pydantic import BaseModel
 
 from flows.cli.options import Json
 from flows.views.output import Output
+from storage.errors import InputError
 from tasks.bench.cases import CaseName
 from tasks.bench.rollout import bench_rollout
 from tasks.bench.train import bench_train
+from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.environment import child_python_path
+
+_OVERHEAD = PROJECT_ROOT / "infra" / "bench" / "overhead.py"
 
 
 def bench_train_command(
@@ -37,6 +45,21 @@ def bench_rollout_command(
         found = bench_rollout(case, pairs, samples)
         output.result(found, _lines(found))
     return 0
+
+
+def bench_overhead_command(
+    *,
+    iterations: Annotated[int, Parameter(help="Iterations between two readings.", validator=Number(gte=1))] = 20,
+    repeats: Annotated[int, Parameter(help="Readings; the median is reported.", validator=Number(gte=1))] = 3,
+    json: Json = False,
+) -> int:
+    """Measure what the workflow costs beyond the work: Prefect's client, requests to S3, status, database."""
+    if not _OVERHEAD.is_file():
+        raise InputError(f"{_OVERHEAD} does not exist: run the bench from a checkout of Ratchet")
+    # in its own process: it replaces the workers of runs by small ones
+    options = [f"--iterations={iterations}", f"--repeats={repeats}", *(["--json"] if json else [])]
+    command = [sys.executable, "-m", "infra.bench.overhead", *options]
+    return subprocess.run(command, check=False, cwd=PROJECT_ROOT, env=child_python_path()).returncode
 
 
 def _lines(found: BaseModel) -> list[str]:

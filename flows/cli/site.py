@@ -14,11 +14,21 @@ DEPLOYMENTS = PROJECT_ROOT / "infra" / "prefect.yaml"
 
 Folder = Annotated[Path, Parameter(help="Where the site keeps its secret, logs and database.")]
 DEFAULT_FOLDER = Path("~/.ratchet/site")
+AtOnce = Annotated[
+    int | None,
+    Parameter(help="Flow runs that are executed at once; at first 1, then as it was.", validator=Number(gte=1)),
+]
+Notify = Annotated[
+    str | None,
+    Parameter(help="URL of a webhook that is told of each flow run that fails, or env:NAME; off ends that."),
+]
+Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
 
 
 def register(app: App) -> None:
     """Add the commands to the command line."""
     app.command(up_command, name="up")
+    app.command(register_command, name="register")
     app.command(down_command, name="down")
     app.command(doctor_command, name="doctor")
 
@@ -32,11 +42,9 @@ def up_command(
         str | None,
         Parameter(help="PostgreSQL for the server, as postgresql://user@host:port/name or env:NAME; else SQLite."),
     ] = None,
-    at_once: Annotated[
-        int | None,
-        Parameter(help="Flow runs that are executed at once; at first 1, then as it was.", validator=Number(gte=1)),
-    ] = None,
-    deployments: Annotated[Path, Parameter(help="Deployments to register.")] = DEPLOYMENTS,
+    at_once: AtOnce = None,
+    notify: Notify = None,
+    deployments: Deployments = DEPLOYMENTS,
     folder: Folder = DEFAULT_FOLDER,
     json: Json = False,
 ) -> int:
@@ -44,7 +52,7 @@ def up_command(
     from flows.site.folder import SiteFolder
     from flows.site.up import Wanted, up  # imports Prefect
 
-    wanted = Wanted(deployments.expanduser().absolute(), port, database, at_once)
+    wanted = Wanted(deployments.expanduser().absolute(), port, database, at_once, notify)
     with Output(json=json) as output:
         site = up(SiteFolder.at(folder), wanted, output.say)
         lines = [
@@ -55,6 +63,26 @@ def up_command(
             f"started     {', '.join(site.started) or 'nothing: everything was running'}",
         ]
         output.result(site, lines)
+    return 0
+
+
+def register_command(
+    *,
+    at_once: AtOnce = None,
+    notify: Notify = None,
+    deployments: Deployments = DEPLOYMENTS,
+    json: Json = False,
+) -> int:
+    """Tell a Prefect server of your own (PREFECT_API_URL) what `ratchet up` tells its own: work pool, deployments, ...
+
+    Workers execute the flow runs with the Python and the checkout of this command, so run it where they run, or in the
+    same image. A work pool `ratchet` that exists is used, of whatever type.
+    """
+    from flows.site.elsewhere import Registered, register_elsewhere  # imports Prefect
+
+    with Output(json=json) as output:
+        names = register_elsewhere(deployments.expanduser().absolute(), at_once, notify)
+        output.result(Registered(deployments=names), [f"deployment  {name}" for name in names])
     return 0
 
 

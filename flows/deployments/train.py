@@ -12,7 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed, Failed
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
@@ -21,12 +21,14 @@ from flows.run import perform
 from flows.views.history import synced_iterations
 from flows.views.progress import Progress
 from flows.views.retrained import last_iteration
+from storage import layout
 from storage.backends.root import open_root
 from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
 from storage.ids import check_run_name
 from tasks.config.code_version import code_version
-from tasks.config.document import apply_overrides, load_config, parse_config
+from tasks.config.document import apply_overrides, config_of_tables, load_config, merge_tables, parse_config
 from tasks.config.environment import without_secrets
+from tasks.config.form import section_form
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
 
@@ -35,6 +37,9 @@ _LIMIT = 1 << 20  # iterations of a run, for a search that halves
 
 Count = Annotated[int, Field(ge=0)]
 Minutes = Annotated[float, Field(ge=0)]
+Table = dict[str, Any]
+Tables = dict[str, Table]
+"""Settings by section, as the form gives them."""
 
 
 def named() -> str:
@@ -52,11 +57,20 @@ def train(
     config: str | None = None,
     settings: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
     patience_minutes: Minutes = 10.0,
+    model: Annotated[Table, WithJsonSchema(section_form("model"))] = {},  # noqa: B006
+    data: Annotated[Table, WithJsonSchema(section_form("data"))] = {},  # noqa: B006
+    rollout: Annotated[Table, WithJsonSchema(section_form("rollout"))] = {},  # noqa: B006
+    reward: Annotated[Table, WithJsonSchema(section_form("reward"))] = {},  # noqa: B006
+    train: Annotated[Table, WithJsonSchema(section_form("train"))] = {},  # noqa: B006
+    evaluate: Annotated[Table, WithJsonSchema(section_form("evaluate"))] = {},  # noqa: B006
+    engine: Annotated[Table, WithJsonSchema(section_form("engine"))] = {},  # noqa: B006
+    storage: Annotated[Table, WithJsonSchema(section_form("storage"))] = {},  # noqa: B006
 ) -> State[Any]:
     """Continue a run of Ratchet to a number of iterations, or start it.
 
     What is committed is never done again, so Retry continues where the run ended. While another process drives the run,
-    this flow run waits, and then ends as Cancelled.
+    this flow run waits, and then ends as Cancelled. A new run takes what is not given here from the configuration file;
+    without a file it needs at least a model, data, and in `train` the longest sequence and the learning rate.
 
     Args:
         run: Id of the run. A new one is started, an existing one is continued.
@@ -66,14 +80,27 @@ def train(
             wants. A Retry does not add to them.
         config: Absolute path or URL of the TOML file that describes the run. Not needed to continue a run, which then
             keeps the configuration that it was recorded with.
-        settings: Settings that replace those of the configuration, each as section.key=value.
+        settings: Settings that replace those of the configuration, each as section.key=value: any key of the reference,
+            also those that have no field below.
         patience_minutes: How long to wait for another process that drives this run. After that the flow run ends as
             Cancelled and names that process.
+        model: The model of a new run.
+        data: The prompts of a new run.
+        rollout: What is sampled in an iteration.
+        reward: How responses are scored.
+        train: Optimizer, policy, layout and limits of the trainer.
+        evaluate: Answers to held-out prompts.
+        engine: The rollout engines.
+        storage: How long train states are kept.
     """
+    sections: Tables = {
+        "model": model, "data": data, "rollout": rollout, "reward": reward,
+        "train": train, "evaluate": evaluate, "engine": engine, "storage": storage,
+    }  # fmt: skip
     logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
     try:
         last = target(run, root, iterations, more)
-        report = functools.partial(begin, run, root, configured(run, root, last, config, settings))
+        report = functools.partial(begin, run, root, configured(run, root, last, config, settings, sections))
         return waiting(report, deadline, logger.info)
     except RatchetError as error:
         logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
@@ -137,20 +164,25 @@ def target(run: str, root: str, iterations: int | None, more: int | None) -> int
     return last
 
 
-def configured(run: str, root: str, iterations: int, config: str | None, settings: list[str]) -> RunConfig:
-    """The configuration of a run: that of a file, or the recorded one, with settings replaced.
+def configured(
+    run: str, root: str, iterations: int, config: str | None, settings: list[str], sections: Tables
+) -> RunConfig:
+    """The configuration of a run: that of a file, the recorded one, or that of the form, with settings replaced.
 
     Raises:
         InputError: it cannot be used, or there is none.
     """
-    replaced = [*settings, f"run.iterations={iterations}"]
+    replaced, store = [*settings, f"run.iterations={iterations}"], open_root(root)
     if config is not None:
         if not is_absolute(config):
             raise InputError(
                 f"config is {config!r}: give an absolute path or a URL, because a Retry may start elsewhere"
             )
-        return load_config(config, replaced)
-    document = stored_config(open_root(root), run).model_dump(mode="json")
+        return load_config(config, replaced, sections)
+    if any(sections.values()) and not store.exists(layout.run_config_key(run)):
+        return config_of_tables(sections, replaced, f"of the new run {run}")
+    document = stored_config(store, run).model_dump(mode="json")
+    merge_tables(document, sections)
     apply_overrides(document, replaced)
     return parse_config(document, f"of run {run} with the given settings")
 

@@ -14,9 +14,10 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, Fl
 from prefect.events.schemas.automations import EventTrigger
 from pydantic import BaseModel, ConfigDict
 
+from flows.server.history import TAG
 from flows.site.automations import automations
 from flows.site.folder import SiteFolder, SiteRecord
-from flows.site.registration import TAG
+from flows.site.planned import Fact, free_port, listeners, told
 from flows.site.up import connected, running
 from storage.backends.root import open_root
 from storage.errors import RatchetError
@@ -104,7 +105,9 @@ def _site(folder: SiteFolder) -> Iterator[Finding]:
     record = folder.record()
     if record is None or not record.processes:
         yield Finding(check="site", level="warning", text="not running: `ratchet up` starts it")
+        yield _of(free_port())
         return
+    yield _of(listeners(record.processes))
     for role in ("server", "worker"):
         process = running(record, role)
         if process is None:
@@ -124,8 +127,13 @@ def _server(folder: SiteFolder, record: SiteRecord) -> Iterator[Finding]:
             yield _clock(answer)
             yield _heartbeats(client)
             yield _schedules(client)
+            yield from map(_of, told(client))
     except httpx.HTTPError as error:
         yield Finding(check="API", level="error", text=f"it does not answer ({error}): see {folder.log('server')}")
+
+
+def _of(fact: Fact) -> Finding:
+    return Finding(check=fact.check, level=fact.level, text=fact.text)
 
 
 def _clock(answer: httpx.Response) -> Finding:

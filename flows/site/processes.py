@@ -61,3 +61,9 @@ def end(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
             one.kill()
     psutil.wait_procs(alive, timeout=grace_s)
     return True
+
+
+def listening_on(port: int) -> list[int | None]:
+    """Processes that listen on a TCP port of this machine; None is one of another user."""
+    found = psutil.net_connections("tcp")
+    return [one.pid for one in found if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port]

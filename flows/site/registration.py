@@ -1,76 +1,40 @@
 """What a server is told: the work pool, every deployment of a file, the automations. Repeating it changes nothing."""
 
-import importlib
 import shlex
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-import yaml
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
-from prefect.client.schemas.schedules import construct_schedule
+from prefect.client.schemas.actions import (
+    DeploymentScheduleCreate,
+    DeploymentScheduleUpdate,
+    DeploymentUpdate,
+    WorkPoolCreate,
+    WorkPoolUpdate,
+)
+from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from flows.server.history import TAG
 from flows.site.automations import keep_automations
-from storage.errors import InputError
+from flows.site.entries import DeploymentEntry, Deployments, ScheduleEntry
+from flows.site.notification import keep_notification
 from tasks.config.code_version import PROJECT_ROOT, code_version
 
 POOL = "ratchet"
-TAG = "ratchet"
-"""Tag of every deployment, and so of every flow run that the automations watch."""
 
 
-class ScheduleEntry(BaseModel):
-    """A schedule of a deployment. Which one it is says its slug; those made in the UI are left alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    slug: str
-    cron: str | None = None
-    interval: float | None = None
-    """Seconds."""
-    timezone: str | None = None
-    active: bool = True
-    parameters: dict[str, Any] = Field(default_factory=dict)
-
-
-class DeploymentEntry(BaseModel):
-    """A deployment, as Prefect's own `prefect deploy` reads it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    entrypoint: str
-    """module.function of a flow."""
-    description: str | None = None
-    tags: tuple[str, ...] = ()
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    schedules: tuple[ScheduleEntry, ...] = ()
-    work_pool: dict[str, Any] = Field(default_factory=dict)
-
-
-Deployments = tuple[tuple[DeploymentEntry, Flow[..., Any]], ...]
-
-
-class DeploymentsFile(BaseModel):
-    """A file in the format of prefect.yaml, as far as it is used here."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    deployments: tuple[DeploymentEntry, ...]
-
-
-def register(deployments: Deployments, at_once: int | None) -> tuple[str, ...]:
+def register(deployments: Deployments, at_once: int | None, webhook: str | None = None) -> tuple[str, ...]:
     """Register everything with the server that Prefect is connected to.
 
     Args:
         deployments: each with its flow.
         at_once: flow runs that may be executed at the same time; None keeps what the pool has, at first 1.
+        webhook: what is told of flow runs that end red, as `keep_notification` takes it; None changes nothing.
 
     Returns:
         The deployments, as flow/deployment.
@@ -79,31 +43,9 @@ def register(deployments: Deployments, at_once: int | None) -> tuple[str, ...]:
         _keep_pool(client, at_once)
         names = tuple(_keep_deployment(client, entry, flow) for entry, flow in deployments)
         keep_automations(client, TAG)
+        if webhook is not None:
+            keep_notification(client, TAG, webhook)
     return names
-
-
-def read_deployments(file: Path) -> Deployments:
-    """The deployments of a file in the format of prefect.yaml, each with its flow.
-
-    Raises:
-        InputError: it cannot be read, or names a flow that does not exist.
-    """
-    try:
-        document = DeploymentsFile.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise InputError(f"the deployments in {file} cannot be used: {error}") from None
-    return tuple((entry, _flow(entry)) for entry in document.deployments)
-
-
-def _flow(entry: DeploymentEntry) -> Flow[..., Any]:
-    module, _, name = entry.entrypoint.rpartition(".")
-    try:
-        found = vars(importlib.import_module(module)).get(name)
-    except (ImportError, ValueError) as error:
-        raise InputError(f"deployment {entry.name}: {entry.entrypoint} cannot be imported: {error}") from None
-    if not isinstance(found, Flow):
-        raise InputError(f"deployment {entry.name}: {entry.entrypoint} is not a flow: give module.function")
-    return found
 
 
 def _keep_pool(client: SyncPrefectClient, at_once: int | None) -> None:
@@ -145,11 +87,26 @@ def _keep_deployment(client: SyncPrefectClient, entry: DeploymentEntry, flow: Fl
 def _keep_schedules(client: SyncPrefectClient, deployment: Any, entries: Iterable[ScheduleEntry]) -> None:
     there = {one.slug: one for one in client.read_deployment_schedules(deployment)}
     for entry in entries:
-        schedule = construct_schedule(interval=entry.interval, cron=entry.cron, timezone=entry.timezone)
         if entry.slug in there:  # whether it is active was decided by a person since
-            client.update_deployment_schedule(deployment, there[entry.slug].id, schedule=schedule)
+            _change_schedule(client, deployment, there[entry.slug], entry)
         else:
             made = DeploymentScheduleCreate(
-                schedule=schedule, active=entry.active, parameters=entry.parameters, slug=entry.slug
+                schedule=entry.schedule(), active=entry.active, parameters=entry.parameters, slug=entry.slug
             )
             client.create_deployment_schedules(deployment, [made])
+
+
+def _change_schedule(
+    client: SyncPrefectClient, deployment: Any, there: DeploymentSchedule, entry: ScheduleEntry
+) -> None:
+    # an interval counts from its first registration; the client itself has no way to change parameters
+    schedule, before = entry.schedule(), there.schedule
+    if isinstance(schedule, IntervalSchedule) and isinstance(before, IntervalSchedule):
+        schedule = schedule.model_copy(update={"anchor_date": before.anchor_date})
+    changed = DeploymentScheduleUpdate(schedule=schedule, parameters=entry.parameters)
+    client.request(
+        "PATCH",
+        "/deployments/{id}/schedules/{schedule_id}",
+        path_params={"id": deployment, "schedule_id": there.id},
+        json=changed.model_dump(mode="json", exclude_unset=True),
+    )

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 from pydantic import BaseModel, ConfigDict
 
+from flows.site.entries import read_deployments
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.interrupted import set_right
-from flows.site.processes import end, find, start
-from flows.site.registration import POOL, read_deployments, register
+from flows.site.notification import webhook_url
+from flows.site.processes import end, find, listening_on, start
+from flows.site.registration import POOL, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
 from tasks.config.credentials import has_credentials
@@ -41,6 +42,8 @@ class Wanted:
     """URL of the server's database; None keeps what the site has."""
     at_once: int | None = None
     """Flow runs that the worker executes at the same time."""
+    notify: str | None = None
+    """URL of a webhook that is told of each flow run that ends red; `off` ends that; None keeps what the site has."""
 
 
 class Site(BaseModel):
@@ -79,11 +82,12 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
         WorkerLost: the server does not answer.
     """
     deployments = read_deployments(wanted.deployments)  # before anything starts
+    webhook = None if wanted.notify is None else webhook_url(wanted.notify)
     with folder.locked():
         before = folder.record()
         record = _served(folder, wanted, before, say)
         with connected(folder, record):
-            registered = register(deployments, wanted.at_once)
+            registered = register(deployments, wanted.at_once, webhook)
         record = _worked(folder, record, say)
         old = {one.process for one in before.processes} if before else set()
         return Site(
@@ -193,11 +197,7 @@ def _connection(database: str | None) -> str | None:
 
 
 def _check_free(port: int) -> None:
-    taken = [
-        found.pid
-        for found in psutil.net_connections("tcp")
-        if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port
-    ]
+    taken = listening_on(port)
     if taken:
         raise InputError(f"port {port} is taken by process {taken[0]}: give another --port")
 

@@ -91,17 +91,18 @@ def first_incomplete(root: Root, run: str, iterations: int, evaluated_every: int
     def evaluated(iteration: int) -> bool:
         return find(root, run, iteration, Stage.EVALUATE) is not None
 
-    return _continues_with(synced_iterations(root, run, iterations + 2), evaluated, iterations, evaluated_every)
+    return continues_with(synced_iterations(root, run, iterations + 2), evaluated, iterations, evaluated_every)
 
 
 def first_incomplete_of(history: Sequence[IterationRecord], iterations: int, evaluated_every: int) -> int:
     """Like `first_incomplete`, from a history."""
     done = [record.done for record in history[: iterations + 2]]
     synced = next((number for number, stages in enumerate(done) if Stage.WEIGHT_SYNC not in stages), len(done))
-    return _continues_with(synced, lambda iteration: Stage.EVALUATE in done[iteration], iterations, evaluated_every)
+    return continues_with(synced, lambda iteration: Stage.EVALUATE in done[iteration], iterations, evaluated_every)
 
 
-def _continues_with(synced: int, evaluated: Callable[[int], bool], iterations: int, evaluated_every: int) -> int:
+def continues_with(synced: int, evaluated: Callable[[int], bool], iterations: int, evaluated_every: int) -> int:
+    """The first iteration that is not complete, given how many have their weights synced."""
     if synced > iterations + 1 or synced == 0:
         return min(synced, iterations + 1)
     last = synced - 1

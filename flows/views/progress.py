@@ -141,7 +141,9 @@ def closing_lines(status: RunStatus) -> list[str]:
 
 def status_lines(status: RunStatus) -> Sequence[str]:
     """What `ratchet status` prints."""
-    lines = [iteration_line(record, status.asked) for record in status.history]
+    earlier = status.history[0].iteration if status.history else 0
+    lines = [f"(iterations 0 to {earlier - 1}: --all)"] if earlier else []
+    lines += [iteration_line(record, status.asked) for record in status.history]
     closing = [*closing_lines(status), *_revision_lines(status)]
     if status.current is None:
         return [*lines, *closing]

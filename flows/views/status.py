@@ -4,15 +4,9 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from flows.views.history import (
-    PLOT,
-    IterationRecord,
-    evaluation_due,
-    first_and_last,
-    read_history,
-    seconds_per_iteration,
-)
-from flows.views.retrained import last_iteration, next_iteration_of, wanted_stages
+from flows.views.history import PLOT, IterationRecord, evaluation_due, seconds_per_iteration
+from flows.views.newest import read_newest
+from flows.views.retrained import last_iteration, wanted_stages
 from flows.views.troubles import run_troubles
 from storage import layout
 from storage.backends.root import Root
@@ -63,57 +57,55 @@ class RunStatus(BaseModel):
     last_accuracy: float | None
     """Held-out pass rate of the last evaluation."""
     seconds_per_iteration: float | None
-    """Median duration of the RL iterations after the second."""
+    """Median duration of the iterations in `history` after the second."""
     warnings: tuple[str, ...]
-    """Why the run may not learn, a line each."""
+    """Why the run may not learn, a line each, as far as `history` shows."""
     report: str | None
     """URL of the plot, once there is one."""
     history: tuple[IterationRecord, ...]
-    """Every iteration that has begun."""
+    """The iterations that have begun: all, or of a long run the newest."""
 
 
-def read_status(root: Root, run: str) -> RunStatus:
-    """Read what a run has done and what comes next.
+def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
+    """Read what a run has done and what comes next; of a long run only its first figures and its newest iterations.
+
+    Args:
+        whole: read every iteration, however many there are.
 
     Raises:
         InputError: there is no such run.
     """
     revisions = read_revisions(root, check_run_name(run))
     config = read_config(root, run, revisions).config
-    history = read_history(root, run, revisions)
     begun = unfinished(root, run, revisions)
     # a continued run may have more iterations than it was started with
-    asked = last_iteration(root, run, config)
-    last = max(asked, len(history) - 1)
-    first = next_iteration_of(history, last, config)
-    first_reward, last_reward = first_and_last(record.reward for record in history)
-    first_accuracy, last_accuracy = first_and_last(record.accuracy for record in history)
-    key = layout.report_key(run, PLOT)
+    found = read_newest(root, run, config, revisions, whole)
+    going_on, key = found.first <= found.last, layout.report_key(run, PLOT)
     return RunStatus(
         run=run,
         root=root.url,
-        iterations=max(first - 1, 0),
-        asked=asked,
-        complete=first > last,
+        iterations=max(found.first - 1, 0),
+        asked=last_iteration(root, run, config),
+        complete=not going_on,
         revision=revisions.head,
         redoing=None if begun is None else f"{begun}, as revision {begun.revision} ({begun.reason})",
-        current=first if first <= last else None,
-        stages=_stages(history, first, last, config) if first <= last else (),
-        first_reward=first_reward,
-        last_reward=last_reward,
-        first_accuracy=first_accuracy,
-        last_accuracy=last_accuracy,
-        seconds_per_iteration=seconds_per_iteration(history),
-        warnings=run_troubles([(one.iteration, one.troubles) for one in history if Stage.ROLLOUT in one.done]),
+        current=found.first if going_on else None,
+        stages=_stages(found.records, found.first, found.last, config) if going_on else (),
+        first_reward=found.rewards[0],
+        last_reward=found.rewards[1],
+        first_accuracy=found.accuracies[0],
+        last_accuracy=found.accuracies[1],
+        seconds_per_iteration=seconds_per_iteration(found.records),
+        warnings=run_troubles([(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]),
         report=f"{root.url}/{key}" if root.exists(key) else None,
-        history=tuple(history),
+        history=found.records,
     )
 
 
 def _stages(
     history: Sequence[IterationRecord], iteration: int, last: int, config: RunConfig
 ) -> tuple[StageStatus, ...]:
-    done, every = history[iteration].done if iteration < len(history) else (), config.evaluate.every
+    done, every = next((one.done for one in history if one.iteration == iteration), ()), config.evaluate.every
     stages = wanted_stages(config, iteration)
     wanted = [stage for stage in stages if stage != Stage.EVALUATE or evaluation_due(iteration, last, every)]
     return tuple(StageStatus(stage=stage, done=stage in done) for stage in wanted)

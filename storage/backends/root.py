@@ -204,12 +204,13 @@ class Root:
             return self.fs.find(self.path, detail=True, prefix=f"{prefix}/")
         return self.fs.find(self.full(prefix), detail=True)
 
-    def folders(self) -> list[str]:
-        """Names of the folders one level below the root that hold something: for display, never to decide."""
+    def folders(self, prefix: str = "") -> list[str]:
+        """Names of the folders one level below `prefix` that hold something: for display, never to decide."""
+        path = self.full(prefix) if prefix else self.path
         if self.protocol == "file":
-            return self._read("", lambda: local.folders(Path(self.path)))
+            return self._read(prefix, lambda: local.folders(Path(path)))
         try:
-            found = self._read("", lambda: self.fs.ls(self.path, detail=True))
+            found = self._read(prefix, lambda: self.fs.ls(path, detail=True))
         except FileNotFoundError:
             return []
         return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")

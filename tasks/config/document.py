@@ -23,15 +23,16 @@ _FORMS = ("text", "list")
 """Names of the forms that a setting may have, which pydantic puts into the place of an error."""
 
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str, overrides: Sequence[str] = (), tables: Mapping[str, Any] | None = None) -> RunConfig:
     """Read a TOML file (any fsspec URL) and apply `section.key=value` overrides; names of local files become absolute.
+
+    Args:
+        tables: settings by section that replace those of the file, before the overrides.
 
     Raises:
         InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used.
     """
-    document = read_document(path)
-    apply_overrides(document, overrides)
-    return parse_config(_located(document, folder_of(path)), path)
+    return _completed(read_document(path), overrides, tables or {}, folder_of(path), path)
 
 
 def load_changes(path: str) -> dict[str, Any]:
@@ -70,6 +71,40 @@ def read_document(path: str) -> dict[str, Any]:
         raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
     except (OSError, ImportError, ValueError) as error:
         raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
+
+
+def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+    """A configuration without a file, of settings by section and `section.key=value` overrides.
+
+    Raises:
+        InputError: a value cannot be used, or one is missing.
+    """
+    return _completed({}, overrides, tables, None, where)
+
+
+def _completed(
+    document: dict[str, Any], overrides: Sequence[str], tables: Mapping[str, Any], folder: Path | None, where: str
+) -> RunConfig:
+    merge_tables(document, tables)
+    apply_overrides(document, overrides)
+    return parse_config(_located(document, folder), where)
+
+
+def merge_tables(document: dict[str, Any], tables: Mapping[str, Any]) -> None:
+    """Put settings by section into a parsed document; what they do not name stays, and None is not given.
+
+    Raises:
+        InputError: a table takes the place of a value.
+    """
+    for key, value in tables.items():
+        if not isinstance(value, Mapping):
+            document.update({} if value is None else {key: value})
+            continue
+        table = document.get(key) or {}
+        if not isinstance(table, dict):
+            raise InputError(f"{key!r} is the value {table!r}, not a table with {', '.join(value)}")
+        merge_tables(table, value)
+        document.update({key: table} if table else {})
 
 
 def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:

@@ -67,6 +67,7 @@ _SITE = {
     "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,tasks,storage",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",  # a pickle would let whoever writes results run code
     "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # and what deleted flow runs leave
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": f"{HEARTBEAT_S}",
     "PREFECT__SERVER_FINAL": "1",
 }

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
@@ -91,6 +92,9 @@ class GatedFileSystem:
         self._store.inner.pipe_file(path, data)
         self._store.writes.append((path, data))
         self._gate()
+
+    def put_file(self, source: str, path: str, mode: str = "overwrite") -> None:
+        self.pipe_file(path, Path(source).read_bytes(), mode)
 
     def cat_file(self, path: str, **_: Any) -> bytes:
         self._gate()

@@ -20,7 +20,7 @@ def test_a_machine_without_gpu_and_site_is_healthy(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     diagnosis = diagnose(SiteFolder.at(tmp_path / "site"), str(tmp_path / "runs"))
     expected = {"versions": "ok", "temporary": "ok", "storage": "ok", "GPU": "warning", "site": "warning"}
-    assert found(diagnosis) == expected
+    assert {name: level for name, level in found(diagnosis).items() if name != "ports"} == expected
     assert diagnosis.healthy
 
 

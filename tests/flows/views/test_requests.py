@@ -55,8 +55,8 @@ def test_a_history_and_a_status_read_each_manifest_once(make_run: MakeRun, root:
     assert len(asked) == len(manifests) + 2  # the names of all records, and of revisions
     for key in manifests:
         assert sum(key in request for request in asked) == 1
-    # the configuration, and whether there is a plot
-    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 2 + 3
+    # the configuration, revisions, which iterations there are, and whether there is a plot
+    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 2 + 4
 
 
 def test_a_list_of_runs_reads_the_first_stage_and_the_last_iteration(make_run: MakeRun, root: Root, requests_of):

@@ -15,7 +15,7 @@ from tasks.config.stage_settings import (
     unchangeable,
     with_settings,
 )
-from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.names import LOOP, WORKFLOW, Stage
 from tests.small.config import small_config
 
 

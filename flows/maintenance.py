@@ -1,0 +1,162 @@
+"""Upkeep of all runs of a root: garbage, archives, verification. It may be killed and repeated at any time.
+
+A run that no process drives is cleaned under its lease, with its own retention. Beside a process that drives it, only
+what that process cannot use is deleted. What is wrong with one run is noted and does not stop the others.
+"""
+
+from collections.abc import Callable, Sequence
+
+from pydantic import BaseModel, ConfigDict, computed_field
+
+from storage.backends.root import Root
+from storage.errors import LeaseHeld, RatchetError, StorageInterrupted
+from storage.manifest import find
+from storage.ownership.lease import hold
+from storage.upkeep.archive import Texts, without_texts
+from storage.upkeep.beside import collect_beside, verify_beside
+from storage.upkeep.catalog import require_run, runs
+from storage.upkeep.chunks import compact_new
+from storage.upkeep.retention import Collection, Retention, collect
+from tasks.config.environment import without_secrets
+from tasks.config.stored import stored_config
+from tasks.data.stored_texts import StoredTexts
+from tasks.stages.names import WORKFLOW, Stage
+
+OWNER = "ratchet maintain"
+_SHOWN = 5  # findings of a verification that a report names
+
+
+class Upkeep(BaseModel):
+    """What is to be done."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gc: bool = True
+    """Delete what nothing refers to any more, and the train states that a run's own retention does not keep."""
+    compact: bool = True
+    """Write what is new of each run's samples to its archive."""
+    verify: bool = True
+    """Read everything that is stored, and compare it with its digests."""
+
+
+class RunUpkeep(BaseModel):
+    """What was done for one run, and what is wrong with it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    driven: bool = False
+    """Whether another process drove it, so that only what that process cannot use was deleted."""
+    removed: int = 0
+    """Objects that were deleted."""
+    removed_bytes: int = 0
+    archived: int = 0
+    """Samples that were written to the archive."""
+    verified_bytes: int = 0
+    """What was read and compared."""
+    problems: tuple[str, ...] = ()
+    """What is wrong, a line each."""
+
+
+class Maintenance(BaseModel):
+    """The upkeep of a root."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    root: str
+    runs: tuple[RunUpkeep, ...]
+
+    @computed_field
+    @property
+    def healthy(self) -> bool:
+        """Whether no run has a problem."""
+        return not any(one.problems for one in self.runs)
+
+
+def maintain_root(
+    root: Root, upkeep: Upkeep, chosen: Sequence[str] = (), say: Callable[[str], object] = lambda _: None
+) -> Maintenance:
+    """Do the upkeep of all runs, or of those that are chosen.
+
+    Args:
+        say: told of each run once it is done.
+
+    Raises:
+        InputError: a chosen run does not exist.
+        StorageInterrupted: the store does not answer.
+    """
+    for name in chosen:
+        require_run(root, name)
+    done: list[RunUpkeep] = []
+    for name in chosen or runs(root):
+        done.append(_Run(root, name).kept_up(upkeep))
+        say(line_of(done[-1]))
+    return Maintenance(root=root.url, runs=tuple(done))
+
+
+def line_of(one: RunUpkeep) -> str:
+    """One run in a line."""
+    driven = ", beside the process that drives it" if one.driven else ""
+    verdict = "; ".join(one.problems) or "no problem"
+    return (
+        f"run {one.run}: {one.removed} objects ({one.removed_bytes / 2**20:.1f} MiB) deleted{driven}, "
+        f"{one.archived} samples archived, {one.verified_bytes / 2**20:.1f} MiB verified: {verdict}"
+    )
+
+
+class _Run:
+    """The upkeep of one run."""
+
+    def __init__(self, root: Root, run: str) -> None:
+        self._root, self._run = root, run
+        self._driven = False
+        self._done: dict[str, int] = {}
+        self._problems: list[str] = []
+
+    def kept_up(self, upkeep: Upkeep) -> RunUpkeep:
+        """Do what is asked for; each piece of work is tried, whatever becomes of the others."""
+        for wanted, work in ((upkeep.gc, self._clean), (upkeep.compact, self._compact), (upkeep.verify, self._verify)):
+            if wanted:
+                self._try(work)
+        problems = tuple(dict.fromkeys(self._problems))
+        return RunUpkeep(run=self._run, driven=self._driven, problems=problems, **self._done)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except StorageInterrupted:
+            raise  # it would be the same for every other run
+        except RatchetError as error:
+            self._problems.append(without_secrets(str(error)))
+
+    def _clean(self) -> None:
+        require_run(self._root, self._run)
+        found = self._collected()
+        self._done |= {"removed": len(found.garbage), "removed_bytes": found.bytes}
+        self._problems += [f"{one.key} cannot be read, so no part is deleted: {one.reason}" for one in found.unreadable]
+
+    def _collected(self) -> Collection:
+        try:
+            with hold(self._root, self._run, OWNER) as lease:
+                section = stored_config(self._root, self._run).storage
+                retention = Retention(newest=section.keep_newest, every=section.keep_every)
+                return collect(self._root, WORKFLOW, self._run, retention, apply=True, fence=lease)
+        except LeaseHeld:
+            self._driven = True
+            return collect_beside(self._root, WORKFLOW, self._run)
+
+    def _compact(self) -> None:
+        written = compact_new(self._root, WORKFLOW, self._run, self._texts)
+        self._done["archived"] = sum(one.rows for one in written)
+
+    def _texts(self) -> Texts:
+        prepared = find(self._root, self._run, 0, Stage.PREPARE)
+        return without_texts if prepared is None else StoredTexts.of(self._root, prepared)
+
+    def _verify(self) -> None:
+        found = verify_beside(self._root, self._run)
+        self._done["verified_bytes"] = found.bytes
+        if not found.sound:
+            faults = [f"{one.key} is {one.fault}: {one.detail}" for one in found.findings if one.fault != "orphaned"]
+            more = f" (and {len(faults) - _SHOWN} more: `ratchet verify {self._run}`)" if len(faults) > _SHOWN else ""
+            self._problems.append(without_secrets(f"not sound: {'; '.join(faults[:_SHOWN])}{more}"))

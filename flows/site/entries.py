@@ -1,0 +1,178 @@
+"""The file of deployments, in the format of prefect.yaml: read, and checked before anything starts."""
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from zoneinfo import available_timezones
+
+import yaml
+from prefect import Flow
+from prefect.client.schemas.schedules import CronSchedule, construct_schedule
+from prefect.exceptions import ParameterTypeError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from storage.errors import InputError
+
+SHORTEST_S = 60.0
+"""Least seconds between two flow runs of a schedule: Prefect looks for new ones about once a minute."""
+
+
+class ScheduleEntry(BaseModel):
+    """A schedule of a deployment. Which one it is says its slug; those made in the UI are left alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slug: str = Field(min_length=1)
+    cron: str | None = None
+    """minute hour day month weekday."""
+    interval: float | None = None
+    """Seconds."""
+    timezone: str | None = None
+    active: bool = True
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("cron")
+    @classmethod
+    def _fires(cls, cron: str | None) -> str | None:
+        if cron is not None:
+            try:
+                CronSchedule(cron=cron)
+            except ValidationError:
+                raise ValueError(
+                    f'{cron!r} is no cron schedule: give minute, hour, day, month, weekday, such as "0 2 * * *"'
+                ) from None
+        return cron
+
+    @field_validator("interval")
+    @classmethod
+    def _is_not_too_short(cls, interval: float | None) -> float | None:
+        if interval is not None and not interval >= SHORTEST_S:
+            raise ValueError(f"{interval:g} s is too short: give {SHORTEST_S:g} s or more")
+        return interval
+
+    @field_validator("timezone")
+    @classmethod
+    def _exists(cls, timezone: str | None) -> str | None:
+        if timezone is not None and timezone not in available_timezones():
+            near = difflib.get_close_matches(timezone, available_timezones(), 1)
+            raise ValueError(f"{timezone!r} is no time zone: give {near[0] if near else 'one such as Europe/Berlin'}")
+        return timezone
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> "ScheduleEntry":
+        if (self.cron is None) == (self.interval is None):
+            raise ValueError("give exactly one of cron and interval (seconds)")
+        return self
+
+    def schedule(self) -> Any:
+        """As Prefect has it."""
+        return construct_schedule(interval=self.interval, cron=self.cron, timezone=self.timezone)
+
+
+class DeploymentEntry(BaseModel):
+    """A deployment, as Prefect's own `prefect deploy` reads it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    entrypoint: str
+    """module.function of a flow."""
+    description: str | None = None
+    tags: tuple[str, ...] = ()
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    schedules: tuple[ScheduleEntry, ...] = ()
+    work_pool: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("schedules")
+    @classmethod
+    def _distinct(cls, schedules: tuple[ScheduleEntry, ...]) -> tuple[ScheduleEntry, ...]:
+        slugs = [one.slug for one in schedules]
+        if twice := [slug for slug in slugs if slugs.count(slug) > 1]:
+            raise ValueError(f"slug {twice[0]!r} is given twice: a slug says which schedule it is, so give another")
+        return schedules
+
+
+Deployments = tuple[tuple[DeploymentEntry, Flow[..., Any]], ...]
+
+
+class DeploymentsFile(BaseModel):
+    """A file in the format of prefect.yaml, as far as it is used here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    deployments: tuple[DeploymentEntry, ...]
+
+
+def read_deployments(file: Path) -> Deployments:
+    """The deployments of a file in the format of prefect.yaml, each with its flow.
+
+    Raises:
+        InputError: it cannot be read, names a flow that does not exist, or has a schedule or a parameter that cannot
+            be used.
+    """
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        entries = DeploymentsFile.model_validate(document).deployments
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"the deployments in {file} cannot be used: {error}") from None
+    except ValidationError as error:
+        raise _refused(file, (_flaw(document, one["loc"], one["msg"]) for one in error.errors())) from None
+    found = tuple((entry, _flow(entry)) for entry in entries)
+    if flaws := [flaw for entry, flow in found for flaw in _parameter_flaws(entry, flow)]:
+        raise _refused(file, iter(flaws))
+    return found
+
+
+def _refused(file: Path, flaws: Iterator[str]) -> InputError:
+    return InputError("\n  ".join([f"the deployments in {file} cannot be used:", *flaws]))
+
+
+def _flaw(document: Any, place: tuple[int | str, ...], message: str) -> str:
+    """A flaw with its place in words: names of deployments and schedules instead of numbers."""
+    words: list[str] = []
+    here: Any = document
+    for step in place:
+        try:
+            here = here[step]
+        except (KeyError, IndexError, TypeError):
+            here = None
+        if isinstance(step, int):
+            named = here.get("slug", here.get("name")) if isinstance(here, Mapping) else None
+            words[-1] = f"{words[-1].removesuffix('s')} {named or step + 1}"
+        else:
+            words.append(step)
+    return f"{', '.join(words) or 'the file'}: {message.removeprefix('Value error, ')}"
+
+
+def _flow(entry: DeploymentEntry) -> Flow[..., Any]:
+    module, _, name = entry.entrypoint.rpartition(".")
+    try:
+        found = vars(importlib.import_module(module)).get(name)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"deployment {entry.name}: {entry.entrypoint} cannot be imported: {error}") from None
+    if not isinstance(found, Flow):
+        raise InputError(f"deployment {entry.name}: {entry.entrypoint} is not a flow: give module.function")
+    return found
+
+
+def _parameter_flaws(entry: DeploymentEntry, flow: Flow[..., Any]) -> Iterator[str]:
+    """Parameters that the flow does not have, and schedules whose flow runs would be refused."""
+    known = flow.parameters.properties
+    places = [(f"deployment {entry.name}", entry.parameters)]
+    places += [(f"deployment {entry.name}, schedule {one.slug}", one.parameters) for one in entry.schedules]
+    for place, parameters in places:
+        for name in parameters:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                yield f"{place}: {flow.name} has no parameter {name!r}: give {near[0] if near else ', '.join(known)}"
+    for one in entry.schedules:
+        given = {name: value for name, value in {**entry.parameters, **one.parameters}.items() if name in known}
+        if missing := [name for name in flow.parameters.required or () if name not in given]:
+            yield f"deployment {entry.name}, schedule {one.slug}: parameters {', '.join(missing)} are missing: add them"
+            continue
+        try:
+            flow.validate_parameters(given)
+        except ParameterTypeError as error:
+            yield f"deployment {entry.name}, schedule {one.slug}: {error}"

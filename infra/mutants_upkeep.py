@@ -1,0 +1,151 @@
+"""Faults in the upkeep of a root, in what a site is told, and in what things cost, that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_BESIDE = ("tests/storage/upkeep/test_beside.py",)
+_CHUNKS = ("tests/storage/upkeep/test_chunks.py",)
+_ALL = ("tests/flows/test_maintenance.py",)
+_COST = ("tests/flows/test_overhead.py",)
+_TRAIN = ("tests/flows/deployments/test_train.py",)
+_ENTRIES = ("tests/flows/site/test_entries.py",)
+
+UPKEEP = (
+    Mutant(
+        "gc-beside-a-stage-in-progress",
+        "beside a run, what a stage in progress may find again is deleted",
+        "storage/upkeep/beside.py",
+        "    return bool(committed) and begun <= committed\n",
+        "    return True\n",
+        _BESIDE,
+    ),
+    Mutant(
+        "gc-beside-another-driver",
+        "beside a run, deleting goes on when another process drives it",
+        "storage/upkeep/beside.py",
+        "            if _epoch(self.root, self.run) != self.epoch:\n",
+        "            if False:\n",
+        _BESIDE,
+    ),
+    Mutant(
+        "gc-beside-takes-the-lease-apart",
+        "beside a run, entries of its lease are deleted",
+        "storage/upkeep/beside.py",
+        '        if key.startswith(f"{layout.lease_folder(self.run)}/"):\n            return False\n',
+        "",
+        _BESIDE,
+    ),
+    Mutant(
+        "retired-is-missing",
+        "a state that retention deletes during a verification is reported as lost",
+        "storage/upkeep/beside.py",
+        "if one.fault is not Problem.MISSING or not _is_retired(root, one.key)",
+        "if one.fault is not Problem.MISSING or True",
+        _BESIDE,
+    ),
+    Mutant(
+        "lost-is-retired",
+        "a part that is really lost is not reported",
+        "storage/upkeep/beside.py",
+        "if one.fault is not Problem.MISSING or not _is_retired(root, one.key)",
+        "if one.fault is not Problem.MISSING",
+        _BESIDE,
+    ),
+    Mutant(
+        "archive-of-the-past",
+        "of two archivers the slower one removes what the other has written",
+        "storage/upkeep/chunks.py",
+        "    recorded = names(root, run)\n",
+        "    recorded = names(root, run)\n"
+        "    there = [one for one in root.stored(layout.archive_folder(run)) if _span(one)]\n",
+        _CHUNKS,
+    ),
+    Mutant(
+        "archive-is-never-behind",
+        "a stage that is committed again is not archived again",
+        "storage/upkeep/chunks.py",
+        " and one.modified > place.changed(committed)",
+        "",
+        _CHUNKS,
+    ),
+    Mutant(
+        "one-damaged-run-ends-the-upkeep",
+        "a damaged run stops the upkeep of the others",
+        "flows/maintenance.py",
+        "        except RatchetError as error:\n",
+        "        except NotImplementedError as error:\n",
+        _ALL,
+    ),
+    Mutant(
+        "maintain-without-the-lease",
+        "a run that is driven is cleaned as if it were not",
+        "flows/maintenance.py",
+        "            return collect_beside(self._root, WORKFLOW, self._run)\n",
+        "            return collect(self._root, WORKFLOW, self._run, apply=True)\n",
+        _ALL,
+    ),
+    Mutant(
+        "status-reads-everything",
+        "the status of a long run reads all of it",
+        "flows/views/newest.py",
+        "    if whole or begun <= SHORT:\n",
+        "    if whole or begun > -1:\n",
+        _COST,
+    ),
+    Mutant(
+        "status-trusts-the-newest-folder",
+        "the status of a long run does not see a gap",
+        "flows/views/newest.py",
+        "    return synced_iterations(root, run, begun)\n",
+        "    return begun - 1\n",
+        _COST,
+    ),
+    Mutant(
+        "form-for-secrets",
+        "the form of a flow run asks for a secret, which the server would store",
+        "tasks/config/form.py",
+        '    "token",  # a person would type the secret itself, which Prefect would store\n',
+        "",
+        _TRAIN,
+    ),
+    Mutant(
+        "untouched-switches",
+        "a switch of the form that nobody has touched turns a setting off",
+        "tasks/config/form.py",
+        "        found = _CHOICE\n",
+        "        pass\n",
+        _TRAIN,
+    ),
+    Mutant(
+        "empty-fields-count",
+        "a field of the form that is left empty replaces a setting",
+        "tasks/config/document.py",
+        "            document.update({} if value is None else {key: value})\n",
+        "            document.update({key: value})\n",
+        _TRAIN,
+    ),
+    Mutant(
+        "schedule-without-a-rule",
+        "a schedule without cron and interval is registered",
+        "flows/site/entries.py",
+        "        if (self.cron is None) == (self.interval is None):\n",
+        "        if self.cron and self.interval:\n",
+        _ENTRIES,
+    ),
+    Mutant(
+        "misspelled-parameters",
+        "a parameter that no flow has is ignored",
+        "flows/site/entries.py",
+        "            if name not in known:\n",
+        "            if False:\n",
+        _ENTRIES,
+    ),
+    Mutant(
+        "secrets-in-a-webhook",
+        "a webhook's URL may hold a password",
+        "flows/site/notification.py",
+        "    if has_credentials(given):\n",
+        "    if False:\n",
+        ("tests/flows/site/test_notification.py",),
+    ),
+)
+"""Each breaks a promise of docs/operations.md."""

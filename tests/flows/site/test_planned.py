@@ -1,0 +1,87 @@
+"""What the doctor says of ports, and of what a real server is told to do."""
+
+import socket
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
+from prefect.states import Scheduled
+
+from flows.site.elsewhere import register_elsewhere
+from flows.site.folder import RunningProcess
+from flows.site.planned import SETTLES, free_port, listeners, told
+from flows.site.registration import POOL
+from tasks.config.code_version import PROJECT_ROOT
+
+RUN = {"run": "a", "root": "/data/runs", "more": 1}
+NIGHTLY = {"slug": "nightly", "cron": "0 2 * * *", "parameters": RUN}
+
+
+@pytest.fixture
+def client(prefect_api: str) -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as client:
+        yield client
+        for one in client.read_deployments():
+            client.delete_deployment(one.id)
+        if client.read_work_pools():
+            client.delete_work_pool(POOL)
+
+
+def levels(client: SyncPrefectClient, **more) -> dict[str, str]:
+    return {one.check: one.level for one in told(client, **more)}
+
+
+def test_a_server_that_was_told_nothing(client: SyncPrefectClient):
+    assert levels(client) == {"work pool": "error", "deployments": "error", "planned": "ok"}
+
+
+def test_a_pool_that_is_paused_and_a_deployment_of_another_version_are_warnings(client: SyncPrefectClient):
+    register_elsewhere(PROJECT_ROOT / "infra" / "prefect.yaml", None, None)
+    assert set(levels(client).values()) == {"ok"}
+    client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))
+    deployment = client.read_deployment_by_name("maintain/maintain")
+    client.update_deployment(deployment.id, DeploymentUpdate(version="0.0.1"))
+    facts = {one.check: one for one in told(client)}
+    assert (facts["work pool"].level, facts["deployments"].level) == ("warning", "warning")
+    assert "resume it in the UI" in facts["work pool"].text
+    assert facts["deployments"].text.startswith("maintain were registered by another version")
+
+
+def test_a_schedule_for_which_nothing_is_planned_is_an_error(client: SyncPrefectClient, tmp_path: Path):
+    entry = {"name": "nightly", "entrypoint": "flows.deployments.train.train", "schedules": [NIGHTLY]}
+    (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [entry]}))
+    register_elsewhere(tmp_path / "prefect.yaml", None, None)
+    deployment = client.read_deployment_by_name("train/nightly")
+    for planned in client.read_flow_runs():  # this server may plan or not
+        client.delete_flow_run(planned.id)
+    later = datetime.now(UTC) + 2 * SETTLES
+    assert levels(client)["planned"] == "ok"  # it is too young
+    (found,) = [one for one in told(client, now=later) if one.check == "planned"]
+    assert found.level == "error"
+    assert "deployments nightly have a schedule, but no flow run is planned" in found.text
+    client.create_flow_run_from_deployment(deployment.id, parameters=RUN, state=Scheduled(scheduled_time=later))
+    assert levels(client, now=later)["planned"] == "ok"
+
+
+@pytest.mark.parametrize(("host", "level"), [("127.0.0.1", "ok"), ("0.0.0.0", "error")])
+def test_what_listens_beyond_this_machine_is_an_error(host: str, level: str):
+    here = psutil.Process()
+    one = RunningProcess(role="server", process=here.pid, started=here.create_time(), version="x")
+    before = listeners([one]).level
+    with socket.create_server((host, 0)) as server:
+        found = listeners([one])
+        assert found.level == (level if before == "ok" else before)
+        assert level == "ok" or f"0.0.0.0:{server.getsockname()[1]}" in found.text
+
+
+def test_a_port_that_is_taken_is_a_warning():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        taken = free_port(port)
+    assert (taken.level, f"{port} is taken by process" in taken.text) == ("warning", True)
+    assert free_port(port).level == "ok"
