@@ -48,12 +48,12 @@ def advance(context: RunContext, progress: Progress, first: int) -> None:
     """Do the iterations from `first` to the last; their results are durable on return."""
     shared = SharedParts(context.root, context.run)
     tidy(context, shared)  # before a stage can find an old part and use it
-    position = begin(context) if first == 0 else position_after(context, first - 1)
-    if first == 0:
-        context.outbox.add(partial(conclude, context, progress, shared, 0))
-    for iteration in range(max(first, 1), context.config.run.iterations + 1):
-        position = iterate(context, iteration, position)
-        context.outbox.add(partial(conclude, context, progress, shared, iteration))
+    position = position_after(context, first - 1) if first else None
+    for iteration in range(first, context.config.run.iterations + 1):
+        with context.page.iteration(iteration):
+            position = begin(context) if position is None else iterate(context, iteration, position)
+            concluded = context.outbox.add(partial(conclude, context, progress, shared, iteration))
+            context.page.storing(iteration, "retention", concluded)
     context.outbox.settle()
 
 

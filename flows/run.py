@@ -11,9 +11,9 @@ import httpx
 from prefect import flow
 
 from flows.driving import complete, next_iteration
-from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
 from flows.starting import check_start
+from flows.subflows import Subflows
 from flows.views.artifacts import examples_publisher, publish
 from flows.views.progress import Progress
 from flows.views.reports import Reports, write_report
@@ -118,6 +118,7 @@ def open_context(
             process_cluster() as cluster,
             Fleet(name, config, cluster) as fleet,
             injected(cluster.settings.faults, fleet.processes),
+            Subflows() as page,
             Outbox() as outbox,
         ):
             yield RunContext(
@@ -129,8 +130,9 @@ def open_context(
                 folder,
                 lease,
                 outbox,
-                performer=as_task,
+                performer=page.performer,
                 announce=progress.begins,
                 memory=memory,
                 say=progress.note,
+                page=page,
             )
