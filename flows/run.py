@@ -118,7 +118,7 @@ def open_context(
             process_cluster() as cluster,
             Fleet(name, config, cluster) as fleet,
             injected(cluster.settings.faults, fleet.processes),
-            Subflows() as page,
+            Subflows(config.run.iterations) as page,
             Outbox() as outbox,
         ):
             yield RunContext(

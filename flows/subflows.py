@@ -53,11 +53,19 @@ class Subflows:
     Make it within the run's flow.
     """
 
-    def __init__(self, advanced: Advanced = ignored, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, last: int, advanced: Advanced = ignored, patience_s: float = PATIENCE_S) -> None:
+        """
+        Args:
+            last: the last iteration.
+            advanced: told of each portion of a stage.
+            patience_s: how long an iteration waits for its subflow.
+        """
         self._parent = contextvars.copy_context()
-        self._advanced, self._patience_s = advanced, patience_s
+        self._last, self._advanced, self._patience_s = last, advanced, patience_s
         self._iterations: list[_Iteration] = []
+        self._ahead: _Iteration | None = None
         self._failed: list[BaseException] = []
+        self._turn = threading.Lock()
         self._retry = 0.0
 
     def performer(self, stage: Stage) -> Performer:
@@ -65,6 +73,8 @@ class Subflows:
         perform = as_task(stage, self._shown_elsewhere)
 
         def within(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Outcome:
+            if stage is Stage.WEIGHT_SYNC and iteration < self._last:
+                self._ahead = self._opened(iteration + 1)  # a second or two before it is needed
             return self._current().run(perform, iteration, work, inputs)
 
         return within
@@ -73,11 +83,12 @@ class Subflows:
     def iteration(self, number: int) -> Iterator[None]:
         """See `Page`."""
         self._iterations = [one for one in self._iterations if one.alive()]
-        one = _Iteration(number, self._failed.append, self._shown_elsewhere)
-        self._iterations.append(one)
-        one.open(self._parent, self._patience_s if time.monotonic() >= self._retry else 0.0)
+        one = self._ahead if self._ahead is not None and self._ahead.number == number else self._opened(number)
+        self._ahead = None
+        one.begin(self._parent, self._patience_s)
         if not one.is_subflow():
             self._retry = max(self._retry, time.monotonic() + _AGAIN_S)
+        self._iterations.append(one)
         with one:
             yield
 
@@ -97,8 +108,17 @@ class Subflows:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         deadline = time.monotonic() + (_LINGER_S if isinstance(error, Exception | None) else _INTERRUPTED_S)
+        if self._ahead is not None:
+            self._ahead.drop()
+            self._iterations.append(self._ahead)
         for one in self._iterations:
             one.join(deadline)
+
+    def _opened(self, number: int) -> "_Iteration":
+        one = _Iteration(number, self._failed.append, self._shown_elsewhere, self._turn)
+        if time.monotonic() >= self._retry:
+            one.open(self._parent)
+        return one
 
     def _current(self) -> contextvars.Context:
         return self._iterations[-1].context if self._iterations else self._parent.copy()
@@ -118,6 +138,8 @@ class _Iteration:
     """Told of each error of storing."""
     elsewhere: Callable[[BaseException], bool]
     """Whether an error is one of storing, which its own task run shows."""
+    turn: threading.Lock
+    """Who asks the server: one that runs on SQLite refuses one of two requests at once, and the client then waits."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """In which its stages run."""
     _queue: "SimpleQueue[tuple[str, Future[None]] | None]" = field(default_factory=SimpleQueue)
@@ -128,14 +150,22 @@ class _Iteration:
     _subflow: bool = False
     _end: State[Any] | None = None
 
-    def open(self, parent: contextvars.Context, patience_s: float) -> None:
-        """Begin a subflow run; if that takes longer than `patience_s`, go on in the context of the parent."""
-        if patience_s:
-            self._start(parent, self._as_subflow)
+    def open(self, parent: contextvars.Context) -> None:
+        """Ask for a subflow run, without waiting."""
+        self._start(parent, self._as_subflow)
+
+    def begin(self, parent: contextvars.Context, patience_s: float) -> None:
+        """Wait for the subflow run that was asked for, at most `patience_s`, else go on in the context of the parent."""
+        if self._threads:
             self._opened.wait(patience_s)
         if not self._opened.is_set():
             self._start(parent, lambda: self._show(subflow=False))
             self._opened.wait()
+
+    def drop(self) -> None:
+        """It does not begin after all."""
+        self._end = Cancelled(message="the run has ended before this iteration began")
+        self._queue.put(None)
 
     def is_subflow(self) -> bool:
         """Whether its stages are shown in a subflow run of their own."""
@@ -185,11 +215,16 @@ class _Iteration:
 
     def _as_subflow(self) -> None:
         def body(number: int) -> State[Any]:
-            return self._show(subflow=True)
+            self.turn.release()
+            try:
+                return self._show(subflow=True)
+            finally:
+                self.turn.acquire()
 
         made = flow(name="iteration", flow_run_name="iteration {number}", persist_result=False)(body)
         try:
-            made(self.number, return_state=True)
+            with self.turn:
+                made(self.number, return_state=True)
         except (httpx.HTTPError, PrefectException, OSError) as error:
             logger.warning("the subflow run of iteration %d is not up to date: %s", self.number, error)
 

@@ -42,7 +42,7 @@ def drive(root: Root, scratch: Path, at: Callable[[Point, str], None], patience_
 
     @contextmanager
     def opener(lease: Any, digest: str) -> Iterator[RunContext]:
-        with Subflows(patience_s=patience_s) as page, Outbox() as outbox, kill_points.observed(at):
+        with Subflows(ITERATIONS, patience_s=patience_s) as page, Outbox() as outbox, kill_points.observed(at):
             yield RunContext(
                 "a", root, config, digest, WorkersHere(config), scratch, lease, outbox, page.performer, page=page
             )
