@@ -155,7 +155,7 @@ class _Iteration:
         self._start(parent, self._as_subflow)
 
     def begin(self, parent: contextvars.Context, patience_s: float) -> None:
-        """Wait for the subflow run that was asked for, at most `patience_s`, else go on in the context of the parent."""
+        """Wait for the subflow run that was asked for, at most `patience_s`, else go on without one."""
         if self._threads:
             self._opened.wait(patience_s)
         if not self._opened.is_set():

@@ -65,7 +65,7 @@ class Page(Protocol):
         ...
 
     def storing(self, iteration: int, what: str, published: Future[None]) -> None:
-        """`published` is done once the result of a stage, `what`, is durable, or what else is done behind the stages."""
+        """`published` is done once the result of the stage `what`, or something else behind the stages, is durable."""
         ...
 
     def advanced(self, portion: Portion) -> None:

@@ -14,7 +14,6 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from rich.console import Console
 
 from flows.driving import complete
@@ -112,5 +111,3 @@ def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, t
     colours = {name: colour for ones in tasks.values() for name, colour in ones.items()}
     assert [name for name, colour in colours.items() if colour == "Failed"] == ["store-1"]
     assert "Cancelled" in {*colours.values(), *subflows.values()}  # the stage that met it
-
-
