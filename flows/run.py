@@ -9,12 +9,14 @@ from contextlib import contextmanager
 
 import httpx
 from prefect import flow
+from prefect.exceptions import PrefectException
 
 from flows.driving import complete, next_iteration
 from flows.proof.faults import injected
 from flows.starting import check_start
 from flows.subflows import Subflows
 from flows.views.artifacts import examples_publisher, publish
+from flows.views.page import LivePage
 from flows.views.progress import Progress
 from flows.views.reports import Reports, write_report
 from flows.views.status import read_status
@@ -60,14 +62,19 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None
         progress.say(sentence)
     for notice in notices(config.reward):
         progress.note(notice)
-    with Reports(store, name, config, progress.warn, examples_publisher()) as reports:
+    with (
+        LivePage(name, store.url, config.run.iterations, progress.note) as page,
+        Reports(store, name, config, progress.warn, examples_publisher()) as reports,
+    ):
+        progress.follow(page)
+        progress.on_finished(page.finished)
         progress.on_finished(reports.add)
         complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
     progress.say("drawing the curves")
     png = write_report(store, name)
     try:
         publish(read_status(store, name), png)
-    except httpx.TransportError as error:
+    except (httpx.TransportError, PrefectException) as error:
         progress.say(f"the Prefect server does not answer ({error}): the page of this flow run lacks its artifacts")
 
 
@@ -118,7 +125,7 @@ def open_context(
             process_cluster() as cluster,
             Fleet(name, config, cluster) as fleet,
             injected(cluster.settings.faults, fleet.processes),
-            Subflows(config.run.iterations) as page,
+            Subflows(config.run.iterations, progress.advanced) as page,
             Outbox() as outbox,
         ):
             yield RunContext(

@@ -32,7 +32,7 @@ from tasks.stages.context import Portion, RunContext
 from tasks.stages.names import Stage
 from tasks.stages.passes import figures
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.rollout import sample_seed
+from tasks.stages.rollout import response_tokens, sample_seed
 from tasks.stages.scored import COLUMNS, SOURCE, columns, responses_of
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.views import Evaluated, Performed, Prepared, Served
@@ -163,8 +163,7 @@ class _Asked:
         return keep_piece(self.writer, name, part), sources
 
     def _told(self, prompts_done: int, table: pa.Table) -> None:
-        each_of, lengths = 1 + self.settings.samples, table["response_tokens"].combine_chunks().value_lengths()
-        tokens = int(np.sum(lengths.to_numpy(zero_copy_only=False)))
+        each_of, tokens = 1 + self.settings.samples, response_tokens(table)
         self.context.page.advanced(
             Portion(
                 self.iteration, Stage.EVALUATE, prompts_done * each_of, self.table.num_rows * each_of, "answers",

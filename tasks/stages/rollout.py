@@ -5,6 +5,7 @@ derived from its place in the run, so that a piece generated again requests the 
 """
 
 import hashlib
+import threading
 import time
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from storage.schema import ROLLOUT, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Sampling, token_rows
+from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, shares, text_codec
 from tasks.stages.served_weights import ensure_served
@@ -38,8 +40,9 @@ def rollout(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     sampler = _Sampler(work, served, sampling(work, prepared))
     groups = drawn(work, prepared, served)
     clock = time.perf_counter()
+    tally = _Tally(work, clock)
     pieces = each(
-        lambda index: sampler.piece(engines[index % len(engines)], index, groups[index]),
+        lambda index: tally.count(sampler.piece(engines[index % len(engines)], index, groups[index])),
         range(len(groups)),
         len(engines),
     )
@@ -105,6 +108,33 @@ def drawn(work: Work, prepared: Prepared, served: Served) -> list[Groups]:
     repeats = repetitions(rows)
     places = [slice(start, start + section.groups_per_part) for start in range(0, len(rows), section.groups_per_part)]
     return [Groups(table.take(rows[place]), repeats[place], served.cursor + place.start) for place in places]
+
+
+class _Tally:
+    """Tells how many samples there are of those that are wanted, after each piece."""
+
+    def __init__(self, work: Work, clock: float) -> None:
+        section = work.config.rollout
+        self._work, self._clock, self._wanted = work, clock, section.prompts * section.samples
+        self._lock = threading.Lock()
+        self._done = self._tokens = 0
+
+    def count(self, piece: Piece) -> Piece:
+        with self._lock:
+            self._done += piece.table.num_rows
+            self._tokens += 0 if piece.kept else response_tokens(piece.table)
+            self._work.context.page.advanced(
+                Portion(
+                    self._work.iteration, Stage.ROLLOUT, self._done, self._wanted, "samples",
+                    self._tokens, time.perf_counter() - self._clock,
+                )
+            )  # fmt: skip
+        return piece
+
+
+def response_tokens(table: pa.Table) -> int:
+    """Tokens of all responses of a table."""
+    return int(table["response_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False).sum())
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from rich.console import Console
 
 from flows.driving import complete
@@ -23,10 +24,11 @@ from storage import kill_points, layout
 from storage.backends.root import Root
 from storage.errors import StorageUnavailable
 from storage.kill_points import Point
-from storage.manifest import find
+from storage.manifest import find, need
 from storage.write_behind import Outbox
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
+from tests.flows.server.link import linked
 from tests.small.config import ITERATIONS, small_config
 from tests.small.here import WorkersHere
 
@@ -34,8 +36,14 @@ DEADLINE_S = 60.0
 States = dict[str, str | None]
 
 
-def drive(root: Root, scratch: Path, at: Callable[[Point, str], None], patience_s: float = DEADLINE_S) -> State[Any]:
-    """The real loop over small workers, within a flow; its final state."""
+def drive(
+    root: Root,
+    scratch: Path,
+    at: Callable[[Point, str], None],
+    patience_s: float = DEADLINE_S,
+    restore: Callable[[], None] = lambda: None,
+) -> State[Any]:
+    """The real loop over small workers, within a flow; its final state. `restore` is called before that is reported."""
     config = small_config()
     scratch.mkdir()
 
@@ -49,6 +57,7 @@ def drive(root: Root, scratch: Path, at: Callable[[Point, str], None], patience_
     @flow(name="test", persist_result=False)
     def body() -> None:
         complete("a", root, config, Progress("a", ITERATIONS, Console(file=io.StringIO())), opener)
+        restore()
 
     return body(return_state=True)
 
@@ -111,3 +120,18 @@ def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, t
     colours = {name: colour for ones in tasks.values() for name, colour in ones.items()}
     assert [name for name, colour in colours.items() if colour == "Failed"] == ["store-1"]
     assert "Cancelled" in {*colours.values(), *subflows.values()}  # the stage that met it
+
+
+def test_without_a_server_the_work_goes_on(prefect_api: str, root: Root, tmp_path: Path):
+    """Then later iterations do not wait for a subflow either."""
+
+    def at(point: Point, key: str) -> None:
+        if point is Point.STARTED and layout.place_of(key) == (0, Stage.PREPARE):
+            link.cut()
+
+    with linked(prefect_api) as link, temporary_settings({PREFECT_API_URL: link.url, PREFECT_CLIENT_MAX_RETRIES: 0}):
+        state = drive(root, tmp_path / "scratch", at, patience_s=2.0, restore=link.restore)
+    assert state.is_completed(), state.message
+    assert need(root, "a", ITERATIONS, Stage.WEIGHT_SYNC)
+    subflows, _ = found(state, set())
+    assert "Completed" not in subflows.values()

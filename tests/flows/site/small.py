@@ -45,7 +45,7 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
             return super().train_policy(*given)
 
     workers = WorkersHere(config, Engine, Trainer)
-    with scratch() as folder, Subflows(config.run.iterations) as page, Outbox() as outbox:
+    with scratch() as folder, Subflows(config.run.iterations, progress.advanced) as page, Outbox() as outbox:
         yield RunContext(
             name, root, config, digest, workers, folder, lease, outbox, page.performer,
             announce=progress.begins, page=page,
