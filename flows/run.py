@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.exceptions import PrefectException
 
 from flows.driving import complete, next_iteration
@@ -33,6 +33,7 @@ from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet, release
+from tasks.workers.logs import heard
 from tasks.workers.scratch import kept_in_memory, scratch, sweep
 
 
@@ -63,6 +64,7 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None
     for notice in notices(config.reward):
         progress.note(notice)
     with (
+        heard(get_run_logger().info),
         LivePage(name, store.url, config.run.iterations, progress.note) as page,
         Reports(store, name, config, progress.warn, examples_publisher()) as reports,
     ):

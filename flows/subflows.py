@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
+from uuid import UUID
 
 import httpx
 from prefect import flow
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Completed, Failed
 
@@ -37,8 +40,12 @@ PATIENCE_S = 10.0
 
 _AGAIN_S = 60.0  # how long later iterations then do not try
 _SHORT_S = 1.0
+_LOOK_S = 5.0
+_ANSWER_S = 15.0
 _LINGER_S = 10.0
 _INTERRUPTED_S = 2.0
+
+_SERVER_ERRORS = (httpx.HTTPError, PrefectException, OSError)
 
 Advanced = Callable[[Portion], None]
 
@@ -214,10 +221,16 @@ class _Iteration:
         thread.start()
 
     def _as_subflow(self) -> None:
+        shown: list[tuple[UUID, State[Any]]] = []
+
         def body(number: int) -> State[Any]:
+            context = FlowRunContext.get()
             self.turn.release()
             try:
-                return self._show(subflow=True)
+                end = self._show(subflow=True)
+                if context is not None and context.flow_run is not None:
+                    shown.append((context.flow_run.id, end))
+                return end
             finally:
                 self.turn.acquire()
 
@@ -225,8 +238,10 @@ class _Iteration:
         try:
             with self.turn:
                 made(self.number, return_state=True)
-        except (httpx.HTTPError, PrefectException, OSError) as error:
+        except _SERVER_ERRORS as error:
             logger.warning("the subflow run of iteration %d is not up to date: %s", self.number, error)
+            for identity, end in shown:
+                _report(identity, end)
 
     def _show(self, subflow: bool) -> State[Any]:
         if not self._claim.acquire(blocking=False):
@@ -241,6 +256,18 @@ class _Iteration:
                 if state.is_failed():
                     unstored = Failed(message=f"iteration {self.number}: {state.message}")
         return unstored or self._end or Completed(message=f"iteration {self.number} is durable")
+
+
+def _report(flow_run: UUID, end: State[Any]) -> None:
+    """Tell the server how a subflow run ended, as soon as it is back; this thread has nothing else to do."""
+    while True:
+        try:
+            # with settings, because that of the flow's context is closed when the flow has ended
+            with get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_S}) as client:
+                client.set_flow_run_state(flow_run, end, force=True)
+                return
+        except _SERVER_ERRORS:
+            time.sleep(_LOOK_S)
 
 
 def _soon(published: "Future[None]") -> bool:

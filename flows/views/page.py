@@ -96,13 +96,16 @@ class LivePage:
 
     def _work(self) -> None:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # this thread itself tries again
-            while not self._ended.wait(self._every_s):
-                self._try()
-            self._try()
+            while not self._ended.is_set():
+                self._talk()
+                self._ended.wait(self._every_s)
 
-    def _try(self) -> None:
+    def _talk(self) -> None:
+        """Show what is new every few seconds, until the end or until the server does not answer."""
         try:
             with get_client(sync_client=True, httpx_settings={"timeout": _LATE_S}) as client:
+                while not self._ended.wait(self._every_s):
+                    self._show(client)
                 self._show(client)
         except (httpx.HTTPError, PrefectException, OSError):
             if self._away is None:
