@@ -64,7 +64,7 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None
     for notice in notices(config.reward):
         progress.note(notice)
     with (
-        heard(get_run_logger().info),
+        heard(get_run_logger().info, progress.counted),
         LivePage(name, store.url, config.run.iterations, progress.note) as page,
         Reports(store, name, config, progress.warn, examples_publisher()) as reports,
     ):

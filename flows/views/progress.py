@@ -45,6 +45,7 @@ class Progress:
         self._since = time.monotonic()
         self._listeners: list[Callable[[IterationRecord], object]] = []
         self._followers: list[Follower] = []
+        self._stage: tuple[int, Stage] | None = None
         self._live = Live(
             get_renderable=self._line,
             console=self._console,
@@ -77,6 +78,7 @@ class Progress:
     def begins(self, iteration: int, stage: Stage) -> None:
         """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)
+        self._stage = iteration, stage
         self._begin(f"iteration {iteration}: {stage}")
         for follower in self._followers:
             follower.begins(iteration, stage)
@@ -97,6 +99,11 @@ class Progress:
         self._doing = f"iteration {portion.iteration}: {portion_text(portion)}"
         for follower in self._followers:
             follower.advanced(portion)
+
+    def counted(self, done: int, of: int, unit: str) -> None:
+        """Show how much of the stage that is under way is done, as a process tells it."""
+        if self._stage is not None and self._stage[1] is Stage.TRAIN:
+            self.advanced(Portion(*self._stage, done, of, unit))
 
     def follow(self, follower: "Follower") -> None:
         """Tell `follower` of each stage that begins, and of how much of it is done."""

@@ -13,6 +13,7 @@ import ray.util
 
 from storage.errors import RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
+from trainer_core.telling import listen
 
 _GRACE_S = 5.0  # time the others get to end their part of a call after one member has failed
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive
@@ -30,6 +31,7 @@ class Host:
     """The Ray actor class: a process that makes one object and calls its methods, one at a time."""
 
     def __init__(self, label: str = "worker") -> None:
+        listen()
         self._label = label
         self._held: Any = None
         self._calls = 0

@@ -13,6 +13,7 @@ from typing import Any
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
 from tasks.config.environment import without_secrets
+from trainer_core.telling import understood
 
 BURST, PER_S = 100, 5.0
 """Lines of one process at once, and lines a second after that; what is more is counted and left out."""
@@ -22,6 +23,10 @@ _LONGEST = 1000
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Say = Callable[[str], object]
+Counted = Callable[[int, int, str], object]
+"""Told that so many are done, of how many, of what."""
+
+_TELLS = "trainer-0"
 
 
 def silence_terminal() -> None:
@@ -30,9 +35,9 @@ def silence_terminal() -> None:
 
 
 @contextmanager
-def heard(say: Say) -> Iterator[None]:
-    """Hand the lines of all processes to `say`, in Ray's thread."""
-    dispatcher.add_handler(_OURS, Lines(say))
+def heard(say: Say, counted: Counted) -> Iterator[None]:
+    """Hand the lines of all processes to `say`, and how far the first trainer rank is to `counted`, in Ray's thread."""
+    dispatcher.add_handler(_OURS, Lines(say, counted))
     try:
         yield
     finally:
@@ -42,8 +47,8 @@ def heard(say: Say) -> Iterator[None]:
 class Lines:
     """Takes batches of lines as Ray gives them: a mapping with `lines`, and `actor_name` if an actor printed them."""
 
-    def __init__(self, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    def __init__(self, say: Say, counted: Counted, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._counted, self._clock = say, counted, clock
         self._budgets: dict[str, _Budget] = {}
 
     def __call__(self, batch: Mapping[str, Any]) -> None:
@@ -53,14 +58,17 @@ class Lines:
             return  # Ray's own processes
         budget = self._budgets.setdefault(name, _Budget(self._clock()))
         for text in (_STYLES.sub("", line).rstrip() for line in batch["lines"]):
-            if not text:
-                continue
-            if not budget.spend(self._clock()):
-                continue
-            if budget.left_out:
-                self._say(f"[{name}] ... {budget.left_out} lines left out")
-                budget.left_out = 0
-            self._say(without_secrets(f"[{name}] {text[:_LONGEST]}"))
+            told = understood(text)
+            if told is not None and name == _TELLS:
+                self._counted(*told)
+            if text and told is None and budget.spend(self._clock()):
+                self._show(name, text, budget)
+
+    def _show(self, name: str, text: str, budget: "_Budget") -> None:
+        if budget.left_out:
+            self._say(f"[{name}] ... {budget.left_out} lines left out")
+            budget.left_out = 0
+        self._say(without_secrets(f"[{name}] {text[:_LONGEST]}"))
 
 
 class _Budget:

@@ -18,6 +18,7 @@ from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model
 from trainer_core.model.token_loss import TokenLoss
 from trainer_core.model.vocab_parallel import EntropyUse, log_probabilities
+from trainer_core.telling import told
 
 # (micro-batch, log-probabilities, entropies) -> loss of each response token; all (R,)
 LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], TokenLoss]
@@ -120,7 +121,7 @@ class Passes:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(batches),
+            data_iterator=told(batches, "micro-batches"),
             model=[self.model.ddp],
             num_microbatches=len(batches),
             seq_length=batches[0].tokens.shape[1],  # stages tell each other the shapes
