@@ -9,8 +9,9 @@ from typing import Any
 from uuid import UUID
 
 from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.context import FlowRunContext
 
 from flows.views.curves import data_uri
 from flows.views.history import IterationRecord
@@ -63,18 +64,19 @@ def publish(status: RunStatus, png: bytes) -> None:
 
 
 def examples_publisher() -> Callable[[Samples], None]:
-    """Shows examples of an iteration on the current flow run; may be called in another thread."""
+    """Shows examples of an iteration on the current flow run, those of the last one; for one other thread."""
     context = contextvars.copy_context()  # Prefect finds the flow run in it
-    return lambda found: context.run(publish_examples, found)
+    table: list[Shown] = []
+    return lambda found: context.run(_publish_examples, found, table)
 
 
-def publish_examples(found: Samples) -> None:
-    """Attach a table of samples to the current flow run; each iteration makes a new version of it."""
-    create_table_artifact(
-        key=artifact_key(found.run, "samples"),
-        table=example_table(found),
-        description=f"Best and worst samples of iteration {found.iteration} of run {found.run}",
-    )
+def _publish_examples(found: Samples, table: list[Shown]) -> None:
+    if not table:
+        table.append(Shown(artifact_key(found.run, "samples"), "table"))
+    text = f"Best and worst samples of iteration {found.iteration} of run {found.run}"
+    run = FlowRunContext.get()
+    with get_client(sync_client=True) as client:
+        table[0].show(client, run.flow_run.id if run and run.flow_run else None, example_table(found), text)
 
 
 def example_table(found: Samples) -> list[dict[str, str | float | int | None]]:

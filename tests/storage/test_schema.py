@@ -113,6 +113,7 @@ WRITTEN = {
     "rollout": "5209f473a1fd83035934f1f0deb9fe62",
     "reward": "5b2e5eb2a71c783dec489911ce122932",
     "evaluation": "7242269e7fc2293791f8cc67366f39c9",
+    "evaluation_samples": "21181458d7c0ab5eb3b4f248085f38bb",
 }
 
 
