@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _EVERY_S = 1.0
 _LINE = re.compile(r"(\d+) of (\d+) ([a-z-]+)")
@@ -15,7 +15,7 @@ _LINE = re.compile(r"(\d+) of (\d+) ([a-z-]+)")
 logger = logging.getLogger("trainer_core.telling")
 
 
-def told[T](items: list[T], unit: str) -> Iterator[T]:
+def told[T](items: Sequence[T], unit: str) -> Iterator[T]:
     """The items, of which each is counted when it is asked for; tells at most once a second.
 
     Args:
