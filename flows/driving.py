@@ -102,7 +102,8 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
         f"revision {rerun.revision}: {rerun} is done again ({rerun.reason}); until that is finished, "
         f"`ratchet choose {run} {context.revisions.head}` withdraws it"
     )
-    sampling.redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
+    with context.page.iteration(rerun.iteration):
+        sampling.redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
     context.outbox.settle()
     if rerun.cascade:
         assert context.fence is not None
@@ -135,14 +136,22 @@ def _loop[P](
     iterate: Callable[[RunContext, int, P], P],
     position_after: Callable[[RunContext, int], P],
 ) -> None:
-    position = begin(context) if first == 0 else position_after(context, first - 1)
-    if first == 0:
-        context.outbox.add(partial(conclude, context, progress, shared, 0))
+    position = position_after(context, first - 1) if first else None
+    if position is None:
+        with context.page.iteration(0):
+            position = begin(context)
+            _conclude_behind(context, progress, shared, 0)
     last = last_iteration(context.root, context.run, context.config)
     progress.expect(last)
     for iteration in range(max(first, 1), last + 1):
-        position = iterate(context, iteration, position)
-        context.outbox.add(partial(conclude, context, progress, shared, iteration))
+        with context.page.iteration(iteration):
+            position = iterate(context, iteration, position)
+            _conclude_behind(context, progress, shared, iteration)
+
+
+def _conclude_behind(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
+    concluded = context.outbox.add(partial(conclude, context, progress, shared, iteration))
+    context.page.storing(iteration, "retention", concluded)
 
 
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:

@@ -6,49 +6,103 @@ a stage silently; the manifest alone decides whether a stage is done.
 
 import functools
 from collections.abc import Callable
-from functools import partial
-from typing import cast
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
-from prefect import task
+from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
 
-from tasks.stages.context import Performer
+from storage.errors import RatchetError
+from tasks.config.environment import without_secrets
+from tasks.stages.context import Outcome, Performer
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 
 REUSED = "Completed (reused)"
 """State of a task run whose stage was committed before."""
 
+COMPUTED = "Computed"
+"""State of a task run whose stage is done, but waits for a train state to be stored before it is published."""
 
-@functools.cache
-def as_task(stage: Stage) -> Performer:
+Elsewhere = Callable[[BaseException], bool]
+"""Whether an error belongs to another task run, which shows it."""
+
+
+def here(_error: BaseException) -> bool:
+    """Every error belongs to the stage that raises it."""
+    return False
+
+
+def as_task(stage: Stage, elsewhere: Elsewhere = here) -> Performer:
     """The Prefect task of a stage: called with the iteration, the work and its inputs, it returns the final state.
 
-    The task run is `Failed` if the work raises, and asking the state for its result raises the same error.
+    The task run is `Failed` if the work raises, and asking the state for its result raises the same error. If the error
+    is that of a task run elsewhere, this one is `Cancelled`, so that the one that failed is the red one.
     """
+
+    def perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Outcome:
+        state = _task(stage.value, _perform)(iteration, work, inputs, elsewhere, return_state=True)
+        return _Stopped(state.data) if state.is_cancelled() and isinstance(state.data, RatchetError) else state
+
+    return cast(Performer, perform)
+
+
+def show_storing(iteration: int, what: str, published: "Future[None]") -> "State[Any]":
+    """A task run that is under way until what was computed is durable; red, with the reason, if that fails.
+
+    Args:
+        what: the stage whose result it is, or what else is done behind the stages.
+    """
+    name = "store" if what == Stage.TRAIN else f"publish-{what}" if what in set(Stage) else what
+    return _task(name, _wait)(iteration, published, return_state=True)
+
+
+@functools.cache
+def _task(name: str, body: Callable[..., Any]) -> "Task[..., Any]":
     # no tags: Prefect asks the server for a concurrency slot per tag, which costs two seconds a stage
-    made = task(
-        name=stage.value,
-        task_run_name=f"{stage.value}-{{iteration}}",
-        cache_policy=NO_CACHE,
-        persist_result=False,
-    )(_perform)
-    return cast(Performer, partial(made, return_state=True))
+    return task(name=name, task_run_name=f"{name}-{{iteration}}", cache_policy=NO_CACHE, persist_result=False)(body)
 
 
-def _perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> State[View]:
+def _perform(
+    iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...], elsewhere: Elsewhere
+) -> State[Any]:
     # `inputs` draws the arrows of the flow run's graph; `work` already holds them, along with the context, which
     # Prefect must not search for futures
-    performed = work()
+    try:
+        performed = work()
+    except RatchetError as error:
+        if not elsewhere(error):
+            raise
+        return Cancelled(message=f"stopped, because storing failed: {without_secrets(str(error))}", data=error)
     manifest = performed.view.manifest
+    name = COMPUTED if performed.pending else REUSED if performed.reused else "Completed"
     published = ", to be published once the train state before it is stored" if performed.pending else ""
     stored = (
         f"{len(manifest.parts)} parts" if manifest.parts or manifest.content is None else "whose parts are being stored"
     )
     return Completed(
-        name=REUSED if performed.reused else "Completed",
+        name=name,
         message=f"{manifest.stage} of iteration {iteration}: manifest {performed.view.digest}, {stored}{published}",
         data=performed.view,
     )
+
+
+def _wait(iteration: int, published: "Future[None]") -> State[Any]:
+    try:
+        published.result()
+    except CancelledError:
+        return Cancelled(message="the run was interrupted before this was stored; it is repeated when the run goes on")
+    return Completed(message=f"iteration {iteration}: durable")
+
+
+@dataclass(frozen=True)
+class _Stopped:
+    """The outcome of a stage that another task run's failure has stopped."""
+
+    error: RatchetError
+
+    def result(self) -> NoReturn:
+        raise self.error

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
-from prefect import flow
+from prefect import flow, get_run_logger
+from prefect.exceptions import PrefectException
 
 from flows.driving import complete, is_redoing, redo_stage
-from flows.prefect_tasks import as_task
 from flows.proof.faults import injected
 from flows.starting import check_start
+from flows.subflows import Subflows
 from flows.views.artifacts import examples_publisher, publish
+from flows.views.page import LivePage
 from flows.views.progress import Progress
 from flows.views.reports import Reports, write_report
 from flows.views.retrained import last_iteration, next_iteration
@@ -32,6 +34,7 @@ from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet, release
+from tasks.workers.logs import heard
 from tasks.workers.scratch import kept_in_memory, scratch, sweep
 
 
@@ -62,7 +65,13 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress, *, one_
         progress.say(sentence)
     for notice in notices(config.reward):
         progress.note(notice)
-    with Reports(store, name, config, progress.warn, examples_publisher()) as reports:
+    with (
+        heard(get_run_logger().info, progress.counted),
+        LivePage(name, store.url, config.run.iterations, progress.note) as page,
+        Reports(store, name, config, progress.warn, examples_publisher()) as reports,
+    ):
+        progress.follow(page)
+        progress.on_finished(page.finished)
         progress.on_finished(reports.add)
         work = redo_stage if one_stage else complete
         work(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
@@ -70,7 +79,7 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress, *, one_
     png = write_report(store, name)
     try:
         publish(read_status(store, name), png)
-    except httpx.TransportError as error:
+    except (httpx.TransportError, PrefectException) as error:
         progress.say(f"the Prefect server does not answer ({error}): the page of this flow run lacks its artifacts")
 
 
@@ -121,6 +130,7 @@ def open_context(
             process_cluster() as cluster,
             Fleet(name, config, cluster) as fleet,
             injected(cluster.settings.faults, fleet.processes),
+            Subflows(config.run.iterations, progress.advanced) as page,
             Outbox() as outbox,
         ):
             yield RunContext(
@@ -132,8 +142,9 @@ def open_context(
                 folder,
                 lease,
                 outbox,
-                performer=as_task,
+                performer=page.performer,
                 announce=progress.begins,
                 memory=memory,
                 say=progress.note,
+                page=page,
             )

@@ -21,6 +21,7 @@ from infra.mutants_engine import ENGINE
 from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
+from infra.mutants_pages import PAGES
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
@@ -33,6 +34,7 @@ MUTANTS = (
     *ALGORITHMS,
     *ENGINE,
     *FAMILIES,
+    *PAGES,
     *RETRAIN,
     *REVISIONS,
     *REWARDS,

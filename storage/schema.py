@@ -104,7 +104,29 @@ SELECTION = pa.schema(
     metadata={"table": "selection", "version": "1"},
 )
 
-TABLES = {schema.metadata[b"table"].decode(): schema for schema in (PROMPTS, ROLLOUT, REWARD, EVALUATION, SELECTION)}
+EVALUATION_SAMPLES = pa.schema(
+    [
+        _field("run", pa.string(), "run whose weights answered"),
+        _field("iteration", pa.int32(), "iteration whose weights answered"),
+        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
+        _field("source", pa.string(), "data source of the prompt"),
+        _field("greedy", pa.bool_(), "whether this is the greedy answer"),
+        _field("sample_id", pa.int32(), "number of the answer among the sampled ones of its prompt; 0 if greedy"),
+        _field("seed", pa.int64(), "seed of this answer; 0 if greedy"),
+        _field("response_tokens", pa.list_(pa.int32()), "the answer, with the stop token", "token"),
+        _field("finish_reason", pa.string(), "stop or length"),
+        _field("reward", pa.float32(), "score; null unless status is ok", nullable=True),
+        _field("status", pa.string(), "ok, error or timeout, as in the reward table"),
+        _field("detail", pa.string(), "as in the reward table", nullable=True),
+        _REASON,
+        _COMPONENTS,
+    ],
+    metadata={"table": "evaluation_samples", "version": "1"},
+)
+
+_ALL = (PROMPTS, ROLLOUT, REWARD, EVALUATION, EVALUATION_SAMPLES, SELECTION)
+
+TABLES = {schema.metadata[b"table"].decode(): schema for schema in _ALL}
 """Every stored table as this version writes it, by name."""
 
 EARLIER: dict[str, tuple[pa.Schema, ...]] = {"reward": (_REWARD_1,), "evaluation": (_EVALUATION_1,)}

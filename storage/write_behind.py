@@ -60,14 +60,19 @@ class Outbox:
         self._last.result()
         return True
 
-    def add(self, job: Callable[[], object]) -> None:
-        """Do `job` after everything that was added before; raises as `idle`."""
+    def add(self, job: Callable[[], object]) -> Future[None]:
+        """Do `job` after everything that was added before; raises as `idle`.
+
+        Returns:
+            What is done when the job is, has its error, or is cancelled if the job was dropped.
+        """
         if self.idle and self._thread is None:
             # a daemon: an upload that an interrupt leaves behind does not keep the process alive
             self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)
             self._thread.start()
         self._last = Future()
         self._jobs.put((job, self._last))
+        return self._last
 
     @meter.measured()  # waiting here is waiting for storage
     def settle(self) -> None:

@@ -1,27 +1,59 @@
 """What the Prefect flow run shows about a run: a table of its iterations, a summary and the curves."""
 
 import contextvars
+import json
 import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
 
 from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.context import FlowRunContext
 
 from flows.views.curves import data_uri
 from flows.views.history import IterationRecord
 from flows.views.samples import Samples
 from flows.views.status import RunStatus
+from storage import layout
+from tasks.config.credentials import shown_text
+from tasks.stages.names import Stage
+
+WINDOW = 100
+"""Iterations in a table: the last ones. All of them are in the run's metrics file."""
 
 _FIGURES = ("reward", "accuracy", "kl", "entropy", "grad_norm", "tokens_per_second", "seconds")
 _LONGEST = 2000  # characters of a text in a table
 _TITLES = {"kl": "KL before||after"}
 
 
+class Shown:
+    """One artifact of a flow run, which is changed instead of made again: the server's database does not grow."""
+
+    def __init__(self, key: str, kind: str) -> None:
+        self._key, self._kind = key, kind
+        self._made: UUID | None = None
+
+    def show(self, client: SyncPrefectClient, flow_run: UUID | None, data: Any, description: str) -> None:
+        """Show `data`; raises what the client raises."""
+        content = json.dumps(data) if self._kind == "table" else data
+        if self._made is None:
+            order = ArtifactCreate(
+                key=self._key, type=self._kind, data=content, description=description, flow_run_id=flow_run
+            )
+            self._made = client.create_artifact(order).id
+        else:
+            client.update_artifact(self._made, ArtifactUpdate(data=content, description=description))
+
+
 def publish(status: RunStatus, png: bytes) -> None:
-    """Attach the artifacts to the current flow run."""
+    """Attach the artifacts of a run that is complete to the current flow run."""
     create_table_artifact(
         key=artifact_key(status.run, "iterations"),
-        table=iteration_table(status.history),
-        description=f"Iterations of run {status.run}",
+        table=iteration_table(status.history[-WINDOW:], status.root, status.run),
+        description=f"Iterations of run {status.run}, the last {WINDOW} at most",
     )
     create_markdown_artifact(
         key=artifact_key(status.run, "summary"), markdown=summary(status), description=f"Summary of run {status.run}"
@@ -32,18 +64,19 @@ def publish(status: RunStatus, png: bytes) -> None:
 
 
 def examples_publisher() -> Callable[[Samples], None]:
-    """Shows examples of an iteration on the current flow run; may be called in another thread."""
+    """Shows examples of an iteration on the current flow run, those of the last one; for one other thread."""
     context = contextvars.copy_context()  # Prefect finds the flow run in it
-    return lambda found: context.run(publish_examples, found)
+    table: list[Shown] = []
+    return lambda found: context.run(_publish_examples, found, table)
 
 
-def publish_examples(found: Samples) -> None:
-    """Attach a table of samples to the current flow run; each iteration makes a new version of it."""
-    create_table_artifact(
-        key=artifact_key(found.run, "samples"),
-        table=example_table(found),
-        description=f"Best and worst samples of iteration {found.iteration} of run {found.run}",
-    )
+def _publish_examples(found: Samples, table: list[Shown]) -> None:
+    if not table:
+        table.append(Shown(artifact_key(found.run, "samples"), "table"))
+    text = f"Best and worst samples of iteration {found.iteration} of run {found.run}"
+    run = FlowRunContext.get()
+    with get_client(sync_client=True) as client:
+        table[0].show(client, run.flow_run.id if run and run.flow_run else None, example_table(found), text)
 
 
 def example_table(found: Samples) -> list[dict[str, str | float | int | None]]:
@@ -74,12 +107,39 @@ def artifact_key(run: str, name: str) -> str:
     return f"ratchet-{re.sub('[^a-z0-9]+', '-', run).strip('-')}-{name}"
 
 
-def iteration_table(history: Sequence[IterationRecord]) -> list[dict[str, float | int | None]]:
-    """One row per iteration."""
+def iteration_table(history: Sequence[IterationRecord], root: str, run: str) -> list[dict[str, Any]]:
+    """One row per iteration, with where its manifests are."""
     return [
-        {"iteration": record.iteration, **{_TITLES.get(name, name): _rounded(record, name) for name in _FIGURES}}
+        {
+            "iteration": record.iteration,
+            **{_TITLES.get(name, name): _rounded(record, name) for name in _FIGURES},
+            **{f"{stage} s": round(seconds, 3) for stage, seconds in record.stage_seconds.items()},
+            "without reward": sum(record.unscored.values()) or None,
+            "manifests": shown_text(f"{root}/{layout.iteration_folder(run, record.iteration)}"),
+        }
         for record in history
     ]
+
+
+def away_text(run: str, root: str, since: datetime, until: datetime, window: Sequence[IterationRecord]) -> str:
+    """Markdown about a time without a server: what the manifests say was done in it."""
+    rows = [
+        f"| {record.iteration} | {', '.join(stage for stage in Stage if stage in record.done)} | "
+        f"{_number(record.reward)} | {record.seconds:.1f} |"
+        for record in window
+    ]
+    return "\n".join(
+        [
+            f"## The Prefect server was away from {since:%Y-%m-%d %H:%M:%S} to {until:%H:%M:%S} UTC",
+            "",
+            "The work went on. Task runs and subflow runs of that time may be missing here, or look as if they were "
+            f"still running: the manifests in `{shown_text(root)}/{run}` are complete, and this is what they say.",
+            "",
+            "| iteration | stages that are done | mean reward | seconds |",
+            "|---|---|---|---|",
+            *rows,
+        ]
+    )
 
 
 def summary(status: RunStatus) -> str:

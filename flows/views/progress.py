@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -14,10 +14,23 @@ from rich.text import Text
 from flows.views.history import IterationRecord
 from flows.views.status import RunStatus
 from flows.views.troubles import explanation
+from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 
 _REFRESH_PER_SECOND = 4
 _BAR = 24
+
+
+class Follower(Protocol):
+    """Somewhere else where a run is shown."""
+
+    def begins(self, iteration: int, stage: Stage) -> None:
+        """A stage begins."""
+        ...
+
+    def advanced(self, portion: Portion) -> None:
+        """So much of a stage is done."""
+        ...
 
 
 class Progress:
@@ -31,6 +44,8 @@ class Progress:
         self._doing = "starting"
         self._since = time.monotonic()
         self._listeners: list[Callable[[IterationRecord], object]] = []
+        self._followers: list[Follower] = []
+        self._stage: tuple[int, Stage] | None = None
         self._live = Live(
             get_renderable=self._line,
             console=self._console,
@@ -67,7 +82,10 @@ class Progress:
     def begins(self, iteration: int, stage: Stage) -> None:
         """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)
+        self._stage = iteration, stage
         self._begin(f"iteration {iteration}: {stage}")
+        for follower in self._followers:
+            follower.begins(iteration, stage)
         if iteration == 0 and not self._console.is_terminal:
             self._print(f"iteration 0: {stage}")  # the start is slow: processes, warm-up
 
@@ -79,6 +97,21 @@ class Progress:
             self.warn(f"iteration {record.iteration}: {explanation(trouble)}")
         for listener in self._listeners:
             listener(record)
+
+    def advanced(self, portion: Portion) -> None:
+        """Show how much of a stage is done. May be called in any thread."""
+        self._doing = f"iteration {portion.iteration}: {portion_text(portion)}"
+        for follower in self._followers:
+            follower.advanced(portion)
+
+    def counted(self, done: int, of: int, unit: str) -> None:
+        """Show how much of the stage that is under way is done, as a process tells it."""
+        if self._stage is not None and self._stage[1] is Stage.TRAIN:
+            self.advanced(Portion(*self._stage, done, of, unit))
+
+    def follow(self, follower: "Follower") -> None:
+        """Tell `follower` of each stage that begins, and of how much of it is done."""
+        self._followers.append(follower)
 
     def on_finished(self, listener: Callable[[IterationRecord], object]) -> None:
         """Call `listener` with each finished iteration."""
@@ -105,6 +138,12 @@ class Progress:
             f"{time.monotonic() - self._since:.0f} s",
         )
         return line
+
+
+def portion_text(portion: Portion) -> str:
+    """How far a stage is, in words."""
+    speed = f", {portion.tokens / portion.seconds:.0f} tokens/s" if portion.tokens and portion.seconds else ""
+    return f"{portion.stage}, {portion.done} of {portion.of} {portion.unit}{speed}"
 
 
 def iteration_line(record: IterationRecord, iterations: int) -> str:

@@ -1,6 +1,8 @@
 """What a run works with: where it is stored, what it is made from, who computes."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -43,6 +45,52 @@ def unheard(_text: str) -> None:
 
 
 @dataclass(frozen=True)
+class Portion:
+    """How much of a stage is done, while it goes on."""
+
+    iteration: int
+    stage: Stage
+    done: int
+    of: int
+    unit: str
+    """What is counted: samples, micro-batches."""
+    tokens: int = 0
+    """Tokens of what is done so far in this attempt."""
+    seconds: float = 0.0
+    """How long that took."""
+
+
+class Page(Protocol):
+    """Where a person follows a run. Nothing in it waits long, or raises what would end the run."""
+
+    def iteration(self, number: int) -> AbstractContextManager[object]:
+        """Encloses the stages of an iteration."""
+        ...
+
+    def storing(self, iteration: int, what: str, published: Future[None]) -> None:
+        """`published` is done once the result of the stage `what`, or something else behind the stages, is durable."""
+        ...
+
+    def advanced(self, portion: Portion) -> None:
+        """So much of a stage is done. Called as often as anything is; may be called in any thread."""
+        ...
+
+
+class NoPage:
+    """Nobody follows the run."""
+
+    def iteration(self, number: int) -> AbstractContextManager[object]:
+        """Nothing."""
+        return nullcontext()
+
+    def storing(self, iteration: int, what: str, published: Future[None]) -> None:
+        """Nothing."""
+
+    def advanced(self, portion: Portion) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
 class RunContext:
     """Passed to every stage along with the manifests. It holds no result of a stage."""
 
@@ -67,6 +115,8 @@ class RunContext:
     in `scratch`."""
     say: Callable[[str], None] = unheard
     """Tells people one line."""
+    page: Page = field(default_factory=NoPage)
+    """Where a person follows the run."""
     revisions: Revisions = FIRST
     """The run's revisions, seen from the one that is worked on."""
     documents: Mapping[str, Document] = field(default_factory=dict)

@@ -5,6 +5,7 @@ derived from its place in the run, so that a piece generated again requests the 
 """
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from storage.schema import ROLLOUT, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Sampling, token_rows
+from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, shares, text_codec
 from tasks.stages.served_weights import ensure_served
@@ -39,7 +41,7 @@ def rollout(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     sampler = _Sampler(work, served, sampling(work, prepared))
     groups = drawn(work, prepared, served)
     clock = time.perf_counter()
-    pieces = sampler.pieces(engines, groups)
+    pieces = sampler.pieces(engines, groups, _Tally(work, clock).count)
     seconds = time.perf_counter() - clock
     kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
     repeated = {} if kept is None else sampler.sample_again(engines, pieces[kept], groups[kept])
@@ -117,6 +119,33 @@ def drawn(work: Work, prepared: Prepared, served: Served) -> list[Groups]:
     return [Groups(table.take(rows[place]), repeats[place], served.cursor + place.start) for place in places]
 
 
+class _Tally:
+    """Tells how many samples there are of those that are wanted, after each piece."""
+
+    def __init__(self, work: Work, clock: float) -> None:
+        section = work.config.rollout
+        self._work, self._clock, self._wanted = work, clock, section.prompts * section.samples
+        self._lock = threading.Lock()
+        self._done = self._tokens = 0
+
+    def count(self, piece: Piece) -> Piece:
+        with self._lock:
+            self._done += piece.table.num_rows
+            self._tokens += 0 if piece.kept else response_tokens(piece.table)
+            self._work.context.page.advanced(
+                Portion(
+                    self._work.iteration, Stage.ROLLOUT, self._done, self._wanted, "samples",
+                    self._tokens, time.perf_counter() - self._clock,
+                )
+            )  # fmt: skip
+        return piece
+
+
+def response_tokens(table: pa.Table) -> int:
+    """Tokens of all responses of a table."""
+    return int(table["response_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False).sum())
+
+
 @dataclass(frozen=True)
 class _Sampler:
     """What all pieces of one rollout have in common."""
@@ -125,14 +154,14 @@ class _Sampler:
     served: Served
     how: Sampling
 
-    def pieces(self, engines: list[EngineHandle], groups: list[Groups]) -> list[Piece]:
+    def pieces(self, engines: list[EngineHandle], groups: list[Groups], told: Callable[[Piece], Piece]) -> list[Piece]:
         """All pieces: read from storage if sampled before from the same inputs, else sampled now and stored."""
-        pieces = {index: piece for index, one in enumerate(groups) if (piece := self._kept(one)) is not None}
+        pieces = {index: told(piece) for index, one in enumerate(groups) if (piece := self._kept(one)) is not None}
         missing = [index for index in range(len(groups)) if index not in pieces]
 
         def store(number: int, completions: pa.RecordBatch) -> None:
             index = missing[number]
-            pieces[index] = self._store(index, groups[index], self._table(groups[index], completions))
+            pieces[index] = told(self._store(index, groups[index], self._table(groups[index], completions)))
 
         self._sample(engines, [groups[index] for index in missing], store)
         return [pieces[index] for index in range(len(groups))]

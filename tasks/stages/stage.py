@@ -109,7 +109,7 @@ class StageFunction[**P, V: View]:
         publish = partial(_publish, writer, manifest, output.store, context.fence)
         pending = output.store is not None or not context.outbox.idle
         if pending:
-            context.outbox.add(publish)
+            context.page.storing(writer.iteration, self.stage, context.outbox.add(publish))
         else:
             manifest = publish()
         if output.identified is not None:

@@ -13,6 +13,7 @@ import ray.util
 
 from storage.errors import RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
+from trainer_core.telling import listen
 
 _GRACE_S = 5.0  # time the others get to end their part of a call after one member has failed
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive
@@ -30,9 +31,15 @@ class WorkerDied(WorkerLost):
 class Host:
     """The Ray actor class: a process that makes one object and calls its methods, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "worker") -> None:
+        listen()
+        self._label = label
         self._held: Any = None
         self._calls = 0
+
+    def __repr__(self) -> str:
+        """What Ray puts before the lines that this process prints."""
+        return self._label
 
     def make(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Make the object."""
@@ -190,7 +197,7 @@ def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached
             namespace=NAMESPACE,
             lifetime=lifetime,
             runtime_env={"env_vars": environment},
-        ).remote()
+        ).remote(short_name(name))
         for name, environment in zip(names, environments, strict=True)
     ]
 
@@ -199,6 +206,12 @@ def fresh_names(prefix: str, count: int) -> list[str]:
     """Names for a new group below `prefix`: no name is used twice, because a dead actor frees its name late."""
     token = uuid.uuid4().hex[:TOKEN_CHARACTERS]
     return [f"{prefix}/{token}/{index}" for index in range(count)]
+
+
+def short_name(name: str) -> str:
+    """What the actor with that name is called in logs: `trainer-RANK` or `engine-NUMBER`."""
+    role, index = name.split("/")[1], name.rpartition("/")[2]
+    return f"trainer-{index}" if role == "trainers" else role
 
 
 def group_name(name: str) -> str:

@@ -16,6 +16,7 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 
 from storage.errors import InputError, RatchetError, WorkerLost
 from tasks.config.environment import Settings, ensure_ray_token
+from tasks.workers.logs import silence_terminal
 
 NAMESPACE = "ratchet"
 LOOPBACK = "127.0.0.1"
@@ -80,6 +81,7 @@ class Cluster:
             self._start_local()
         else:
             _attach(self._settings.ray_address)
+        silence_terminal()
         self._started = True
 
     def check_alive(self) -> None:
@@ -121,7 +123,7 @@ class Cluster:
                 num_gpus=0,
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
+                log_to_driver=True,
                 logging_level=logging.ERROR,
                 namespace=NAMESPACE,
             )
@@ -149,7 +151,7 @@ def _attach(address: str) -> None:
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
     def attach() -> Any:
-        return ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        return ray.init(address=address, namespace=NAMESPACE, log_to_driver=True, logging_level=logging.ERROR)
 
     late = InputError(f"the Ray cluster at {address} did not answer within {_ATTACH_DEADLINE_S:g} s: {repair}")
     try:

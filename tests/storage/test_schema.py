@@ -125,6 +125,7 @@ WRITTEN = {
     "reward": "5b2e5eb2a71c783dec489911ce122932",
     "evaluation": "7242269e7fc2293791f8cc67366f39c9",
     "selection": "747d30edda725a3a110a0bd93809ace9",
+    "evaluation_samples": "21181458d7c0ab5eb3b4f248085f38bb",
 }
 
 

@@ -25,6 +25,7 @@ from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
 from trainer_core.platform.platform import Platform, quietly
+from trainer_core.telling import told
 
 Access = Literal["readable", "writable"]
 
@@ -130,8 +131,9 @@ class Model:
             chunk.zero_grad_buffer()
 
     def sources[B](self, batches: Sequence[B]) -> Iterator[B] | list[Iterator[B]]:
-        """The micro-batches of a pass as a schedule takes them: each chunk goes through all of them."""
-        return iter(batches) if len(self.chunks) == 1 else [iter(batches) for _ in self.chunks]
+        """The micro-batches of a pass as a schedule takes them: each chunk goes through all; the first tells."""
+        first = told(batches, "micro-batches")
+        return first if len(self.chunks) == 1 else [first, *(iter(batches) for _ in self.chunks[1:])]
 
     def tensors(self) -> list[torch.Tensor]:
         """All parameters and buffers of this rank, in one order; use them inside `weights`."""

@@ -13,6 +13,7 @@ import psutil
 
 from flows import run
 from flows.cli import launch
+from flows.subflows import Subflows
 from flows.views.output import Output
 from storage.write_behind import Outbox
 from tasks.stages.context import RunContext
@@ -37,10 +38,11 @@ class Killing(SmallTrainer):
 @contextmanager
 def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, digest: str) -> Iterator[RunContext]:
     workers = WorkersHere(config, trainer=Killing)
-    with scratch() as folder, Outbox() as outbox:
+    with scratch() as folder, Subflows(config.run.iterations, progress.advanced) as page, Outbox() as outbox:
         yield RunContext(
-            name, root, config, digest, workers, folder, lease, outbox, run.as_task, announce=progress.begins
-        )
+            name, root, config, digest, workers, folder, lease, outbox, page.performer,
+            announce=progress.begins, page=page,
+        )  # fmt: skip
 
 
 class NoCluster(contextlib.nullcontext[Any]):

@@ -14,6 +14,7 @@ from flows import run
 from flows.deployments.rerun_stage import rerun_stage
 from flows.deployments.retrain import retrain
 from flows.deployments.train import train
+from flows.subflows import Subflows
 from storage import errors
 from storage.write_behind import Outbox
 from tasks.stages.context import RunContext
@@ -46,10 +47,11 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
             return super().train_policy(*given)
 
     workers = WorkersHere(config, Engine, Trainer)
-    with scratch() as folder, Outbox() as outbox:
+    with scratch() as folder, Subflows(config.run.iterations, progress.advanced) as page, Outbox() as outbox:
         yield RunContext(
-            name, root, config, digest, workers, folder, lease, outbox, run.as_task, announce=progress.begins
-        )
+            name, root, config, digest, workers, folder, lease, outbox, page.performer,
+            announce=progress.begins, page=page,
+        )  # fmt: skip
 
 
 run.open_context = small_context

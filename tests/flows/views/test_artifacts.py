@@ -28,7 +28,8 @@ def test_a_flow_run_carries_table_summary_and_curves(prefect_api: str, make_run:
     def body() -> None:
         publish(read_status(root, "a.b"), png)
         show = examples_publisher()
-        thread = threading.Thread(target=lambda: show(shown))
+        earlier = shown.model_copy(update={"iteration": 1})
+        thread = threading.Thread(target=lambda: [show(one) for one in (earlier, shown)])
         thread.start()
         thread.join()
 
@@ -36,7 +37,9 @@ def test_a_flow_run_carries_table_summary_and_curves(prefect_api: str, make_run:
     assert state.is_completed(), state.message
     of_this_flow = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id]))
     with get_client(sync_client=True) as client:
-        found = {artifact.key: artifact for artifact in client.read_artifacts(artifact_filter=of_this_flow)}
+        artifacts = client.read_artifacts(artifact_filter=of_this_flow)
+    found = {artifact.key: artifact for artifact in artifacts}
+    assert len(found) == len(artifacts)  # one that is shown again is changed
     assert {key: artifact.type for key, artifact in found.items()} == {
         "ratchet-a-b-iterations": "table",
         "ratchet-a-b-summary": "markdown",
@@ -44,7 +47,7 @@ def test_a_flow_run_carries_table_summary_and_curves(prefect_api: str, make_run:
         "ratchet-a-b-samples": "table",
     }
     (row,) = json.loads(str(found["ratchet-a-b-samples"].data))
-    assert (row["sample"], row["components"], row["advantage"]) == ("p/1", "right 1.0", -1.0)
+    assert (row["iteration"], row["sample"], row["components"], row["advantage"]) == (2, "p/1", "right 1.0", -1.0)
     assert row["response"].endswith("x... (3000 characters)")
     assert [row["iteration"] for row in json.loads(str(found["ratchet-a-b-iterations"].data))] == [0, 1, 2]
     assert found["ratchet-a-b-curves"].data == data_uri(png)

@@ -1,0 +1,77 @@
+"""Evaluating weights that a run has stored, outside the run: its chain, its lease and its processes are left alone."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from flows.run import process_cluster
+from flows.views.evaluations import EvaluationRecord, evaluations
+from storage.backends.root import Root, open_root
+from storage.errors import InputError
+from storage.write_behind import Outbox
+from tasks.checks import check_config, prepared_stage
+from tasks.config.environment import prepare_process
+from tasks.config.evaluation import EvaluationSettings
+from tasks.config.stored import StoredConfig, read_config
+from tasks.export.choice import choose
+from tasks.stages.context import NoPage, Page, Performer, RunContext, directly
+from tasks.stages.evaluation import evaluation
+from tasks.stages.names import Stage
+from tasks.stages.retrying import persistent
+from tasks.workers.fleet import Fleet
+from tasks.workers.scratch import scratch, sweep
+
+UNSEEN = NoPage()
+
+
+def evaluate_weights(
+    root: str,
+    which: str,
+    settings: EvaluationSettings,
+    say: Callable[[str], object],
+    performer: Callable[[Stage], Performer] = directly,
+    page: Page = UNSEEN,
+) -> EvaluationRecord:
+    """Evaluate the weights of one iteration, or find that evaluation in storage.
+
+    Args:
+        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
+
+    Raises:
+        InputError: there are no such weights, or they cannot be served here.
+    """
+    prepare_process()
+    store = open_root(root)
+    chosen = choose(store, which)
+    stored = read_config(store, chosen.run)
+    check_config(stored.config, store, prepared_stage(store, chosen.run))
+    with open_evaluation(chosen.run, store, stored) as context:
+        shown = replace(context, performer=performer, page=page, say=say)
+        manifest = evaluation(persistent(shown, say), chosen.iteration, settings).manifest
+    return recorded(store, chosen.run, manifest.digest)
+
+
+@contextmanager
+def open_evaluation(run: str, root: Root, stored: StoredConfig) -> Iterator[RunContext]:
+    """What an evaluation works with. Its processes and scratch files go at the end."""
+    sweep()
+    with (
+        scratch() as folder,
+        process_cluster() as cluster,
+        # the processes of the run itself, which may be at work on the same cluster, have its plain name
+        Fleet(f"{run}:evaluation", stored.config, cluster) as fleet,
+        Outbox() as outbox,
+    ):
+        yield RunContext(run, root, stored.config, stored.digest, fleet, folder, outbox=outbox)
+
+
+def recorded(root: Root, run: str, digest: str) -> EvaluationRecord:
+    """A stored evaluation with its change.
+
+    Raises:
+        InputError: it is not there any more.
+    """
+    found = next((one for one in evaluations(root, run) if one.manifest == digest), None)
+    if found is None:
+        raise InputError(f"evaluation {digest} of run {run!r} is not in {root.url}: the run was removed meanwhile")
+    return found

@@ -1,0 +1,276 @@
+"""One subflow run for each iteration, in which its stages are task runs, and the storing of its state is another.
+
+An iteration's subflow lives in a thread of its own, because it outlives the computing: it is under way until everything
+of the iteration is durable, while the next iteration computes. The stages run where they did, in the main thread, in
+the subflow's context. Nothing here is waited for long: without a server the stages are task runs of the run's own flow
+run, whose states reach the server when it is back.
+"""
+
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+from uuid import UUID
+
+import httpx
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
+from prefect.states import Cancelled, Completed, Failed
+
+from flows.prefect_tasks import as_task, show_storing
+from tasks.config.environment import without_secrets
+from tasks.stages.context import Outcome, Performer, Portion
+from tasks.stages.names import Stage
+from tasks.stages.views import Performed, View
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0
+"""How long an iteration waits for its subflow. It begins without one after that."""
+
+_AGAIN_S = 60.0  # how long later iterations then do not try
+_SHORT_S = 1.0
+_LOOK_S = 5.0
+_ANSWER_S = 15.0
+_LINGER_S = 10.0
+_INTERRUPTED_S = 2.0
+
+_SERVER_ERRORS = (httpx.HTTPError, PrefectException, OSError)
+
+Advanced = Callable[[Portion], None]
+
+
+def ignored(_portion: Portion) -> None:
+    """Show nothing."""
+
+
+class Subflows:
+    """The page of a run in Prefect; as a context manager it waits, for a limited time, until the server has its end.
+
+    Make it within the run's flow.
+    """
+
+    def __init__(self, last: int, advanced: Advanced = ignored, patience_s: float = PATIENCE_S) -> None:
+        """
+        Args:
+            last: the last iteration.
+            advanced: told of each portion of a stage.
+            patience_s: how long an iteration waits for its subflow.
+        """
+        self._parent = contextvars.copy_context()
+        self._last, self._advanced, self._patience_s = last, advanced, patience_s
+        self._iterations: list[_Iteration] = []
+        self._ahead: _Iteration | None = None
+        self._failed: list[BaseException] = []
+        self._turn = threading.Lock()
+        self._retry = 0.0
+
+    def performer(self, stage: Stage) -> Performer:
+        """The Prefect task of a stage, in the subflow of the iteration that is under way."""
+        perform = as_task(stage, self._shown_elsewhere)
+
+        def within(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Outcome:
+            if stage is Stage.WEIGHT_SYNC and iteration < self._last:
+                self._ahead = self._opened(iteration + 1)  # a second or two before it is needed
+            return self._current().run(perform, iteration, work, inputs)
+
+        return within
+
+    @contextmanager
+    def iteration(self, number: int) -> Iterator[None]:
+        """See `Page`."""
+        self._iterations = [one for one in self._iterations if one.alive()]
+        one = self._ahead if self._ahead is not None and self._ahead.number == number else self._opened(number)
+        self._ahead = None
+        one.begin(self._parent, self._patience_s)
+        if not one.is_subflow():
+            self._retry = max(self._retry, time.monotonic() + _AGAIN_S)
+        self._iterations.append(one)
+        with one:
+            yield
+
+    def storing(self, iteration: int, what: str, published: "Future[None]") -> None:
+        """See `Page`."""
+        if self._iterations:
+            self._iterations[-1].follow(what, published)
+
+    def advanced(self, portion: Portion) -> None:
+        """See `Page`."""
+        self._advanced(portion)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        deadline = time.monotonic() + (_LINGER_S if isinstance(error, Exception | None) else _INTERRUPTED_S)
+        if self._ahead is not None:
+            self._ahead.drop()
+            self._iterations.append(self._ahead)
+        for one in self._iterations:
+            one.join(deadline)
+
+    def _opened(self, number: int) -> "_Iteration":
+        one = _Iteration(number, self._failed.append, self._shown_elsewhere, self._turn)
+        if time.monotonic() >= self._retry:
+            one.open(self._parent)
+        return one
+
+    def _current(self) -> contextvars.Context:
+        return self._iterations[-1].context if self._iterations else self._parent.copy()
+
+    def _shown_elsewhere(self, error: BaseException) -> bool:
+        for one in self._iterations:
+            one.settle()
+        return any(one is error for one in self._failed)
+
+
+@dataclass
+class _Iteration:
+    """One iteration: its thread waits for what is to be stored until the stages are done and all of it is durable."""
+
+    number: int
+    failed: Callable[[BaseException], None]
+    """Told of each error of storing."""
+    elsewhere: Callable[[BaseException], bool]
+    """Whether an error is one of storing, which its own task run shows."""
+    turn: threading.Lock
+    """Who asks the server: one that runs on SQLite refuses one of two requests at once, and the client then waits."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """In which its stages run."""
+    _queue: "SimpleQueue[tuple[str, Future[None]] | None]" = field(default_factory=SimpleQueue)
+    _following: "list[Future[None]]" = field(default_factory=list)
+    _opened: threading.Event = field(default_factory=threading.Event)
+    _claim: threading.Lock = field(default_factory=threading.Lock)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _subflow: bool = False
+    _end: State[Any] | None = None
+
+    def open(self, parent: contextvars.Context) -> None:
+        """Ask for a subflow run, without waiting."""
+        self._start(parent, self._as_subflow)
+
+    def begin(self, parent: contextvars.Context, patience_s: float) -> None:
+        """Wait for the subflow run that was asked for, at most `patience_s`, else go on without one."""
+        if self._threads:
+            self._opened.wait(patience_s)
+        if not self._opened.is_set():
+            self._start(parent, lambda: self._show(subflow=False))
+            self._opened.wait()
+
+    def drop(self) -> None:
+        """It does not begin after all."""
+        self._end = Cancelled(message="the run has ended before this iteration began")
+        self._queue.put(None)
+
+    def is_subflow(self) -> bool:
+        """Whether its stages are shown in a subflow run of their own."""
+        return self._subflow
+
+    def alive(self) -> bool:
+        """Whether something of it may still be shown."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def follow(self, what: str, published: "Future[None]") -> None:
+        """Show what is done behind the stages."""
+        self._following.append(published)
+        self._queue.put((what, published))
+
+    def settle(self) -> None:
+        """Report what could not be stored."""
+        for published in [one for one in self._following if one.done()]:
+            self._following.remove(published)
+            error = None if published.cancelled() else published.exception()
+            if error is not None:
+                self.failed(error)
+
+    def join(self, deadline: float) -> None:
+        """Wait until the server knows the end of it, or until `deadline`, a time of `time.monotonic`."""
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and self.elsewhere(error):
+            self._end = Cancelled(message=f"iteration {self.number} was stopped, because storing failed")
+        elif isinstance(error, Exception):
+            self._end = Failed(message=f"iteration {self.number}: {without_secrets(str(error))}")
+        elif error is not None:
+            self._end = Cancelled(message=f"iteration {self.number} was interrupted; what it has committed is kept")
+        self._queue.put(None)
+
+    def _start(self, parent: contextvars.Context, body: Callable[[], object]) -> None:
+        # a daemon: a server that is away keeps no process alive
+        thread = threading.Thread(target=parent.copy().run, args=(body,), name="iteration", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _as_subflow(self) -> None:
+        shown: list[tuple[UUID, State[Any]]] = []
+
+        def body(number: int) -> State[Any]:
+            context = FlowRunContext.get()
+            self.turn.release()
+            try:
+                end = self._show(subflow=True)
+                if context is not None and context.flow_run is not None:
+                    shown.append((context.flow_run.id, end))
+                return end
+            finally:
+                self.turn.acquire()
+
+        made = flow(name="iteration", flow_run_name="iteration {number}", persist_result=False)(body)
+        try:
+            with self.turn:
+                made(self.number, return_state=True)
+        except _SERVER_ERRORS as error:
+            logger.warning("the subflow run of iteration %d is not up to date: %s", self.number, error)
+            for identity, end in shown:
+                _report(identity, end)
+
+    def _show(self, subflow: bool) -> State[Any]:
+        if not self._claim.acquire(blocking=False):
+            return Cancelled(message="the server did not answer in time; the stages are shown in the run's flow run")
+        self.context, self._subflow = contextvars.copy_context(), subflow
+        self._opened.set()
+        unstored: State[Any] | None = None
+        for what, published in iter(self._queue.get, None):
+            # what waits behind a state is published within moments, or not at all if that failed: only more is shown
+            if what == Stage.TRAIN or not (unstored or _soon(published)):
+                state = show_storing(self.number, what, published)
+                if state.is_failed():
+                    unstored = Failed(message=f"iteration {self.number}: {state.message}")
+        return unstored or self._end or Completed(message=f"iteration {self.number} is durable")
+
+
+def _report(flow_run: UUID, end: State[Any]) -> None:
+    """Tell the server how a subflow run ended, as soon as it is back; this thread has nothing else to do."""
+    while True:
+        try:
+            # with settings, because that of the flow's context is closed when the flow has ended
+            with get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_S}) as client:
+                client.set_flow_run_state(flow_run, end, force=True)
+                return
+        except _SERVER_ERRORS:
+            time.sleep(_LOOK_S)
+
+
+def _soon(published: "Future[None]") -> bool:
+    """Whether it is durable within moments."""
+    waiting = wait([published], _SHORT_S).not_done
+    return not (waiting or published.cancelled() or published.exception())

@@ -1,0 +1,114 @@
+"""The evaluations that a run has stored, each with its change since the one before it."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from storage.backends.root import Root
+from storage.errors import DigestMismatch, SchemaMismatch
+from storage.manifest import Manifest, load
+from storage.parallel import each
+from storage.upkeep.catalog import names
+from tasks.config.evaluation import PREFIX, SETTINGS
+
+_READERS = 8
+_TAKEN = "seconds"
+
+
+class EvaluationRecord(BaseModel):
+    """One evaluation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: str
+    """Id of the run whose weights answered."""
+    iteration: int
+    """Iteration whose weights answered."""
+    manifest: str
+    """Digest of its manifest."""
+    stored: str
+    """URL of its manifest."""
+    finished: datetime
+    """When it was done (UTC)."""
+    settings: dict[str, JsonValue]
+    """What was asked."""
+    figures: dict[str, float | None]
+    """`greedy/reward`, `greedy/pass@1`, `sampled/pass@K` and so on, those of a data source as `greedy/SOURCE/reward`;
+    `errors` and `timeouts` count answers without a score."""
+    before: int | None = None
+    """Iteration of the newest earlier evaluation with the same settings, which `change` is against."""
+    change: dict[str, float] = {}
+    """Difference of each figure from that one."""
+
+
+def evaluations(root: Root, run: str) -> list[EvaluationRecord]:
+    """All evaluations of a run, by iteration and time. One listing, and one reading for each evaluation."""
+    keys = [key for key in names(root, run).manifests if f"/{PREFIX}" in key]
+
+    def read(key: str) -> Manifest | None:
+        try:
+            return load(root, key)
+        except (DigestMismatch, SchemaMismatch):
+            return None  # `ratchet verify` names it
+
+    found = [manifest for manifest in each(read, keys, _READERS) if manifest is not None]
+    found.sort(key=lambda one: (one.iteration, one.finished))
+    return compared([_record(root, manifest) for manifest in found])
+
+
+def compared(records: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
+    """Each with its change since the one before it that has the same settings."""
+    last: dict[str, EvaluationRecord] = {}
+    made: list[EvaluationRecord] = []
+    for one in records:
+        asked = repr(sorted(one.settings.items()))
+        made.append(one if asked not in last else _against(one, last[asked]))
+        last[asked] = one
+    return made
+
+
+def _against(now: EvaluationRecord, before: EvaluationRecord) -> EvaluationRecord:
+    change = {
+        name: value - earlier
+        for name, value in now.figures.items()
+        if value is not None and (earlier := before.figures.get(name)) is not None
+    }
+    return now.model_copy(update={"before": before.iteration, "change": change})
+
+
+def evaluation_rows(record: EvaluationRecord) -> list[dict[str, str | float | int | None]]:
+    """One row for each figure, for a table."""
+    return [
+        {
+            "figure": name,
+            "value": None if value is None else round(value, 6),
+            "before": None if (change := record.change.get(name)) is None else round((value or 0.0) - change, 6),
+            "change": None if change is None else round(change, 6),
+        }
+        for name, value in sorted(record.figures.items())
+    ]
+
+
+def evaluation_lines(record: EvaluationRecord) -> list[str]:
+    """What the command line prints."""
+    since = "" if record.before is None else f", change since iteration {record.before}"
+    lines = [f"weights of iteration {record.iteration} of run {record.run}{since}"]
+    for row in evaluation_rows(record):
+        value, change = row["value"], row["change"]
+        shown = "none" if value is None else f"{value:.4g}"
+        lines.append(f"{row['figure']!s:<28} {shown:>10}{'' if change is None else f'  {change:+.4g}'}")
+    return [*lines, f"stored in {record.stored}"]
+
+
+def _record(root: Root, manifest: Manifest) -> EvaluationRecord:
+    settings = manifest.facts.get(SETTINGS)
+    return EvaluationRecord(
+        run=manifest.run,
+        iteration=manifest.iteration,
+        manifest=manifest.digest,
+        stored=f"{root.url}/{manifest.key}",
+        finished=manifest.finished,
+        settings=settings if isinstance(settings, dict) else {},
+        figures={name: value for name, value in manifest.metrics.items() if name != _TAKEN},
+    )

@@ -1,0 +1,36 @@
+"""What one evaluation asks, beside the run whose weights it asks."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from tasks.config.section import Section
+
+PREFIX = "evaluation-"
+"""What the stage names of evaluations begin with; letters that stand for a digest follow."""
+
+SETTINGS = "settings"
+"""Name of the fact with what was asked."""
+
+
+class EvaluationSettings(Section):
+    """How weights are evaluated. Two evaluations can be compared if these are equal."""
+
+    table: Literal["held_out", "train"] = "held_out"
+    """Prompts of the run to answer."""
+    prompts: int = Field(default=256, ge=1)
+    """How many of them, from the first."""
+    samples: int = Field(default=0, ge=0, le=4096)
+    """Sampled answers to each prompt, beside the greedy one."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the sampled answers."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the sampled answers."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Limit on the tokens of an answer; by default rollout.max_tokens of the run."""
+    pass_reward: float = 1.0
+    """An answer passes if its reward is at least this."""
+    seed: int = Field(default=0, ge=0)
+    """Of the sampled answers: each has a seed of its own, from this one and its place."""
+    prompts_per_part: int = Field(default=64, ge=1)
+    """Prompts whose answers are stored together; a crash costs one such part."""

@@ -1,0 +1,226 @@
+"""An evaluation on request: greedy and sampled answers of the weights of any iteration whose state is kept.
+
+Its manifest is beside those of the iteration's stages and names them as inputs. No stage is made from it, and it needs
+no lease: the run may go on meanwhile. Its name holds a digest of everything that decides the answers, so the same
+evaluation asked for twice is one, and one that was interrupted continues with the next part.
+"""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from storage.attempts import begin
+from storage.digest import value_digest
+from storage.errors import InputError
+from storage.manifest import Manifest, Part, commit, find, finite_or_null, need
+from storage.parallel import each
+from storage.parts import PartWriter, read_parts
+from storage.schema import EVALUATION_SAMPLES, fingerprint
+from storage.unfinished import find_piece, keep_piece
+from tasks.config.code_version import code_version
+from tasks.config.evaluation import PREFIX, SETTINGS, EvaluationSettings
+from tasks.data.files import name_of
+from tasks.engine.protocol import Sampling, token_rows
+from tasks.rewards.scoring import score_responses
+from tasks.stages.context import Portion, RunContext
+from tasks.stages.names import Stage
+from tasks.stages.passes import figures
+from tasks.stages.prepared import prompts, records_of, text_codec
+from tasks.stages.rollout import response_tokens, sample_seed
+from tasks.stages.scored import COLUMNS, SOURCE, columns, responses_of
+from tasks.stages.served_weights import ensure_served
+from tasks.stages.views import Evaluated, Performed, Prepared, Served
+from tasks.workers.engines import EngineHandle
+
+_LETTERS = str.maketrans("0123456789abcdef", "ghijklmnopabcdef")
+_NAME = 16
+
+
+def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings) -> Evaluated:
+    """Evaluate the weights of an iteration, or return the evaluation that is stored.
+
+    Raises:
+        InputError: the run has no such prompts.
+        NotCommitted: the iteration is not complete.
+        PartMissing: its state is not kept.
+    """
+    prepared = Prepared(need(context.root, context.run, 0, Stage.PREPARE))
+    served = Served(need(context.root, context.run, iteration, Stage.WEIGHT_SYNC))
+    work = partial(_perform, context, iteration, settings, prepared, served)
+    view = context.performer(Stage.EVALUATE)(iteration, work, (prepared, served)).result()
+    return Evaluated(view.manifest)
+
+
+def stage_name(settings: EvaluationSettings, prepared: str, served: str, precision: str) -> str:
+    """The name of an evaluation: equal for two that give the same answers."""
+    decides = [settings.model_dump(mode="json"), prepared, served, precision]
+    return PREFIX + value_digest(decides)[:_NAME].translate(_LETTERS)
+
+
+def _perform(
+    context: RunContext, iteration: int, settings: EvaluationSettings, prepared: Prepared, served: Served
+) -> Performed:
+    name = stage_name(settings, prepared.digest, served.digest, context.config.engine.precision)
+    done = find(context.root, context.run, iteration, name)
+    if done is not None:
+        return Performed(Evaluated(done), reused=True)
+    process = f"{socket.gethostname()}:{os.getpid()}"
+    started, clock = datetime.now(UTC), time.perf_counter()
+    attempt = begin(context.root, context.run, iteration, name, process)
+    asked = _Asked.of(context, iteration, settings, prepared, served, name)
+    parts, sources = asked.answer()
+    table = read_parts(context.root, parts, EVALUATION_SAMPLES)
+    manifest = Manifest(
+        run=context.run,
+        iteration=iteration,
+        stage=name,
+        schema_fingerprint=fingerprint(EVALUATION_SAMPLES),
+        parts=parts,
+        inputs={"prepare": prepared.digest, "weights": served.digest},
+        config_digest=context.config_digest,
+        code_version=code_version(),
+        facts={
+            SETTINGS: settings.model_dump(mode="json"),
+            SOURCE: dict(sources),
+            "weights_digest": served.weights_digest,
+        },
+        metrics={
+            **finite_or_null(figures(table, settings.samples, settings.pass_reward)),
+            "seconds": time.perf_counter() - clock,
+        },
+        attempt=attempt,
+        writer=process,
+        started=started,
+        finished=datetime.now(UTC),
+    )
+    return Performed(Evaluated(commit(context.root, manifest)), reused=False)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One evaluation in progress."""
+
+    context: RunContext
+    iteration: int
+    settings: EvaluationSettings
+    writer: PartWriter
+    engines: list[EngineHandle]
+    table: pa.Table
+    greedy: Sampling
+    sampled: Sampling
+    prepared: Prepared
+    clock: float
+
+    @classmethod
+    def of(
+        cls, context: RunContext, iteration: int, settings: EvaluationSettings,
+        prepared: Prepared, served: Served, name: str,
+    ) -> "_Asked":  # fmt: skip
+        """Engines that hold the weights, and the prompts to answer."""
+        table = prompts(context, prepared, settings.table).slice(0, settings.prompts)
+        if not table.num_rows:
+            raise InputError(
+                f"run {context.run!r} has no {settings.table} prompts to evaluate on: give --table train, or begin a "
+                "run with data.held_out or data.hold_out"
+            )
+        engines = ensure_served(context, prepared, served)
+        tokens = settings.max_tokens or context.config.rollout.max_tokens
+        stop = text_codec(context, prepared).stop_tokens
+        greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=stop)
+        sampled = greedy.model_copy(update={"temperature": settings.temperature, "top_p": settings.top_p})
+        writer = PartWriter(context.root, context.run, iteration, name)
+        return cls(
+            context, iteration, settings, writer, engines, table, greedy, sampled, prepared, time.perf_counter()
+        )  # fmt: skip
+
+    def answer(self) -> tuple[tuple[Part, ...], dict[str, str]]:
+        """Every answer with its score, part by part, and what the reward functions were made of."""
+        starts = range(0, self.table.num_rows, self.settings.prompts_per_part)
+        made = each(
+            lambda index: self._part(self.engines[index % len(self.engines)], starts[index]),
+            range(len(starts)),
+            len(self.engines),
+        )
+        sources = {name: source for _, found in made for name, source in found.items()}
+        return tuple(part for part, _ in made), sources
+
+    def _part(self, engine: EngineHandle, start: int) -> tuple[Part, dict[str, str]]:
+        rows = self.table.slice(start, self.settings.prompts_per_part)
+        name = f"{start:06d}-{start + rows.num_rows:06d}"
+        kept = find_piece(self.writer, name)
+        if kept is not None:
+            return kept, {}
+        answers = self._generated(engine, rows, start)
+        table, sources = self._scored(answers, rows)
+        part = self.writer.write_table(f"answers-{name}.arrow", table, EVALUATION_SAMPLES)
+        self._told(start + rows.num_rows, table)
+        return keep_piece(self.writer, name, part), sources
+
+    def _told(self, prompts_done: int, table: pa.Table) -> None:
+        each_of, tokens = 1 + self.settings.samples, response_tokens(table)
+        self.context.page.advanced(
+            Portion(
+                self.iteration, Stage.EVALUATE, prompts_done * each_of, self.table.num_rows * each_of, "answers",
+                tokens, time.perf_counter() - self.clock,
+            )
+        )  # fmt: skip
+
+    def _generated(self, engine: EngineHandle, rows: pa.Table, start: int) -> pa.Table:
+        """The greedy answer to each prompt, then the sampled ones."""
+        count, samples = rows.num_rows, self.settings.samples
+        tables = [self._table(engine, rows, np.zeros(count, np.int32), [0] * count, self.greedy)]
+        if samples:
+            numbers = np.tile(np.arange(samples, dtype=np.int32), count)
+            seeds = [
+                sample_seed(self.settings.seed, start + row, sample)
+                for row in range(count)
+                for sample in range(samples)
+            ]
+            repeated = rows.take(np.repeat(np.arange(count), samples))
+            tables.append(self._table(engine, repeated, numbers, seeds, self.sampled))
+        return pa.concat_tables(tables)
+
+    def _table(
+        self, engine: EngineHandle, rows: pa.Table, numbers: np.ndarray, seeds: list[int], how: Sampling
+    ) -> pa.Table:
+        batch = engine.generate(token_rows(rows["prompt_tokens"]), seeds, how)
+        return pa.table(
+            {
+                "prompt_id": rows["prompt_id"].combine_chunks(),
+                "greedy": pa.array([how is self.greedy] * rows.num_rows, pa.bool_()),
+                "sample_id": pa.array(numbers, pa.int32()),
+                "seed": pa.array(seeds, pa.int64()),
+                "response_tokens": batch.column("response_tokens").cast(pa.list_(pa.int32())),
+                "finish_reason": batch.column("finish_reason"),
+            }
+        )
+
+    def _scored(self, answers: pa.Table, rows: pa.Table) -> tuple[pa.Table, dict[str, str]]:
+        texts = text_codec(self.context, self.prepared).decode_column(answers["response_tokens"])
+        responses = responses_of(answers, texts, records_of(rows), self.iteration)
+        scored = score_responses(self.context.config.reward, responses, patient=True)
+        scores = [score for score in scored.scores if score is not None]
+        every = {
+            **{name: answers[name].combine_chunks() for name in answers.column_names},
+            **dict(zip(COLUMNS, columns(scores), strict=True)),
+            "run": pa.repeat(pa.scalar(self.context.run), len(scores)),
+            "iteration": pa.repeat(pa.scalar(self.iteration, pa.int32()), len(scores)),
+            "source": pa.array(self._sources(answers["prompt_id"].to_pylist()), pa.string()),
+        }
+        table = pa.Table.from_arrays([every[name] for name in EVALUATION_SAMPLES.names], schema=EVALUATION_SAMPLES)
+        return table, dict(scored.sources)
+
+    def _sources(self, prompt_ids: list[str]) -> list[str]:
+        """The data source of each prompt: with several sources, its name goes before the prompt's."""
+        data = self.context.config.data
+        names = [name_of(one) for one in data.sources(self.settings.table) or data.sources("train")]
+        if len(names) < 2:
+            return [names[0] if names else "generated"] * len(prompt_ids)
+        found = {one: max((n for n in names if one.startswith(f"{n}/")), key=len, default="") for one in prompt_ids}
+        return [found[one] for one in prompt_ids]

@@ -1,0 +1,132 @@
+"""Each iteration is a subflow run, green once everything of it is durable; the task that failed is the red one."""
+
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from rich.console import Console
+
+from flows.driving import complete
+from flows.subflows import Subflows
+from flows.views.progress import Progress
+from storage import kill_points, layout
+from storage.backends.root import Root
+from storage.errors import StorageUnavailable
+from storage.kill_points import Point
+from storage.manifest import find, need
+from storage.write_behind import Outbox
+from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
+from tests.flows.server.link import linked
+from tests.small.config import ITERATIONS, small_config
+from tests.small.here import WorkersHere
+
+DEADLINE_S = 60.0
+States = dict[str, str | None]
+
+
+def drive(root: Root, scratch: Path, at: Callable[[Point, str], None], patience_s: float = DEADLINE_S) -> State[Any]:
+    """The real loop over small workers, within a flow; its final state."""
+    config = small_config()
+    scratch.mkdir()
+
+    @contextmanager
+    def opener(lease: Any, digest: str) -> Iterator[RunContext]:
+        with Subflows(ITERATIONS, patience_s=patience_s) as page, Outbox() as outbox, kill_points.observed(at):
+            yield RunContext(
+                "a", root, config, digest, WorkersHere(config), scratch, lease, outbox, page.performer, page=page
+            )
+
+    @flow(name="test", persist_result=False)
+    def body() -> None:
+        complete("a", root, config, Progress("a", ITERATIONS, Console(file=io.StringIO())), opener)
+
+    return body(return_state=True)
+
+
+def found(state: State[Any], wanted: set[str]) -> tuple[States, dict[str, States]]:
+    """State names of the subflow runs, and of the task runs in each, once all have ended that are `wanted` or there."""
+    identity, deadline = state.state_details.flow_run_id, time.monotonic() + DEADLINE_S
+    assert identity is not None
+    with get_client(sync_client=True) as client:
+        while True:
+            below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[identity]))
+            runs = client.read_flow_runs(flow_run_filter=below)
+            of_each = {run.name: read_tasks(client, run.id) for run in runs}
+            tasks = [one for ones in of_each.values() for one in ones]
+            ended = {one.name for one in tasks if one.state is not None and one.state.is_final()}
+            if wanted <= ended == {one.name for one in tasks} or time.monotonic() > deadline:
+                of_subflows = {name: {one.name: one.state_name for one in ones} for name, ones in of_each.items()}
+                return {run.name: run.state_name for run in runs}, of_subflows
+            time.sleep(0.2)
+
+
+def read_tasks(client: SyncPrefectClient, flow_run: UUID | None) -> list[TaskRun]:
+    assert flow_run is not None
+    return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run])))
+
+
+def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, root: Root, tmp_path: Path):
+    trained, before = threading.Event(), []
+
+    def at(point: Point, key: str) -> None:
+        place = layout.place_of(key)
+        if point is Point.STARTED and place == (2, Stage.ROLLOUT):
+            trained.set()  # the next iteration computes while the state of this one is on its way
+        elif point is Point.PARTS_DONE and place == (1, Stage.TRAIN):
+            assert trained.wait(DEADLINE_S)
+            before.append(find(root, "a", 1, Stage.TRAIN))
+
+    state = drive(root, tmp_path / "scratch", at)
+    assert state.is_completed(), state.message
+    assert before == [None]
+    subflows, tasks = found(state, {"store-2", "evaluate-2", "evaluate-1", "store-1"})
+    assert subflows == {f"iteration {number}": "Completed" for number in range(ITERATIONS + 1)}
+    assert tasks["iteration 1"] == {
+        "rollout-1": "Completed", "reward-1": "Completed", "train-1": "Computed", "store-1": "Completed",
+        "weight-sync-1": "Computed", "evaluate-1": "Computed",
+    }  # fmt: skip
+
+
+def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, tmp_path: Path):
+    def at(point: Point, key: str) -> None:
+        if point is Point.PARTS_DONE and layout.place_of(key) == (1, Stage.TRAIN):
+            raise StorageUnavailable("the bucket refuses")
+
+    state = drive(root, tmp_path / "scratch", at)
+    assert state.is_failed()
+    with pytest.raises(StorageUnavailable, match="the bucket refuses"):
+        state.result()
+    subflows, tasks = found(state, {"store-1"})
+    assert subflows["iteration 1"] == "Failed"
+    colours = {name: colour for ones in tasks.values() for name, colour in ones.items()}
+    assert [name for name, colour in colours.items() if colour == "Failed"] == ["store-1"]
+    assert "Cancelled" in {*colours.values(), *subflows.values()}  # the stage that met it
+
+
+def test_without_a_server_the_work_goes_on(prefect_api: str, root: Root, tmp_path: Path):
+    """The iteration that is under way is told of when the server is back; others are shown in the run's flow run."""
+
+    def at(point: Point, key: str) -> None:
+        if point is Point.STARTED and layout.place_of(key) == (0, Stage.PREPARE):
+            link.cut()
+        elif point is Point.STARTED and layout.place_of(key) == (ITERATIONS, Stage.TRAIN):
+            link.restore()
+
+    with linked(prefect_api) as link, temporary_settings({PREFECT_API_URL: link.url, PREFECT_CLIENT_MAX_RETRIES: 0}):
+        state = drive(root, tmp_path / "scratch", at, patience_s=2.0)
+        subflows, _ = found(state, set())
+    assert state.is_completed(), state.message
+    assert need(root, "a", ITERATIONS, Stage.WEIGHT_SYNC)
+    assert subflows == {"iteration 0": "Completed"}
