@@ -176,7 +176,7 @@ def _continue(folder: SiteFolder, record: SiteRecord) -> None:
 
 def _server_command(port: int) -> list[str]:
     # what `prefect server start` runs, without its parent process
-    app = ["--factory", "prefect.server.api.server:create_app"]
+    app = ["--factory", "flows.server.sqlite:site_app"]
     return [sys.executable, "-m", "uvicorn", *app, "--host", HOST, "--port", f"{port}", "--log-level", "warning"]
 
 
