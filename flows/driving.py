@@ -23,7 +23,9 @@ Opener = Callable[[Lease, str], AbstractContextManager[RunContext]]
 ends with the block."""
 
 
-def complete(name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener) -> None:
+def complete(
+    name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener, owner: str = "ratchet run"
+) -> None:
     """Record the configuration and do the missing part of a run, both under its lease.
 
     If the process that drove the run before still publishes a stage, with another result, that result counts, and the
@@ -31,7 +33,7 @@ def complete(name: str, root: Root, config: RunConfig, progress: Progress, opene
     """
     while next_iteration(root, name, config) <= config.run.iterations:
         try:
-            with hold(root, name, "ratchet run") as lease:
+            with hold(root, name, owner) as lease:
                 digest = record_config(root, name, config, lease)
                 with opener(lease, digest) as context:
                     advance(persistent(context, progress.say), progress, next_iteration(root, name, config))
@@ -50,19 +52,25 @@ def advance(context: RunContext, progress: Progress, first: int) -> None:
     tidy(context, shared)  # before a stage can find an old part and use it
     position = begin(context) if first == 0 else position_after(context, first - 1)
     if first == 0:
-        context.outbox.add(partial(conclude, context, progress, shared, 0))
+        conclude(context, progress, shared, 0)
     for iteration in range(max(first, 1), context.config.run.iterations + 1):
         position = iterate(context, iteration, position)
-        context.outbox.add(partial(conclude, context, progress, shared, iteration))
+        conclude(context, progress, shared, iteration)
     context.outbox.settle()
 
 
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
-    """Report an iteration that is published completely, and delete the train state that is no longer kept."""
-    root, run = context.root, context.run
-    progress.finished(read_record(root, run, iteration))
+    """Report an iteration once it is published completely, and delete the train state that is no longer kept.
+
+    These are two jobs behind the stages, as each may be repeated: an iteration is reported once.
+    """
+    context.outbox.add(lambda: progress.finished(read_record(context.root, context.run, iteration)))
+    context.outbox.add(partial(_give_up, context, shared, iteration))
+
+
+def _give_up(context: RunContext, shared: SharedParts, iteration: int) -> None:
     for retention in _retention(context):
-        give_up(root, WORKFLOW, run, retention, iteration, fence=context.fence, shared=shared)
+        give_up(context.root, WORKFLOW, context.run, retention, iteration, fence=context.fence, shared=shared)
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:

@@ -53,8 +53,8 @@ def run(name: str, root: str, config: RunConfig) -> None:
         perform(name, root, config, progress)
 
 
-def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None:
-    """What the flow does, within any flow; arguments as those of `run`."""
+def perform(name: str, root: str, config: RunConfig, progress: Progress, owner: str = "ratchet run") -> None:
+    """What the flow does, within any flow; arguments as those of `run`, and what drives the run, for people."""
     store = ready(name, root, config)
     for sentence in advice(config):
         progress.say(sentence)
@@ -62,7 +62,7 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress) -> None
         progress.note(notice)
     with Reports(store, name, config, progress.warn, examples_publisher()) as reports:
         progress.on_finished(reports.add)
-        complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
+        complete(name, store, config, progress, functools.partial(open_context, name, store, config, progress), owner)
     progress.say("drawing the curves")
     png = write_report(store, name)
     try:

@@ -7,6 +7,16 @@ class RatchetError(Exception):
     exit_code = 1
 
 
+def add_fact(error: BaseException, fact: str) -> None:
+    """Let an error tell of another one, which happened beside it and would otherwise be hidden by it."""
+    error.add_note(fact)
+
+
+def told(error: BaseException) -> str:
+    """What an error says, with the facts that were added to it."""
+    return "\n".join([str(error), *error.__notes__] if "__notes__" in vars(error) else [str(error)])
+
+
 class InputError(RatchetError):
     """The user's input cannot work. Raised before expensive work where possible."""
 

@@ -17,7 +17,7 @@ from flows.views.progress import closing_lines
 from flows.views.reports import finish_report
 from flows.views.status import RunStatus, read_status
 from storage.backends.root import Root
-from storage.errors import InputError, RatchetError, WorkerLost
+from storage.errors import InputError, RatchetError, WorkerLost, told
 from tasks.config.run import RunConfig
 
 
@@ -89,7 +89,7 @@ def launch(order: Order, output: Output) -> int:
     except InputError:
         raise
     except RatchetError as error:
-        raise type(error)(f"{error}\nFix this, then continue with: {order.again}") from error
+        raise type(error)(f"{told(error)}\nFix this, then continue with: {order.again}") from error
     status = read_status(root, order.run)
     output.result(summarise(status, meter), closing_lines(status))
     return 0

@@ -11,6 +11,7 @@ from storage.errors import (
     StorageUnavailable,
     SyncMismatch,
     WorkerLost,
+    told,
 )
 from tasks.config.credentials import shown_text
 from tasks.config.environment import without_secrets
@@ -33,7 +34,7 @@ def explained(error: RatchetError, run: str, root: str) -> str:
     advice = next((text for kind, text in _NOTES if isinstance(error, kind)), "Press Retry to continue.")
     return "\n\n".join(
         [
-            without_secrets(str(error)),
+            without_secrets(told(error)),
             f"Everything that was committed is kept in {shown_text(root)}/{run}; Retry repeats only the stage that "
             "failed, from what it has stored, and goes on.",
             advice,

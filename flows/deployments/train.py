@@ -17,12 +17,14 @@ from pydantic import Field
 from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
 from flows.deployments.lines import log_console
+from flows.deployments.stopping import Stopped, stoppable
 from flows.run import perform
 from flows.views.history import synced_iterations
 from flows.views.progress import Progress
 from storage.backends.root import open_root
 from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
 from storage.ids import check_run_name
+from storage.ownership.stopping import ASKED_FOR
 from tasks.config.code_version import code_version
 from tasks.config.document import apply_override, load_config, parse_config
 from tasks.config.environment import without_secrets
@@ -73,7 +75,10 @@ def train(
     try:
         last = target(run, root, iterations, more)
         report = functools.partial(begin, run, root, configured(run, root, last, config, settings))
-        return waiting(report, deadline, logger.info)
+        with stoppable():
+            return waiting(report, deadline, logger.info)
+    except Stopped:
+        return Cancelled(message=f"`ratchet stop {run}` ended it. What was committed is kept: press Retry to continue")
     except RatchetError as error:
         logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
         return Failed(message=explained(error, run, root))
@@ -89,7 +94,7 @@ def begin(run: str, root: str, config: RunConfig) -> State[Any]:
     if too_many_crashes():
         return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     with Progress(run, config.run.iterations, log_console()) as progress:
-        perform(run, root, config, progress)
+        perform(run, root, config, progress, f"{ASKED_FOR}{flow_run.get_name()}")
     return Completed(message=f"run {run} has {config.run.iterations} iterations")
 
 
