@@ -5,16 +5,15 @@ class RatchetError(Exception):
     """Base of all errors; the command line prints the message and exits with `exit_code`, without a stack trace."""
 
     exit_code = 1
+    beside: str | None = None
+    """Another failure, which happened beside this one and would otherwise be hidden by it."""
+    during: str | None = None
+    """What of which stage was under way, if that is known."""
 
 
-def add_fact(error: BaseException, fact: str) -> None:
-    """Let an error tell of another one, which happened beside it and would otherwise be hidden by it."""
-    error.add_note(fact)
-
-
-def told(error: BaseException) -> str:
-    """What an error says, with the facts that were added to it."""
-    return "\n".join([str(error), *error.__notes__] if "__notes__" in vars(error) else [str(error)])
+def told(error: RatchetError) -> str:
+    """What an error says, and what happened beside it."""
+    return str(error) if error.beside is None else f"{error}\n{error.beside}"
 
 
 class InputError(RatchetError):

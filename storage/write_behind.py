@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from storage import meter
-from storage.errors import LeaseLost, RatchetError, add_fact
+from storage.errors import LeaseLost, RatchetError
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class Outbox:
         if error is None:
             raise failure
         # the block's error is raised, and tells of this one
-        add_fact(error, f"What was still to be stored is not: {failure or type(failure).__name__}")
+        if isinstance(error, RatchetError):
+            error.beside = f"What was still to be stored is not: {failure}"
         logger.warning("what was still in the outbox was not stored: %s", failure, exc_info=failure)
 
     def _leave(self) -> None:

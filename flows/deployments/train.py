@@ -94,7 +94,11 @@ def begin(run: str, root: str, config: RunConfig) -> State[Any]:
     if too_many_crashes():
         return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     with Progress(run, config.run.iterations, log_console()) as progress:
-        perform(run, root, config, progress, f"{ASKED_FOR}{flow_run.get_name()}")
+        try:
+            perform(run, root, config, progress, f"{ASKED_FOR}{flow_run.get_name()}")
+        except RatchetError as error:
+            error.during = error.during or progress.stage
+            raise
     return Completed(message=f"run {run} has {config.run.iterations} iterations")
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.interrupted import set_right
-from flows.site.processes import end, find, start
+from flows.site.processes import end, end_tree, find, start, strays
 from flows.site.registration import POOL, read_deployments, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
@@ -25,6 +25,7 @@ from tasks.config.environment import resolve, site_environment
 HOST = "127.0.0.1"
 
 _SERVER, _WORKER = "server", "worker"
+_APP = "flows.server.sqlite:site_app"
 _ANSWER_DEADLINE_S = 300.0  # the first start makes the tables of the database, on a busy machine
 _ANSWER_S = 2.0
 _PAUSE_S = 0.3
@@ -81,6 +82,9 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
     deployments = read_deployments(wanted.deployments)  # before anything starts
     with folder.locked():
         before = folder.record()
+        for process in _unrecorded(folder, before):
+            say(f"ending process {process.pid}, which an interrupted `ratchet up` has started")
+            end_tree(process)
         record = _served(folder, wanted, before, say)
         with connected(folder, record):
             registered = register(deployments, wanted.at_once)
@@ -97,7 +101,7 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
 
 
 def down(folder: SiteFolder) -> Ended:
-    """End exactly what `up` has started, the worker and its flow runs first."""
+    """End exactly what `up` has started, the worker and its flow runs first; also what nothing has recorded."""
     with folder.locked():
         record = folder.record()
         ended, gone = [], []
@@ -105,6 +109,9 @@ def down(folder: SiteFolder) -> Ended:
             (ended if end(one) else gone).append(one.role)
             if record is not None and one.role == _WORKER and running(record, _SERVER):
                 _continue(folder, record)
+        for process in strays(folder.path, ()):
+            end_tree(process)
+            ended.append("stray")
         if record is not None:
             folder.keep(record.model_copy(update={"processes": ()}))
         return Ended(ended=tuple(ended), gone=tuple(gone))
@@ -118,6 +125,12 @@ def connected(folder: SiteFolder, record: SiteRecord) -> Iterator[None]:
         return
     with temporary_settings({PREFECT_API_URL: record.api, PREFECT_API_AUTH_STRING: folder.secret()}):
         yield
+
+
+def _unrecorded(folder: SiteFolder, record: SiteRecord | None) -> list[psutil.Process]:
+    """Servers and workers that an `up` has started that was killed before it recorded them. Flow runs go on."""
+    recorded = () if record is None else record.processes
+    return [one for word in (_APP, POOL) for one in strays(folder.path, recorded, word)]
 
 
 def running(record: SiteRecord, role: str) -> RunningProcess | None:
@@ -136,7 +149,7 @@ def _served(folder: SiteFolder, wanted: Wanted, record: SiteRecord | None, say: 
     _check_free(wanted.port)
     api = f"http://{HOST}:{wanted.port}/api"
     say(f"starting the Prefect server on {HOST}:{wanted.port}")
-    environment = site_environment(folder.prefect_home, api, folder.secret(), _connection(database))
+    environment = site_environment(folder.path, folder.prefect_home, api, folder.secret(), _connection(database))
     server = start(_SERVER, _server_command(wanted.port), environment, folder.log(_SERVER))
     workers = [] if record is None else [one for one in record.processes if one.role == _WORKER and find(one)]
     record = SiteRecord(api=api, database=database, processes=(server, *workers))
@@ -158,8 +171,11 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
             worker = None
     if worker is None:
         say("starting a worker")
+        for process in strays(folder.path, record.processes):  # no worker could cancel it any more
+            say(f"ending flow run process {process.pid}, whose worker is gone: it continues with the new worker")
+            end_tree(process)
         _continue(folder, record)
-        environment = site_environment(folder.prefect_home, record.api, folder.secret())
+        environment = site_environment(folder.path, folder.prefect_home, record.api, folder.secret())
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
         worker = start(_WORKER, command, environment, folder.log(_WORKER))
     servers = [one for one in record.processes if one.role == _SERVER]
@@ -176,7 +192,7 @@ def _continue(folder: SiteFolder, record: SiteRecord) -> None:
 
 def _server_command(port: int) -> list[str]:
     # what `prefect server start` runs, without its parent process
-    app = ["--factory", "flows.server.sqlite:site_app"]
+    app = ["--factory", _APP]
     return [sys.executable, "-m", "uvicorn", *app, "--host", HOST, "--port", f"{port}", "--log-level", "warning"]
 
 

@@ -28,6 +28,8 @@ class Progress:
         self._run = run
         self._iterations = iterations
         self._finished = 0
+        self.stage: str | None = None
+        """The stage that began last, and its iteration."""
         self._doing = "starting"
         self._since = time.monotonic()
         self._listeners: list[Callable[[IterationRecord], object]] = []
@@ -63,6 +65,7 @@ class Progress:
     def begins(self, iteration: int, stage: Stage) -> None:
         """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)
+        self.stage = f"{stage} of iteration {iteration}"
         self._begin(f"iteration {iteration}: {stage}")
         if iteration == 0 and not self._console.is_terminal:
             self._print(f"iteration 0: {stage}")  # the start is slow: processes, warm-up

@@ -1,0 +1,91 @@
+"""What happens to a site and its flow runs when a person ends, kills or restarts parts of it."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.states import Scheduled
+
+from storage.backends.root import open_root
+from storage.manifest import need
+from tasks.stages.names import Stage
+from tests.flows.site.conftest import SiteHere, begun_rollout, command, ended, up
+
+pytestmark = pytest.mark.slow
+
+
+def test_down_and_up_in_the_middle_of_a_run_let_it_go_on(start, site: SiteHere, client, config, root, tmp_path: Path):
+    flow_run = begun_rollout(start, config, root, "a")
+    assert command("down", f"--folder={site.folder}").returncode == 0
+    (tmp_path / "slow-rollout").unlink()
+    assert up(site.folder, site.port)["started"] == ["server", "worker"]
+    done = ended(site, client, flow_run, attempt=2)
+    assert done.state.is_completed(), done.state
+    assert need(open_root(root), "a", 1, Stage.ROLLOUT).attempt == 1
+    assert "database is locked" not in (site.folder / "server.log").read_text()
+
+
+def test_a_flow_run_that_ratchet_stop_ends_is_cancelled_and_not_tried_again(
+    start, site: SiteHere, client: SyncPrefectClient, config, root, tmp_path: Path
+):
+    flow_run = begun_rollout(start, config, root, "b")
+    (process,) = psutil.Process(site.process("worker")).children()
+    stopped = command("stop", "b", f"--root={root}")
+    assert stopped.returncode == 0, stopped.stderr
+    assert json.loads(stopped.stdout)["process"] == process.pid
+    found = ended(site, client, flow_run)
+    assert found.state.type is StateType.CANCELLED
+    assert "`ratchet stop b` ended it" in found.state.message
+    assert not process.is_running()
+    (tmp_path / "slow-rollout").unlink()
+    names = [state.name for state in client.read_flow_run_states(flow_run.id)]
+    assert not {"Crashed", "AwaitingRetry", "AwaitingRetryAfterCrash"} & set(names)
+    client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry"))
+    assert ended(site, client, flow_run, attempt=2).state.is_completed()
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_flow_run_goes_on(
+    start, site: SiteHere, client, config, root, tmp_path: Path
+):
+    flow_run = begun_rollout(start, config, root, "c")
+    worker = psutil.Process(site.process("worker"))
+    (process,) = worker.children()
+    worker.kill()
+    worker.wait()
+    (tmp_path / "slow-rollout").unlink()
+    assert up(site.folder, site.port)["started"] == ["worker"]
+    done = ended(site, client, flow_run, attempt=2)
+    assert done.state.is_completed(), done.state
+    assert not process.is_running()
+    assert need(open_root(root), "c", 1, Stage.WEIGHT_SYNC)
+
+
+def test_an_up_that_is_killed_leaves_no_second_worker(site: SiteHere):
+    """It was killed after it had started the worker, and before it recorded that."""
+    record = site.record()
+    before = psutil.Process(site.process("worker"))
+    record["processes"] = [one for one in record["processes"] if one["role"] != "worker"]
+    (site.folder / "site.json").write_text(json.dumps(record))
+    assert up(site.folder, site.port)["started"] == ["worker"]
+    assert not before.is_running()
+    assert psutil.pid_exists(site.process("worker"))
+
+
+def test_a_frozen_worker_changes_nothing_for_its_flow_run(start, site: SiteHere, client, config, root, tmp_path: Path):
+    worker = site.process("worker")
+    flow_run = begun_rollout(start, config, root, "d")
+    os.kill(worker, signal.SIGSTOP)
+    (process,) = psutil.Process(worker).children()
+    (tmp_path / "slow-rollout").unlink()
+    time.sleep(1)
+    os.kill(worker, signal.SIGCONT)
+    assert process.is_running()
+    assert client.read_flow_run(flow_run.id).state.is_running()
+    assert command("stop", "d", f"--root={root}").returncode == 0
+    assert ended(site, client, flow_run).state.type is StateType.CANCELLED
