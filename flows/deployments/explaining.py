@@ -19,8 +19,8 @@ from tasks.config.environment import without_secrets
 _FULL = ("out of memory", "outofmemory")
 _MEMORY = (
     "A rank or an engine needs more memory than there is: lower train.micro_batch_size or train.micro_batch_tokens, or "
-    "engine.gpu_memory_utilization and engine.max_num_seqs, none of which changes what the run means. Do it in the file "
-    "that the flow run was given and press Retry, or start another flow run with `settings`."
+    "engine.gpu_memory_utilization and engine.max_num_seqs; none of them changes what the run means. Do it in the "
+    "file that the flow run was given and press Retry, or start another flow run with `settings`."
 )
 _NOTES = (
     (StorageUnavailable, "The store refuses: correct permission, space or address first, then press Retry."),

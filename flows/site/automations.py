@@ -25,6 +25,7 @@ _KILLED = (
     _SILENT,
     "Flow run process exited with non-zero status code -*",  # by a signal: -9 is also the kernel, out of memory
     "Execution was aborted by a termination signal*",  # `ratchet down`, a machine that shuts down
+    "Execution was aborted by Python system exit call*",  # the same, if the worker was gone before
 )
 """Messages of the crashes that are tried again. A process that ends with an error before its flow begins would do so
 again, for ever, since only the flow can count."""

@@ -64,9 +64,22 @@ def _machine(root: str) -> Iterator[Finding]:
     yield _versions()
     yield _passes("temporary folder", check_scratch)
     yield _passes(f"storage root {root}", lambda: open_root(root).check_writable())
+    yield from _storage_clock(root)
     cards = Settings.from_environment().gpus
     text = f"{len(cards)} visible" if cards else "none is visible: runs compute on the CPU, which is for small models"
     yield Finding(check="GPU", level="ok" if cards else "warning", text=text)
+
+
+def _storage_clock(root: str) -> Iterator[Finding]:
+    try:
+        ahead = open_root(root).clock_ahead()
+    except RatchetError:
+        return  # it cannot be written, which is said
+    text = "the store's agrees with ours" if abs(ahead) <= _CLOCK_S else (
+        f"the store's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}, and cleaning compares ages by "
+        "it: set both by NTP"
+    )  # fmt: skip
+    yield Finding(check="store's clock", level="ok" if abs(ahead) <= _CLOCK_S else "error", text=text)
 
 
 def _versions() -> Finding:

@@ -95,7 +95,17 @@ def end_tree(process: psutil.Process, grace_s: float = _GRACE_S) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.terminate()
     _, alive = psutil.wait_procs(tree, timeout=grace_s)
-    for one in alive:
+    _kill(alive)
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """Kill a process and everything it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        _kill([process, *process.children(recursive=True)])
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
+    psutil.wait_procs(processes, timeout=_GRACE_S)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.interrupted import set_right
-from flows.site.processes import end, end_tree, find, start, strays
+from flows.site.processes import end, end_tree, find, kill_tree, start, strays
 from flows.site.registration import POOL, read_deployments, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
@@ -173,7 +173,7 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
         say("starting a worker")
         for process in strays(folder.path, record.processes):  # no worker could cancel it any more
             say(f"ending flow run process {process.pid}, whose worker is gone: it continues with the new worker")
-            end_tree(process)
+            kill_tree(process)  # asked to end, it would report itself as crashed, and not go on
         _continue(folder, record)
         environment = site_environment(folder.path, folder.prefect_home, record.api, folder.secret())
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]

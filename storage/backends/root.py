@@ -271,6 +271,26 @@ class Root:
                 "Use a store that honours them"
             )
 
+    def clock_ahead(self) -> float:
+        """Seconds by which the store's clock is ahead of this machine's, negative if it is behind.
+
+        Cleaning compares the ages of objects, which are times of the store, with this machine's clock.
+
+        Raises:
+            StorageUnavailable: the root cannot be written.
+        """
+        key, probed = layout.probe_key(uuid.uuid4().hex), self._existing().patient(_CHECK_SECONDS)
+        before = datetime.now(UTC)
+        probed.put_if_absent(key, b"ratchet")
+        written = probed.info(key)
+        after = datetime.now(UTC)
+        probed.remove(key)
+        if written is None:
+            raise StorageUnavailable(f"{self.url}/{key} was written, and is not there: check who removes objects")
+        if written.modified < before:
+            return (written.modified - before).total_seconds()
+        return max((written.modified - after).total_seconds(), 0.0)
+
     def _existing(self) -> "Root":
         """The nearest folder that is there: what is only checked makes none."""
         if self.protocol != "file":

@@ -12,7 +12,7 @@ from storage.ownership.log import Entry
 from storage.ownership.process import Life, life
 
 STOP_SIGNAL = signal.SIGUSR1
-"""What a holder that is asked for by others ends on, and is not tried again; SIGTERM may mean that the machine stops."""
+"""What a holder that others have asked for ends on, not to be tried again. SIGTERM may mean that the machine stops."""
 
 ASKED_FOR = "flow run "
 """What the name of such a holder begins with."""

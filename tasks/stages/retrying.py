@@ -17,8 +17,9 @@ BACK_OFF_S = (1.0, 10.0, 60.0)
 def persistent(context: RunContext, say: Callable[[str], object]) -> RunContext:
     """A context whose stages are tried again, at most `run.retries` times each, after a process was lost.
 
-    What is stored behind the stages is repeated there as often, also when the store was away for longer than it is waited
-    for. Of a stage nothing but `WorkerLost` is tried again: input, rewards, numerics and a store that refuses would fail the same way.
+    What is stored behind the stages is repeated there as often, also when the store was away for longer than the run
+    waits for it. Of a stage nothing but `WorkerLost` is tried again: input, rewards, numerics and a store that refuses
+    would fail the same way.
     What lives is kept, `Workers` replace what is dead, and the stage continues from what its attempt before has stored.
 
     Args:

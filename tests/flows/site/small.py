@@ -1,8 +1,8 @@
 """Deployment `train` over small workers, for a worker's process: the real flow, loop and stages.
 
 Files beside the root say what goes wrong: `fail-STAGE` has the name of an error that its engine or rank raises, what it
-says and after how many calls; and `slow-rollout` how many seconds a rollout takes longer. `calls-STAGE` has a character for
-each call that was answered.
+says and after how many calls; and `slow-rollout` how many seconds a rollout takes longer. `calls-STAGE` has a
+character for each call that was answered.
 """
 
 import time
@@ -33,7 +33,7 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
         if slow.exists():
             time.sleep(float(slow.read_text()))
         if fail.exists():
-            name, message, after = (fail.read_text().split("|") + [f"{stage} does not work here", "0"])[:3]
+            name, message, after = [*fail.read_text().split("|"), f"{stage} does not work here", "0"][:3]
             if answered >= int(after):
                 raise vars(errors)[name](message)
         calls.write_text("x" * (answered + 1))

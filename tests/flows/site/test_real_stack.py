@@ -112,7 +112,9 @@ def test_a_run_whose_engine_and_rank_are_killed(
         clicked = time.monotonic()
         page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
         psutil.wait_procs(tree, timeout=120)
-        (pictures / "cancel.txt").write_text(f"from the click to the end of the last process: {time.monotonic() - clicked:.1f} s")
+        (pictures / "cancel.txt").write_text(
+            f"from the click to the end of the last process: {time.monotonic() - clicked:.1f} s"
+        )
     assert not [one for one in tree if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert ended(site, client, flow_run).state.type is StateType.CANCELLED
     page.get_by_text("Cancelled").first.wait_for()
