@@ -19,9 +19,10 @@ from pathlib import Path
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
 from infra.mutants_rewards import REWARDS
+from infra.mutants_site import SITE
 from infra.mutants_trainer import TRAINER
 
-MUTANTS = (*OTHERS, *REWARDS, *TRAINER)
+MUTANTS = (*OTHERS, *REWARDS, *SITE, *TRAINER)
 PROJECT = Path(__file__).resolve().parents[1]
 _COPIED = ("flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md")
 _LIMIT_S = 900

@@ -40,7 +40,7 @@ def explained(error: RatchetError, run: str, root: str) -> str:
     advice = next((text for kind, text in _NOTES if isinstance(error, kind)), "Press Retry to continue.")
     if isinstance(error, WorkerLost) and any(words in str(error).lower() for words in _FULL):
         advice = _MEMORY
-    place = "" if error.during is None else f"During {error.during}: "
+    place = "" if error.during is None or error.during in str(error) else f"During {error.during}: "
     return "\n\n".join(
         [
             without_secrets(f"{place}{told(error)}"),

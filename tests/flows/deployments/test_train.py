@@ -108,3 +108,13 @@ def test_a_person_reads_what_happened_what_is_kept_and_what_to_do(kind, advice):
     for words in ("reward of iteration 3 failed", "bucket/runs/a", "Retry repeats only the stage", advice):
         assert words in text
     assert "geheim" not in text
+
+
+def test_a_person_reads_the_stage_what_happened_beside_it_and_how_to_need_less_memory():
+    error = errors.WorkerLost("rank 0 failed in train_policy and was ended: OutOfMemoryError: CUDA out of memory")
+    error.during, error.beside = "train of iteration 3", "What was still to be stored is not: no space left"
+    text = explained(error, "a", "/data/runs")
+    for words in ("During train of iteration 3: rank 0 failed", "no space left", "lower train.micro_batch_size"):
+        assert words in text
+    error.during = "train_policy"  # which the message says
+    assert explained(error, "a", "/data/runs").startswith("rank 0 failed")

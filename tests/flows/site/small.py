@@ -33,7 +33,8 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
         if slow.exists():
             time.sleep(float(slow.read_text()))
         if fail.exists():
-            name, message, after = [*fail.read_text().split("|"), f"{stage} does not work here", "0"][:3]
+            given, usual = fail.read_text().split("|"), ["StageFailed", f"{stage} does not work here", "0"]
+            name, message, after = [*given, *usual[len(given) :]]
             if answered >= int(after):
                 raise vars(errors)[name](message)
         calls.write_text("x" * (answered + 1))

@@ -58,7 +58,7 @@ def in_the_way(folder: Path) -> None:
 
 KINDS = {
     "reward": Kind(
-        file("my_reward.py", _BAD), file("my_reward.py", _GOOD), ("KeyError", "12 of 12 responses have no score"),
+        file("my_reward.py", _BAD), file("my_reward.py", _GOOD), ("KeyError", "responses have no score"),
         Stage.REWARD, ("reward.function=my_reward.py:score", "reward.processes=1"),
     ),
     "memory": Kind(
@@ -85,7 +85,7 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
     flow_run = start(run="a", root=root, iterations=1, config=config, settings=settings)
     failed = ended(site, client, flow_run).state
     assert failed.is_failed(), failed
-    for words in (*kind.words, f"During {kind.during} of iteration 1", f"kept in {root}/a", "Retry repeats only the"):
+    for words in (*kind.words, f"{kind.during} of iteration 1", f"kept in {root}/a", "Retry repeats only the"):
         assert words in failed.message
     store, order = open_root(root), [one for one in stages_of(1) if one != Stage.EVALUATE]
     before = [stage for stage in order if find(store, "a", 1, stage)]
@@ -103,4 +103,6 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
     page.screenshot(path=pictures / f"{name}-3-green.png")
     assert {stage: need(store, "a", 1, stage) for stage in before} == made
     assert need(store, "a", 1, kind.stage).attempt >= 1
-    assert (tmp_path / "calls-rollout").read_text() == "x" * PIECES  # each piece once: resumed inside the stage
+    # each piece once: resumed inside the stage, and one is sampled again to compare it with what is kept
+    answered = PIECES + (kind.stage == Stage.ROLLOUT)
+    assert (tmp_path / "calls-rollout").read_text() == "x" * answered
