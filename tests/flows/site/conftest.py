@@ -115,7 +115,7 @@ def page() -> Iterator[Any]:
         pytest.skip("Chromium is not installed: apt-get install chromium")
     with playwright.sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.set_default_timeout(60_000)
         yield page
         browser.close()
@@ -129,11 +129,18 @@ def open_flow_run(page: Any, site: "SiteHere", flow_run: FlowRun, pictures: Path
     page.keyboard.press("Enter")
 
 
+def photograph(page: Any, picture: Path) -> None:
+    """Keep a picture of the page, without what Prefect advertises on it."""
+    for advertisement in page.locator(".p-toast__close-btn").all():
+        advertisement.click()
+    page.screenshot(path=picture)
+
+
 def press_retry(page: Any, picture: Path) -> None:
     """Press Retry, and again in the dialog."""
     page.get_by_role("button", name="Retry").first.click()
     page.get_by_role("dialog").get_by_role("button", name="Retry").wait_for()
-    page.screenshot(path=picture)
+    photograph(page, picture)
     page.get_by_role("dialog").get_by_role("button", name="Retry").click()
 
 

@@ -14,7 +14,7 @@ from flows.views.history import stages_of
 from storage.backends.root import open_root
 from storage.manifest import find, need
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import DEADLINE_S, SiteHere, ended, open_flow_run, press_retry
+from tests.flows.site.conftest import DEADLINE_S, SiteHere, ended, open_flow_run, photograph, press_retry
 from tests.small.config import PIECES
 
 pytestmark = pytest.mark.slow
@@ -94,13 +94,13 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
 
     open_flow_run(page, site, flow_run, pictures)
     page.get_by_text("Everything that was committed is kept").first.wait_for()
-    page.screenshot(path=pictures / f"{name}-1-red.png")
+    photograph(page, pictures / f"{name}-1-red.png")
     kind.repairs(tmp_path)
     press_retry(page, pictures / f"{name}-2-dialog.png")
     done = ended(site, client, flow_run, attempt=2).state
     assert done.is_completed(), done
     page.get_by_text("Completed").first.wait_for(timeout=DEADLINE_S * 1000)
-    page.screenshot(path=pictures / f"{name}-3-green.png")
+    photograph(page, pictures / f"{name}-3-green.png")
     assert {stage: need(store, "a", 1, stage) for stage in before} == made
     assert need(store, "a", 1, kind.stage).attempt >= 1
     # each piece once: resumed inside the stage, and one is sampled again to compare it with what is kept

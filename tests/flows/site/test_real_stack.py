@@ -18,7 +18,7 @@ from storage.backends.root import open_root
 from storage.manifest import need
 from storage.ownership.lease import check_free
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import PROJECT, SiteHere, ended, faults, open_flow_run, press_retry, wait_for
+from tests.flows.site.conftest import PROJECT, SiteHere, ended, faults, open_flow_run, photograph, press_retry, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TINY = PROJECT / "tests" / "integration" / "tiny.toml"
@@ -83,12 +83,12 @@ def test_a_run_whose_engine_and_rank_are_killed(
     assert beyond.delivered() == beyond.planned()
     open_flow_run(page, site, flow_run, pictures)
     page.get_by_text("Everything that was committed is kept").first.wait_for()
-    page.screenshot(path=pictures / "real-1-red.png")
+    photograph(page, pictures / "real-1-red.png")
     press_retry(page, pictures / "real-2-dialog.png")
     done = ended(site, client, flow_run, attempt=2).state
     assert done.is_completed(), done
     page.get_by_text("Completed").first.wait_for()
-    page.screenshot(path=pictures / "real-3-green.png")
+    photograph(page, pictures / "real-3-green.png")
     assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 0
     assert need(store, "tiny", 1, Stage.ROLLOUT).attempt == 1
 
@@ -105,12 +105,12 @@ def test_a_run_whose_engine_and_rank_are_killed(
 
         open_flow_run(page, site, flow_run, pictures)
         page.get_by_role("button", name="Cancel").first.click()
-        page.get_by_role("dialog").get_by_role("button", name="Cancel").wait_for()
-        page.screenshot(path=pictures / "cancel-1-dialog.png")
+        page.get_by_role("dialog").get_by_role("button", name="Confirm").wait_for()
+        photograph(page, pictures / "cancel-1-dialog.png")
         (process,) = psutil.Process(site.process("worker")).children()
         tree = [process, *process.children(recursive=True)]
         clicked = time.monotonic()
-        page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+        page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
         psutil.wait_procs(tree, timeout=120)
         (pictures / "cancel.txt").write_text(
             f"from the click to the end of the last process: {time.monotonic() - clicked:.1f} s"
@@ -118,6 +118,6 @@ def test_a_run_whose_engine_and_rank_are_killed(
     assert not [one for one in tree if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert ended(site, client, flow_run).state.type is StateType.CANCELLED
     page.get_by_text("Cancelled").first.wait_for()
-    page.screenshot(path=pictures / "cancel-2-cancelled.png")
+    photograph(page, pictures / "cancel-2-cancelled.png")
     check_free(store, "tiny")  # and so it can be continued
     assert synced_iterations(store, "tiny", ITERATIONS) < ITERATIONS
