@@ -6,17 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.client.schemas.sorting import FlowRunSort
 
+from flows.views.history import synced_iterations
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import DEADLINE_S, SiteHere, begun_rollout, command, ended, up
+from tests.flows.site.conftest import DEADLINE_S, SiteHere, begun_rollout, command, ended, up, wait_for, wait_until_idle
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +83,31 @@ def test_an_up_that_is_killed_leaves_no_second_worker(site: SiteHere):
     assert up(site.folder, site.port)["started"] == ["worker"]
     assert not before.is_running()
     assert psutil.pid_exists(site.process("worker"))
+
+
+def test_a_schedule_that_was_missed_fires_once_for_each_time(site: SiteHere, client, config, root):
+    """What Prefect had planned before the site went down is made up for, one after another, each time once."""
+    deployment = client.read_deployment_by_name("train/train")
+    given = {"run": "e", "root": root, "more": 1, "config": config, "settings": ["evaluate.every=0"]}
+    schedule = IntervalSchedule(interval=timedelta(seconds=20), anchor_date=datetime.now(UTC))
+    made = DeploymentScheduleCreate(schedule=schedule, active=True, parameters=given)
+    (created,) = client.create_deployment_schedules(deployment.id, [made])
+
+    def planned() -> list[FlowRun]:
+        found = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_ASC, limit=200)
+        return [one for one in found if one.auto_scheduled and one.deployment_id == deployment.id and not one.run_count]
+
+    wait_for(lambda: len(planned()) > 2)
+    first, second, *_ = planned()
+    assert command("down", f"--folder={site.folder}").returncode == 0
+    wait_for(lambda: datetime.now(UTC) > second.expected_start_time)
+    up(site.folder, site.port)
+    done = [ended(site, client, missed).state for missed in (first, second)]
+    client.delete_deployment_schedule(deployment.id, created.id)
+    wait_until_idle(site)
+    assert [state.is_completed() for state in done] == [True, True], done
+    completed = [one for one in client.read_flow_runs(limit=200) if one.auto_scheduled and one.state.is_completed()]
+    assert synced_iterations(open_root(root), "e", 1000) - 1 == len(completed) >= 2
 
 
 def test_a_frozen_worker_changes_nothing_for_its_flow_run(start, site: SiteHere, client, config, root, tmp_path: Path):
