@@ -18,6 +18,7 @@ from flows.site.automations import automations
 from flows.site.folder import SiteFolder, SiteRecord
 from flows.site.registration import TAG
 from flows.site.up import connected, running
+from storage.backends.clock import seconds_ahead
 from storage.backends.root import open_root
 from storage.errors import RatchetError
 from tasks.checks import check_scratch
@@ -72,7 +73,7 @@ def _machine(root: str) -> Iterator[Finding]:
 
 def _storage_clock(root: str) -> Iterator[Finding]:
     try:
-        ahead = open_root(root).clock_ahead()
+        ahead = seconds_ahead(open_root(root))
     except RatchetError:
         return  # it cannot be written, which is said
     text = "the store's agrees with ours" if abs(ahead) <= _CLOCK_S else (

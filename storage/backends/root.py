@@ -29,7 +29,7 @@ from storage.meter import measured
 logger = logging.getLogger(__name__)
 
 _CONDITIONAL_PUT = ("s3", "s3a")
-_CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
+CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
 _memory_lock = threading.Lock()
 
 
@@ -261,7 +261,7 @@ class Root:
         Raises:
             StorageUnavailable: the root cannot be written, or the second write succeeded.
         """
-        key, probed = layout.probe_key(uuid.uuid4().hex), self._existing().patient(_CHECK_SECONDS)
+        key, probed = layout.probe_key(uuid.uuid4().hex), self.existing().patient(CHECK_SECONDS)
         probed.put_if_absent(key, b"ratchet")
         twice = probed.put_if_absent(key, b"Ratchet")
         probed.remove(key)
@@ -271,27 +271,7 @@ class Root:
                 "Use a store that honours them"
             )
 
-    def clock_ahead(self) -> float:
-        """Seconds by which the store's clock is ahead of this machine's, negative if it is behind.
-
-        Cleaning compares the ages of objects, which are times of the store, with this machine's clock.
-
-        Raises:
-            StorageUnavailable: the root cannot be written.
-        """
-        key, probed = layout.probe_key(uuid.uuid4().hex), self._existing().patient(_CHECK_SECONDS)
-        before = datetime.now(UTC)
-        probed.put_if_absent(key, b"ratchet")
-        written = probed.info(key)
-        after = datetime.now(UTC)
-        probed.remove(key)
-        if written is None:
-            raise StorageUnavailable(f"{self.url}/{key} was written, and is not there: check who removes objects")
-        if written.modified < before:
-            return (written.modified - before).total_seconds()
-        return max((written.modified - after).total_seconds(), 0.0)
-
-    def _existing(self) -> "Root":
+    def existing(self) -> "Root":
         """The nearest folder that is there: what is only checked makes none."""
         if self.protocol != "file":
             return self

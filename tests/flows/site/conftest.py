@@ -131,7 +131,7 @@ def open_flow_run(page: Any, site: "SiteHere", flow_run: FlowRun, pictures: Path
 
 def photograph(page: Any, picture: Path) -> None:
     """Keep a picture of the page, without what Prefect advertises on it."""
-    page.locator(".p-toast").evaluate_all("all => all.forEach(one => one.remove())")
+    page.locator("#prefect-design-toast-app").evaluate_all("all => all.forEach(one => one.remove())")
     page.screenshot(path=picture)
 
 
