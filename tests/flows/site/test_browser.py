@@ -95,10 +95,14 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
     open_flow_run(page, site, flow_run, pictures)
     page.get_by_text("Everything that was committed is kept").first.wait_for()
     photograph(page, pictures / f"{name}-1-red.png")
+    page.get_by_text("Details", exact=True).first.click()
+    page.get_by_text("Retry repeats only the stage").first.wait_for()
+    photograph(page, pictures / f"{name}-1-details.png")
     kind.repairs(tmp_path)
     press_retry(page, pictures / f"{name}-2-dialog.png")
     done = ended(site, client, flow_run, attempt=2).state
     assert done.is_completed(), done
+    page.reload()
     page.get_by_text("Completed").first.wait_for(timeout=DEADLINE_S * 1000)
     photograph(page, pictures / f"{name}-3-green.png")
     assert {stage: need(store, "a", 1, stage) for stage in before} == made

@@ -87,6 +87,7 @@ def test_a_run_whose_engine_and_rank_are_killed(
     press_retry(page, pictures / "real-2-dialog.png")
     done = ended(site, client, flow_run, attempt=2).state
     assert done.is_completed(), done
+    page.reload()
     page.get_by_text("Completed").first.wait_for()
     photograph(page, pictures / "real-3-green.png")
     assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 0
