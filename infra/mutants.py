@@ -16,13 +16,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
 from infra.mutants_rewards import REWARDS
 from infra.mutants_site import SITE
 from infra.mutants_trainer import TRAINER
+from infra.mutants_trainer_core import TRAINER_CORE
 
-MUTANTS = (*OTHERS, *REWARDS, *SITE, *TRAINER)
+MUTANTS = (*OTHERS, *REWARDS, *SITE, *TRAINER, *TRAINER_CORE, *FAMILIES)
 PROJECT = Path(__file__).resolve().parents[1]
 _COPIED = ("flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md")
 _LIMIT_S = 900

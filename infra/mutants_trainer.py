@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _MODEL = ("tests/trainer_core/model/test_layouts.py",)
 _TRAINER = ("tests/trainer_core/test_trainer.py",)
 _LOGITS = ("tests/trainer_core/model/test_vocab_parallel.py",)
+_EFFECTIVE = ("tests/trainer_core/model/test_effective.py",)
 _REENTRY = ("tests/trainer_core/model/test_reentry.py",)
 
 TRAINER = (
@@ -60,7 +61,7 @@ TRAINER = (
         "all-logits-at-once",
         "log-probabilities are not computed in chunks",
         "trainer_core/model/vocab_parallel.py",
-        "    size = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))\n",
+        "    size = max(1, elements // max(1, logits.shape[1]))\n",
         "    size = max(1, logits.shape[0])\n",
         _LOGITS,
     ),
@@ -76,8 +77,8 @@ TRAINER = (
         "stale-weights-are-read",
         "weights are read while other replicas still hold the last update's",
         "trainer_core/model/model.py",
-        "        overlapped = self.ddp.ddp_config.overlap_param_gather\n",
-        "        overlapped = False\n",
+        "[chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]",
+        "[]",
         _REENTRY,
     ),
     Mutant(
@@ -94,6 +95,6 @@ TRAINER = (
         "trainer_core/model/effective.py",
         "    if held != wanted:\n",
         "    if False:\n",
-        _REENTRY,
+        _EFFECTIVE,
     ),
 )

@@ -10,6 +10,7 @@ from storage.errors import InputError
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "group"]
 Recompute = Literal["none", "attention", "layers"]
+Attention = Literal["auto", "flash", "fused", "unfused"]
 Precision = Literal["fp32", "bf16"]
 Device = Literal["cpu", "cuda"]
 
@@ -30,13 +31,55 @@ class ParallelConfig(Frozen):
     data: int = Field(default=1, ge=1)
     """Replicas, each of which takes a share of the batch (DP)."""
 
+    virtual_pipeline: int | None = Field(default=None, ge=2)
+    """Parts in which each rank of a pipeline holds its layers, which shortens its idle time (VPP); by default one."""
+
+    sequence: bool = False
+    """Whether the ranks of `tensor` divide the positions between their matrices (SP). Models with experts need it."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks over which the experts of a layer are divided (EP); taken from those of `tensor` and `data`."""
+    expert_tensor: int | None = Field(default=None, ge=1)
+    """Ranks over which the matrices of an expert are split (ETP); by default as many as `tensor`."""
+
+    @model_validator(mode="after")
+    def _divisions_fit_the_ranks(self) -> "ParallelConfig":
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence = true divides positions between the ranks of tensor, but tensor is 1")
+        shards = self.expert * (self.expert_tensor or self.tensor)
+        if self.tensor * self.data % shards:
+            raise ValueError(
+                f"expert {self.expert} times expert_tensor {self.expert_tensor or self.tensor} is {shards}, which does "
+                f"not divide the {self.tensor * self.data} ranks of tensor and data"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _virtual_stages_need_a_pipeline(self) -> "ParallelConfig":
+        if self.virtual_pipeline is not None and self.pipeline == 1:
+            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs a pipeline of at least 2 ranks")
+        return self
+
     @property
     def world_size(self) -> int:
         """Number of trainer ranks."""
         return self.tensor * self.pipeline * self.data
 
+    @property
+    def ranks(self) -> "ParallelConfig":
+        """The layout of the ranks alone, however they divide layers, positions and experts."""
+        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+
+    @property
+    def rounds(self) -> int:
+        """The number of micro-batches of a pass is a multiple of this (megatron-core's interleaved schedule)."""
+        return self.pipeline if self.virtual_pipeline else 1
+
     def __str__(self) -> str:
-        return f"tp{self.tensor} pp{self.pipeline} dp{self.data}"
+        virtual = f" vpp{self.virtual_pipeline}" if self.virtual_pipeline else ""
+        experts = f" ep{self.expert}" if self.expert > 1 else ""
+        if self.expert_tensor is not None:
+            experts += f" etp{self.expert_tensor}"
+        return f"tp{self.tensor}{' sp' * self.sequence} pp{self.pipeline}{virtual} dp{self.data}{experts}"
 
 
 class OptimizerConfig(Frozen):
@@ -106,6 +149,22 @@ class MegatronConfig(Frozen):
     """Gather updated weights from data-parallel ranks during the next forward pass, instead of after the update."""
     recompute: Recompute = "none"
     """Activations that the backward pass computes again instead of keeping them: none, attention's, whole layers'."""
+    attention: Attention = "auto"
+    """Which of Transformer Engine's attention kernels may be used; without it there is no choice."""
+    gradient_accumulation_fusion: bool | None = None
+    """Linear layers add weight gradients to the gradient buffers themselves. Needs Transformer Engine, with which it is
+    the default, or Apex."""
+    output_gradient_accumulation_fusion: bool = False
+    """The same for the output layer, which is Megatron's own and needs Apex."""
+
+
+class ExpertsConfig(Frozen):
+    """What trains the routers of a mixture of experts beside the objective; megatron-bridge would switch both on."""
+
+    auxiliary_loss: float = Field(default=0.0, ge=0)
+    """Coefficient of the auxiliary loss that balances the load of experts."""
+    bias_update_rate: float = Field(default=0.0, ge=0)
+    """How far each update moves the bias by which a router prefers experts with less load."""
 
 
 class TrainerConfig(Frozen):
@@ -119,6 +178,8 @@ class TrainerConfig(Frozen):
     """Objective of the policy phase."""
     megatron: MegatronConfig = MegatronConfig()
     """How Megatron runs a step."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """Of a model with experts."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Most tokens per DP rank in one micro-batch; a sequence that is longer goes alone."""
     micro_batch_size: int | None = Field(default=None, ge=1)
@@ -155,21 +216,44 @@ class RankSpec(Frozen):
         return self.deterministic and self.device == "cuda"
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one number in config.json
+
+
 def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
     """Refuse a layout that does not fit the model.
 
     `model` is the content of the model's config.json (Hugging Face names). Raises InputError.
     """
     heads = int(model["num_attention_heads"])
+    layers = int(model["num_hidden_layers"])
     divisors = {
-        ("layers", "pipeline"): (int(model["num_hidden_layers"]), parallel.pipeline),
+        ("layers", "pipeline"): (layers, parallel.pipeline),
+        ("layers of a rank", "virtual_pipeline"): (layers // parallel.pipeline, parallel.virtual_pipeline or 1),
         ("attention heads", "tensor"): (heads, parallel.tensor),
         ("key-value heads", "tensor"): (int(model.get("num_key_value_heads") or heads), parallel.tensor),
         ("intermediate size", "tensor"): (int(model["intermediate_size"]), parallel.tensor),
     }
+    _check_experts(parallel, experts_of(model))
     for (what, field), (amount, ranks) in divisors.items():
         if amount % ranks:
             raise InputError(
                 f"the model's {what} ({amount}) cannot be divided by parallel.{field} = {ranks}; "
                 f"choose one of {[n for n in range(1, amount + 1) if amount % n == 0]} for parallel.{field}"
             )
+
+
+def experts_of(model: Mapping[str, Any]) -> int:
+    """Experts of a layer, by the content of config.json; 0 if all layers are dense."""
+    return next((int(model[name]) for name in _EXPERTS if model.get(name)), 0)
+
+
+def _check_experts(parallel: ParallelConfig, experts: int) -> None:
+    if experts and parallel.tensor > 1 and not parallel.sequence:
+        raise InputError(
+            f"the model has experts, and train.parallel.tensor is {parallel.tensor}: set train.parallel.sequence = "
+            "true, without which every tensor-parallel rank would route every token"
+        )
+    if parallel.expert > 1 and (not experts or experts % parallel.expert):
+        raise InputError(
+            f"the model's experts ({experts or 'none'}) cannot be divided by train.parallel.expert = {parallel.expert}"
+        )

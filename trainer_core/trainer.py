@@ -62,8 +62,8 @@ class Trainer(TrainerProtocol):
     def import_model(self) -> None:
         """See `TrainerProtocol.import_model`."""
         self._identity = None
-        with self._model.weights(), quietly():
-            self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+        with self._model.weights("writable"), quietly():
+            self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
         self._generators = "continued"
@@ -79,10 +79,10 @@ class Trainer(TrainerProtocol):
                 f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
                 "use the state's precision"
             )
-        restore_rng = facts.parallel == self._config.parallel
+        restore_rng = facts.parallel == self._config.parallel.ranks
         rng.seed_rank(self._config.seed + facts.step)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
-        with self._model.weights():
+        with self._model.weights("writable"):
             load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
             identity = self._saver.identity(self._optimizer, facts)
         self._step = facts.step
@@ -98,11 +98,11 @@ class Trainer(TrainerProtocol):
             step=self._step,
             optimizer_updates=optimizer.updates,
             optimizer=optimizer.config,
-            parallel=self._config.parallel,
+            parallel=self._config.parallel.ranks,
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
         )
-        with self._model.weights():
+        with self._model.weights("readable"):
             names, identity = self._saver.save(directory, optimizer, facts)
         return SavedFiles(tuple(names), identity)
 
@@ -160,7 +160,7 @@ class Trainer(TrainerProtocol):
 
     def export(self, directory: str) -> list[TensorRecord]:
         """See `TrainerProtocol.export`."""
-        with self._model.weights():
+        with self._model.weights("readable"):
             return export_weights(directory, self._model, self._mesh)
 
     def close(self) -> None:

@@ -49,12 +49,12 @@ def plain_step(model: Model, optimizer: Optimizer, batches: list[PaddedBatch]) -
 
         return losses, masked
 
-    model.ddp.zero_grad_buffer()
+    model.zero_gradients()
     width = max(batch.tokens.shape[1] for batch in batches)
     sums = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(batches),
-        model=[model.ddp],
+        model=list(model.chunks),
         num_microbatches=len(batches),
         seq_length=width,
         micro_batch_size=len(batches[0].tokens),

@@ -1,5 +1,6 @@
 """Both sides of the bench of the trainer: one model, one optimizer, two ways to take a step."""
 
+import psutil
 import torch
 
 from tasks.bench.plain_loop import PaddedBatch, padded_batches, plain_step
@@ -13,6 +14,8 @@ from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.platform.platform import Platform, quietly
+from trainer_core.state.checkpoint import Saver
+from trainer_core.state.facts import StateFacts
 
 
 class Sides:
@@ -20,10 +23,12 @@ class Sides:
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         mesh = join(rank, config.parallel, platform)
+        self._config = config
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, deterministic=False)
-        with quietly():
-            self._model.bridge.load_hf_weights([self._model.ddp])  # pyright: ignore[reportArgumentType]
+        self._saver = Saver(self._model, mesh)
+        with self._model.weights("writable"), quietly():
+            self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, config.optimizer)
         limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
         self._phase = PolicyPhase(Passes(self._model, mesh, limits), self._optimizer, config.policy, 1.0, (0,))
@@ -42,6 +47,25 @@ class Sides:
     def plain(self, batches: list[PaddedBatch]) -> float:
         """One plain update."""
         return plain_step(self._model, self._optimizer, batches)
+
+    def save(self, directory: str) -> None:
+        """Save the state as `Trainer.save` does."""
+        facts = StateFacts(
+            step=self._optimizer.updates,
+            optimizer_updates=self._optimizer.updates,
+            optimizer=self._optimizer.config,
+            parallel=self._config.parallel,
+            precision=self._config.precision,
+            transformer_engine=self.transformer_engine,
+        )
+        with self._model.weights("readable"):
+            self._saver.save(directory, self._optimizer, facts)
+
+    def held_bytes(self) -> int:
+        """Memory in use now: of the device, or of the process on CPU."""
+        if self.device.type == "cpu":
+            return psutil.Process().memory_info().rss
+        return torch.cuda.memory_reserved()
 
     def settle(self) -> None:
         """Wait for the device."""

@@ -6,8 +6,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel
@@ -15,11 +16,14 @@ from pydantic import BaseModel
 from storage.errors import InputError
 from tasks.bench.cases import CASES, Case, CaseName, draw_samples, floating_point_operations
 from tasks.data.generated import generate_model
+from tasks.workers.scratch import scratch
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import Device, OptimizerConfig, PolicyConfig, RankSpec, TrainerConfig
 
 if TYPE_CHECKING:
     from tasks.bench.sides import Sides
+
+_STEPS = 4  # with other widths each
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bf16 operations a second, from the vendor's data sheets, by a part of the device's name."""
@@ -58,8 +62,16 @@ class TrainBench(BaseModel):
     """Most memory while Ratchet's step ran: of the device, or of the process on CPU."""
     plain_peak_gib: float
     """Most memory while the plain step ran."""
-    save_critical_s: float | None
-    """Seconds for which saving a state holds up what follows; not measured yet."""
+    save_critical_s: float
+    """Seconds for which saving a state holds up what follows: identifying it and copying it into files in shared
+    memory, as from the second save of a process on. The median of three, by the clock on the wall."""
+    save_gib: float
+    """Bytes of that state."""
+    step_time_drift: float
+    """With widths that vary from step to step: time for a token in the later half of the steps by that in the first."""
+    memory_growth_gib: float
+    """And how much more memory is held after the later half than after the first: reserved on the device, or by the
+    process on CPU."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +109,11 @@ def bench_train(case_name: CaseName | None, pairs: int) -> TrainBench:
         sides = _sides(folder, case, device)
         try:
             alike, mixed = (_race(sides, case, draw_samples(case, mixed), pairs) for mixed in (False, True))
+            endurance = _endurance(sides, case)
+            saving = _saving(sides)
         finally:
             sides.close()
-    return _report(name, case, sides, alike, mixed, pairs)
+    return TrainBench.model_validate({**_rates(name, case, sides, alike, mixed, pairs), **endurance, **saving})
 
 
 def _sides(folder: str, case: Case, device: Device) -> "Sides":
@@ -147,26 +161,55 @@ def _measured(sides: "Sides", step: Callable[[], object]) -> tuple[float, float]
     return seconds, bytes_used / 2**30
 
 
-def _report(name: CaseName, case: Case, sides: "Sides", alike: Race, mixed: Race, pairs: int) -> TrainBench:
+def _endurance(sides: "Sides", case: Case) -> dict[str, float]:
+    """Steps over other samples each, as many before the middle as after it."""
+    for seed in range(_STEPS):  # each width once, so that what is kept for a width is there
+        sides.ours(draw_samples(case, mixed=True, seed=seed))
+    halves: list[float] = []
+    held: list[int] = []
+    for _ in range(2):
+        times = []
+        for seed in range(_STEPS):
+            samples = draw_samples(case, mixed=True, seed=seed)
+            seconds, _ = _measured(sides, partial(sides.ours, samples))
+            times.append(seconds / int(samples.positions.sum()))
+        halves.append(statistics.median(times))
+        held.append(sides.held_bytes())
+    return {"step_time_drift": halves[1] / halves[0], "memory_growth_gib": (held[1] - held[0]) / 2**30}
+
+
+def _saving(sides: "Sides") -> dict[str, float]:
+    times: list[float] = []
+    with scratch(memory=True) as folder:
+        for turn in range(4):
+            sides.settle()
+            begun = time.perf_counter()
+            sides.save(str(folder))
+            if turn:  # the first lays out the files
+                times.append(time.perf_counter() - begun)
+        size = sum(path.stat().st_size for path in folder.iterdir() if not path.name.endswith(".mapped"))
+    return {"save_critical_s": statistics.median(times), "save_gib": size / 2**30}
+
+
+def _rates(name: CaseName, case: Case, sides: "Sides", alike: Race, mixed: Race, pairs: int) -> dict[str, Any]:
     even, uneven = draw_samples(case, mixed=False), draw_samples(case, mixed=True)
     tokens, packed = int(even.positions.sum()), int(uneven.positions.sum())
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in sides.name), None)
     work = floating_point_operations(case, even.positions, int(even.response_lengths.sum()))
-    return TrainBench(
-        device=sides.name,
-        case=name,
-        transformer_engine=sides.transformer_engine,
-        pairs=pairs,
-        tokens=tokens,
-        tokens_per_s=tokens / statistics.median(alike.ours),
-        plain_tokens_per_s=tokens / statistics.median(alike.plain),
-        ratio=statistics.median(alike.ratios),
-        ratio_spread=float(np.ptp(alike.ratios)),
-        packed_tokens_per_s=packed / statistics.median(mixed.ours),
-        packed_plain_tokens_per_s=packed / statistics.median(mixed.plain),
-        packed_ratio=statistics.median(mixed.ratios),
-        mfu=None if peak is None else work / statistics.median(alike.ours) / peak,
-        peak_gib=alike.peak_gib,
-        plain_peak_gib=alike.plain_peak_gib,
-        save_critical_s=None,
-    )
+    return {
+        "device": sides.name,
+        "case": name,
+        "transformer_engine": sides.transformer_engine,
+        "pairs": pairs,
+        "tokens": tokens,
+        "tokens_per_s": tokens / statistics.median(alike.ours),
+        "plain_tokens_per_s": tokens / statistics.median(alike.plain),
+        "ratio": statistics.median(alike.ratios),
+        "ratio_spread": float(np.ptp(alike.ratios)),
+        "packed_tokens_per_s": packed / statistics.median(mixed.ours),
+        "packed_plain_tokens_per_s": packed / statistics.median(mixed.plain),
+        "packed_ratio": statistics.median(mixed.ratios),
+        "mfu": None if peak is None else work / statistics.median(alike.ours) / peak,
+        "peak_gib": alike.peak_gib,
+        "plain_peak_gib": alike.plain_peak_gib,
+    }

@@ -100,7 +100,8 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         self._loaded |= cast(_Loadable, self.model).load_weights(iter(tensors.items()))
         if update_info.final:
             _same_names(self._received.keys(), self._needed.keys(), "tensors of the weight update")
-            _same_names(self._loaded, self._parameters, "parameters that vLLM loaded")
+            loaded, held = ({_as_reported(name) for name in names} for names in (self._loaded, self._parameters))
+            _same_names(loaded, held, "parameters that vLLM loaded")
 
     def _check_belongs(self, name: str, shape: tuple[int, ...]) -> None:
         expected = self._needed.get(name)
@@ -176,6 +177,11 @@ def _checked_digest(tensor: torch.Tensor, record: TensorRecord) -> str:
 
 def _describe(dtype: str, shape: tuple[int, ...], digest: str) -> str:
     return f"{dtype} {list(shape)} with digest {digest}"
+
+
+def _as_reported(parameter: str) -> str:
+    """The name by which vLLM's loader of experts calls its parameters: without the module that holds them."""
+    return parameter.replace(".experts.routed_experts.", ".experts.")
 
 
 def _same_names(found: Collection[str], expected: Collection[str], what: str) -> None:

@@ -21,7 +21,11 @@ KNOWN_TO_BOTH = frozenset(
 """Text models that megatron-bridge and vLLM both have, in the versions of pyproject.toml."""
 
 LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Of these, those that can be built without Transformer Engine: dense decoders with RMSNorm and a gated MLP."""
+"""Of these, the dense decoders with RMSNorm and a gated MLP."""
+
+WITHOUT_TRANSFORMER_ENGINE = LLAMA_LIKE | {"Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"}
+"""Those that can be built without Transformer Engine, and so on CPU: besides, mixtures of experts, and multi-latent
+attention."""
 
 _ROPE_TYPES: Mapping[str, frozenset[str]] = {
     "LlamaForCausalLM": frozenset({"default", "linear", "llama3"}),
@@ -64,12 +68,17 @@ def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> 
     if name not in KNOWN_TO_BOTH:
         raise InputError(
             f"{where}: the architecture {name} is not supported: megatron-bridge and vLLM must both have it. Use one "
-            f"of {', '.join(sorted(LLAMA_LIKE))}"
+            f"of {', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
         )
-    if device == "cpu" and name not in LLAMA_LIKE:
+    if device == "cpu" and name not in WITHOUT_TRANSFORMER_ENGINE:
         raise InputError(
             f"{where}: the architecture {name} needs Transformer Engine, which needs a GPU; on CPU use one of "
-            f"{', '.join(sorted(LLAMA_LIKE))}"
+            f"{', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
+        )
+    if facts.get("num_nextn_predict_layers"):
+        raise InputError(
+            f"{where}: num_nextn_predict_layers = {facts['num_nextn_predict_layers']} in config.json: layers that "
+            "predict further tokens are not trained. Set it to 0 and leave their weights out"
         )
     if name in LLAMA_LIKE:
         _check_positions(facts, name, where)

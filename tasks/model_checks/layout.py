@@ -48,10 +48,15 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
     """
     divisors = (
         ("layers", "pipeline", facts["num_hidden_layers"], parallel.pipeline),
+        (
+            "layers of a rank",
+            "virtual_pipeline",
+            facts["num_hidden_layers"] // parallel.pipeline,
+            parallel.virtual_pipeline or 1,
+        ),
         ("attention heads", "tensor", facts["num_attention_heads"], parallel.tensor),
         ("key-value heads", "tensor", key_value_heads(facts), parallel.tensor),
         ("intermediate size", "tensor", facts["intermediate_size"], parallel.tensor),
-        ("vocabulary", "tensor", facts["vocab_size"], parallel.tensor),  # megatron-bridge does not pad it
     )
     for what, key, amount, ranks in divisors:
         if amount % ranks:
@@ -82,5 +87,7 @@ def key_value_heads(facts: Mapping[str, Any]) -> int:
 
 
 def head_size(facts: Mapping[str, Any]) -> int:
-    """Size of one head."""
+    """Size of one head; with multi-latent attention that of a query, which the engine's kernels see."""
+    if facts.get("kv_lora_rank"):
+        return int(facts["qk_nope_head_dim"]) + int(facts["qk_rope_head_dim"])
     return int(facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"])

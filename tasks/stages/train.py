@@ -2,8 +2,6 @@
 
 import time
 
-import psutil
-
 from tasks.stages.held_state import ensure_reference, ensure_state, saved
 from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, Work, stage
@@ -25,6 +23,6 @@ def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, 
     referenced = work.config.train.policy.kl_coefficient > 0
     metrics = group.train_policy(samples, work.config.rollout.temperature, referenced)
     if generators != "continued":
-        metrics = {**metrics, "process_to_gradient_s": time.time() - psutil.Process().create_time()}
+        metrics = {**metrics, "process_to_gradient_s": time.time() - group.began}
     rng = "reseeded" if generators == "reseeded" else "continued"
     return saved(work, group, {"cursor": rollouts.cursor, "rng": rng}, metrics)

@@ -58,6 +58,7 @@ class Fleet:
         self._cluster = cluster
         self._engines: list[EngineHandle] = []
         self._trainers: TrainerGroup | None = None
+        self._had_trainers = False
 
     def __enter__(self) -> "Fleet":
         return self
@@ -199,7 +200,8 @@ class Fleet:
             deadline_s = self._config.workers.start_deadline_s
             settings = self._cluster.settings
             found = start_trainers(prefix, model_dir, config, self.device, settings, deadline_s, deterministic)
-        return TrainerGroup(found, self._config.workers)
+        replaces, self._had_trainers = self._had_trainers, True
+        return TrainerGroup(found, self._config.workers, replaces)
 
     def _found[G: WorkerGroup](self, kind: type[G], role: str, prefix: str, labels: list[str]) -> G | None:
         """A usable group that an earlier flow process left on the cluster; unusable ones are ended."""

@@ -1,12 +1,15 @@
 """The trainer ranks: one process each, behind typed calls that go to all of them and wait at most until a deadline."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
-from tasks.workers.group import GroupHandle, Pending
+from tasks.config.run import WorkersSection
+from tasks.workers.group import Group, GroupHandle, Pending
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig
 from trainer_core.protocol import Generators, LoadedState, SavedFiles, TrainerProtocol
@@ -15,6 +18,12 @@ from trainer_core.weights.records import TensorRecord
 
 class TrainerGroup(GroupHandle):
     """All trainer ranks. Every call goes to every rank and raises what `Trainer` raises, or WorkerLost."""
+
+    def __init__(self, group: Group, deadlines: WorkersSection, replaces: bool = False) -> None:
+        """`replaces`: these ranks take the place of others that this process had started."""
+        super().__init__(group, deadlines)
+        self.began = time.time() if replaces else psutil.Process().create_time()
+        """Since when these ranks are waited for, in seconds since the epoch: the first since this process exists."""
 
     def identity(self) -> str | None:
         """Identity of the committed state that all ranks hold; None if they hold none, or different ones."""

@@ -38,6 +38,10 @@ FOLDERS = {
         models.config(architectures=["Gemma2ForCausalLM"]),
         ["Gemma2ForCausalLM needs Transformer Engine", "on CPU use one of"],
     ),
+    "further tokens predicted": (
+        models.config(architectures=["DeepseekV3ForCausalLM"], num_nextn_predict_layers=1),
+        ["num_nextn_predict_layers = 1 in config.json", "Set it to 0"],
+    ),
     "remote code": (models.config(auto_map={"AutoModel": "x.Y"}), ["auto_map in config.json", "is not run"]),
     "remote code of the tokenizer": (
         models.text("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["x.Y", null]}}'),
@@ -95,9 +99,9 @@ SETTINGS = {
         ["layers (2) cannot be divided by train.parallel.pipeline = 3", "[1, 2]"],
     ),
     "key-value heads": (["train.parallel.tensor=2"], ["key-value heads (1)", "train.parallel.tensor = 2"]),
-    "vocabulary": (
-        ["model={generate={vocabulary=33}}", "train.parallel.tensor=2"],
-        ["the model's vocabulary (33) cannot be divided by train.parallel.tensor = 2"],
+    "virtual stages": (
+        ["train.parallel.pipeline=2", "train.parallel.virtual_pipeline=2"],
+        ["layers of a rank (1) cannot be divided by train.parallel.virtual_pipeline = 2"],
     ),
     "cards": (
         ["device.kind=cuda", "train.parallel.data=2"],

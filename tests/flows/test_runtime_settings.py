@@ -30,9 +30,13 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "train.parallel.tensor": (1, 2),
     "train.parallel.pipeline": (1, 2),
     "train.parallel.data": (1, 2),
+    "train.parallel.virtual_pipeline": (2, 4),
     "train.megatron.overlap_grad_reduce": ("false", "true"),
     "train.megatron.overlap_param_gather": ("false", "true"),
     "train.megatron.recompute": ("none", "layers"),
+    "train.megatron.attention": ("auto", "flash"),
+    "train.megatron.gradient_accumulation_fusion": ("false", "true"),
+    "train.megatron.output_gradient_accumulation_fusion": ("false", "true"),
     "train.micro_batch_size": (8, 2),
     "train.micro_batch_tokens": (64, 16),
     "train.policy.kl_sample": (0, 4),
@@ -55,6 +59,11 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "storage.keep_every": (1, 2),
     "report.examples": (0, 2),
 }
+NEEDS = {
+    "storage.keep_every": ["storage.keep_newest=1"],
+    "train.parallel.virtual_pipeline": ["train.parallel.pipeline=2"],
+}
+"""What a setting is refused without."""
 NOT_HERE = {
     "run.name": "the id of the run",
     "model.source": "this run's model is generated; what it was is in the digests of `prepare`",
@@ -84,8 +93,7 @@ def test_every_runtime_setting_is_in_the_table():
 
 
 def settings(name: str, value: Any) -> RunConfig:
-    given = [f"{name}={value}", *(["storage.keep_newest=1"] if name == "storage.keep_every" else [])]
-    return small_config(["run.iterations=1", *given])
+    return small_config(["run.iterations=1", f"{name}={value}", *NEEDS.get(name, [])])
 
 
 def drive(root: Root, scratch: Path, config: RunConfig, **more: Any) -> None:

@@ -69,7 +69,8 @@ class WorkersHere:
     def trainers(self, model_dir: Path, config: Any) -> TrainerGroup:
         if self._trainers is None or not self._trainers.alive():
             self.ranks = [self._rank(str(model_dir), config, rank) for rank in range(config.parallel.world_size)]
-            self._trainers = TrainerGroup(self._group(self.ranks, self.calls.append), self._config.workers)
+            group = self._group(self.ranks, self.calls.append)
+            self._trainers = TrainerGroup(group, self._config.workers, replaces=self._trainers is not None)
         return self._trainers
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:

@@ -4,10 +4,11 @@ import numpy as np
 
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 
-VOCABULARY = 100  # is padded to 128 columns, so that padding is exercised
+VOCABULARY = 100
+ODD_VOCABULARY = 101  # is padded to 102 rows where two ranks divide it
 
 
-def make_model(rank, world_size, store, directory, tied):
+def make_model(rank, world_size, store, directory, tied, vocabulary=VOCABULARY):
     """Write a random Qwen3 of four layers."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -15,7 +16,7 @@ def make_model(rank, world_size, store, directory, tied):
     torch.manual_seed(0)
     config = Qwen3Config(
         num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=tied, dtype="float32",
+        head_dim=16, vocab_size=vocabulary, max_position_embeddings=64, tie_word_embeddings=tied, dtype="float32",
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
@@ -24,12 +25,44 @@ def make_model(rank, world_size, store, directory, tied):
     model.save_pretrained(directory)
 
 
+_SHARED = {
+    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "dtype": "float32",
+}  # fmt: skip
+_LATENT = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_key_value_heads": 2, "head_dim": 16, "norm_topk_prob": True}),
+    "deepseek-v3": ("DeepseekV3", {**_LATENT, "q_lora_rank": 24}),
+    "deepseek-v3-without-q-lora": ("DeepseekV3", {**_LATENT, "q_lora_rank": None}),
+}
+
+
+def make_family(rank, world_size, store, directory, family):
+    """Write a random model of four layers with experts; the biases of routers are not zero."""
+    import torch
+    import transformers
+
+    kind, own = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**_SHARED, **own)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+    model.save_pretrained(directory)
+
+
 def hugging_face_logprobs(rank, world_size, store, directory, sequences, temperature):
     """Log-probabilities of each sequence's tokens but the first, by transformers."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     found = []
     for sequence in sequences:
         tokens = torch.from_numpy(sequence.astype(np.int64))

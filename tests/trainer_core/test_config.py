@@ -11,6 +11,7 @@ MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
     ("parallel", "model", "named"),
     [
         ({"pipeline": 3}, {}, ["layers (4)", "parallel.pipeline = 3", "[1, 2, 4]"]),
+        ({"pipeline": 2, "virtual_pipeline": 4}, {}, ["layers of a rank (2)", "virtual_pipeline = 4", "[1, 2]"]),
         ({"tensor": 3}, {}, ["attention heads (8)", "parallel.tensor = 3"]),
         ({"tensor": 4}, {}, ["key-value heads (2)", "parallel.tensor = 4", "[1, 2]"]),
         ({"tensor": 2}, {"intermediate_size": 95}, ["intermediate size (95)", "parallel.tensor = 2"]),

@@ -94,7 +94,7 @@ def passes_of_an_iteration(trainer, reference):
             trainer.save(folder)
             trainer.load_reference(folder, "reference")
     seen = []
-    trainer._model.ddp.register_forward_hook(
+    trainer._model.chunks[0].register_forward_hook(
         lambda module, inputs, keywords, output: seen.append(
             (int((inputs[1] == 0).sum()), torch.is_grad_enabled())  # a segment begins at each position 0
         ),

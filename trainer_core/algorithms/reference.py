@@ -18,7 +18,7 @@ class Reference:
     def __init__(self, directory: str, model: Model) -> None:
         """Read the weights of a saved state, leaving the model's own as they are, also if it cannot be read."""
         self._model = model
-        with model.weights():
+        with model.weights("writable"):
             live = _copies(model)
             try:
                 load_weights(directory, model)
@@ -29,7 +29,7 @@ class Reference:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The model computes with the reference's weights; afterwards it holds its own again, bit for bit."""
-        with self._model.weights():
+        with self._model.weights("writable"):
             live = _copies(self._model)
             _put(self._model, self._weights)
             try:

@@ -40,13 +40,14 @@ def apply_loss(
         What it reports, and the pass before it, which holds its micro-batches.
 
     Raises:
-        NumericsError: if the loss or the gradient norm is not finite; the weights are then unchanged.
+        NumericsError: if the loss or the gradient norm is not finite; weights and buffers are then unchanged.
     """
-    gradients = passes.gradients(sequences, rows, weights, values, objective)
-    if not math.isfinite(gradients.loss):
-        raise NumericsError(
-            f"the loss is {gradients.loss} at update {optimizer.updates + 1}; the update was not applied: lower the "
-            f"learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
-        )
-    norm = optimizer.update()
+    with passes.model.buffers_kept_on_failure():
+        gradients = passes.gradients(sequences, rows, weights, values, objective)
+        if not math.isfinite(gradients.loss):
+            raise NumericsError(
+                f"the loss is {gradients.loss} at update {optimizer.updates + 1}; the update was not applied: lower "
+                f"the learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
+            )
+        norm = optimizer.update()
     return Update(gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate), gradients

@@ -1,6 +1,6 @@
 """The only form of a batch: sequences one after another in flat arrays, without padding between them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ class FlatBatch:
     """S segments of T positions in all, R of which predict a response token. Position s predicts token s + 1."""
 
     rows: Indices
-    """(S,) number of each segment's sequence; -1 for the segment that fills an empty batch."""
+    """(S,) number of each segment's sequence; -1 for a segment that fills up: it counts nowhere."""
     lengths: Indices
     """(S,) positions of each segment; they sum to T."""
     response_lengths: Indices
@@ -30,6 +30,11 @@ class FlatBatch:
     """(R,) the tokens that they predict."""
     responses: Indices
     """(R,) place of each predicted token among the response tokens of all sequences; -1 in an empty batch."""
+
+    @property
+    def filling(self) -> NDArray[np.bool_]:
+        """(T,) whether a position belongs to a segment that fills up."""
+        return np.repeat(self.rows < 0, self.lengths)
 
     @property
     def response_tokens(self) -> int:
@@ -49,13 +54,29 @@ _EMPTY = FlatBatch(
 )
 
 
-def flatten(sequences: Sequences, rows: Indices) -> FlatBatch:
-    """The batch of these rows, in their order.
+def flatten(sequences: Sequences, rows: Indices, multiple: int = 1) -> FlatBatch:
+    """The batch of these rows, in their order, filled up to a multiple of that many positions.
 
     Without rows it is one position that counts nowhere: every data-parallel rank runs the same number of batches.
     """
-    if not len(rows):
-        return _EMPTY
+    return _filled_up(_flattened(sequences, rows) if len(rows) else _EMPTY, multiple)
+
+
+def _filled_up(batch: FlatBatch, multiple: int) -> FlatBatch:
+    missing = -len(batch.tokens) % multiple
+    if not missing:
+        return batch
+    return replace(
+        batch,
+        rows=np.append(batch.rows, -1),
+        lengths=np.append(batch.lengths, missing),
+        response_lengths=np.append(batch.response_lengths, 0),
+        tokens=np.append(batch.tokens, np.zeros(missing, dtype=np.int64)),
+        positions=np.append(batch.positions, np.arange(missing)),
+    )
+
+
+def _flattened(sequences: Sequences, rows: Indices) -> FlatBatch:
     positions, responses = sequences.positions[rows], sequences.response_lengths[rows]
     prompts = sequences.prompt_lengths[rows]
     first = _starts(sequences.lengths)[rows]  # of each sequence among all tokens

@@ -19,7 +19,7 @@ class Limits:
     """Most sequences; None: as many as fit."""
 
 
-def share(lengths: Indices, rows: Indices, replicas: int, limits: Limits) -> list[list[Indices]]:
+def share(lengths: Indices, rows: Indices, replicas: int, limits: Limits, multiple: int = 1) -> list[list[Indices]]:
     """Divide `rows` over data-parallel replicas and then into micro-batches: result[replica][micro-batch] -> rows.
 
     Longest first, each sequence goes to the emptiest micro-batch (LPT, Graham 1969), of which there are as few as fit.
@@ -31,14 +31,19 @@ def share(lengths: Indices, rows: Indices, replicas: int, limits: Limits) -> lis
         rows: the sequences to divide; those without positions are left out.
         replicas: data-parallel ranks.
         limits: of each micro-batch.
+        multiple: of which the number of micro-batches of a replica is one.
     """
     rows = rows[lengths[rows] > 0]
     order = rows[np.argsort(-lengths[rows], kind="stable")]
-    rounds = max(1, -(-_fewest(lengths[order], limits) // replicas))
+    rounds = _up(max(1, -(-_fewest(lengths[order], limits) // replicas)), multiple)
     while (filled := _fill(lengths, order, rounds * replicas, limits)) is None:
-        rounds += max(1, rounds // 16)
+        rounds = _up(rounds + max(1, rounds // 16), multiple)
     filled.sort(key=lambda members: -int(lengths[members].sum()))
     return [filled[replica::replicas] for replica in range(replicas)]
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _fewest(lengths: Indices, limits: Limits) -> int:

@@ -69,6 +69,9 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,  # on CPU every group is gloo anyway, on GPU nothing here needs it
     )
     is_last = parallel_state.is_pipeline_last_stage()

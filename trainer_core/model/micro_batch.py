@@ -28,6 +28,8 @@ class MicroBatch:
     """(1, T) int64, place of each token in its segment."""
     packing: PackedSeqParams
     """Where segments begin and end, for the attention."""
+    filling: torch.Tensor | None
+    """(1, T) bool, positions that experts and their router must not count; None if there are none."""
     predicting: torch.Tensor
     """(R,) int64, positions that predict response tokens."""
     targets: torch.Tensor
@@ -78,6 +80,7 @@ def place(
         move([batch.tokens for batch in batches]),
         places,
         packings,
+        move([batch.filling for batch in batches]),
         move([batch.predicting for batch in batches]),
         move([batch.targets for batch in batches]),
         move([batch.response_lengths for batch in batches]),
@@ -87,18 +90,21 @@ def place(
     )
     return [
         MicroBatch(
-            host,
-            tokens.unsqueeze(0),
-            own.unsqueeze(0),
-            packing,
-            predicting,
-            targets,
-            Segments(lengths),
-            weight,
-            count.squeeze(0),
-            {name: parts[number] for name, parts in moved.items()},
+            host=host,
+            tokens=tokens.unsqueeze(0),
+            positions=own.unsqueeze(0),
+            packing=packing,
+            filling=filling.unsqueeze(0) if (host.rows < 0).any() else None,
+            predicting=predicting,
+            targets=targets,
+            segments=Segments(lengths),
+            weights=weight,
+            count=count.squeeze(0),
+            values={name: parts[number] for name, parts in moved.items()},
         )
-        for number, (host, tokens, own, packing, predicting, targets, lengths, weight, count) in enumerate(columns)
+        for number, (host, tokens, own, packing, filling, predicting, targets, lengths, weight, count) in (
+            enumerate(columns)
+        )
     ]
 
 

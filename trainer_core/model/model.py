@@ -2,41 +2,31 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import get_attr_wrapped_model
 
-from storage.errors import InputError
-from trainer_core.config import MegatronConfig, Recompute, TrainerConfig, check_layout
-from trainer_core.model.effective import check_effective, check_overlap, check_recompute
-from trainer_core.platform.local_spec import local_layer_spec
+from storage.errors import InputError, NumericsError, RatchetError
+from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
+from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
+from trainer_core.model.fusion import fuse_accumulation
+from trainer_core.model.micro_batch import MicroBatch
+from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
 from trainer_core.platform.platform import Platform, quietly
 
-# Vocabulary rows are padded to a multiple of this at every tensor-parallel size, so that a state fits every layout.
-_VOCABULARY_MULTIPLE = 128
-
-_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
-    "none": {"recompute_granularity": None},
-    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
-
-_FUSIONS_OF_TRANSFORMER_ENGINE = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-    "apply_rope_fusion",
-    "cross_entropy_loss_fusion",
-)
+Access = Literal["readable", "writable"]
 
 
 @dataclass(frozen=True)
@@ -45,73 +35,113 @@ class Model:
 
     bridge: AutoBridge
     """Maps Hugging Face names to Megatron's."""
-    ddp: DistributedDataParallel
-    """The module to run; gradients are accumulated in its buffers."""
+    chunks: tuple[DistributedDataParallel, ...]
+    """The modules to run, each with the buffers in which its gradients are accumulated: one, or with virtual pipeline
+    stages one for each, in the order of their layers."""
     config: GPTModelProvider
     """Megatron's model configuration, shared by all modules."""
     vocab_size: int
     """Rows of the vocabulary without padding."""
+    vocabulary: frozenset[str]
+    """Hugging Face names of the weights that have a row for each token, and are padded with rows of zeros."""
     dtype: torch.dtype
     """Type of the weights and of what pipeline stages exchange."""
     transformer_engine: bool
     """Whether layers are built from Transformer Engine's modules."""
+    effective: Effective
+    """The settings that the live modules and buffers were found to have."""
 
     def forward(
         self,
         module: torch.nn.Module,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        packing: PackedSeqParams,
-        predicting: torch.Tensor,
+        batch: MicroBatch,
     ) -> torch.Tensor:
-        """Run this rank's part of the model over one flat batch.
-
-        Args:
-            module: the model, as a schedule gives it.
-            tokens: (1, T) int64.
-            positions: (1, T) int64, place of each token in its segment.
-            packing: where segments begin and end.
-            predicting: (R,) int64, the positions whose logits are needed.
+        """Run this rank's part of the model over one flat batch of T positions, R of which predict a response token.
 
         Returns:
-            On the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1, H).
+            On the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1, H),
+            or this rank's share of the positions.
         """
         # the wrapper of a model in low precision would copy all logits to float32
         own_precision = {} if self.dtype == torch.float32 else {"fp32_output": False}
         return module(
-            tokens,
-            positions,
+            batch.tokens,
+            batch.positions,
             None,  # the attention masks by segments
-            packed_seq_params=packing,
-            output_processor=_predicted_logits,
-            output_processor_context=predicting,
+            packed_seq_params=batch.packing,
+            padding_mask=self._filling(module, batch),
+            output_processor=_gathered_logits if self.config.sequence_parallel else _predicted_logits,
+            output_processor_context=batch.predicting,
             **own_precision,
         )
 
+    def _filling(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor | None:
+        """The mask as the module wants it: behind the first stage of a pipeline, of this rank's positions alone."""
+        if batch.filling is None or not self.config.sequence_parallel or get_attr_wrapped_model(module, "pre_process"):
+            return batch.filling
+        group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+        return batch.filling.chunk(group.size(), dim=1)[group.rank()]  # (1, T) -> (1, T / tp)
+
     @contextlib.contextmanager
-    def weights(self) -> Iterator[None]:
+    def weights(self, access: Access) -> Iterator[None]:
         """Everything but Megatron's own passes reads and writes weights and buffers in here. Collective.
 
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts.
+
+        Raises:
+            RatchetError: weights or buffers were changed where they may only be read.
         """
-        overlapped = self.ddp.ddp_config.overlap_param_gather
-        if overlapped:
-            self.ddp.disable_forward_pre_hook(param_sync=True)
+        overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        before = self._versions()
         try:
             yield
         finally:
-            if overlapped:
-                self.ddp.enable_forward_pre_hook()
+            for chunk in overlapped:
+                chunk.enable_forward_pre_hook()
+        if access == "readable" and self._versions() != before:
+            raise RatchetError(
+                "weights or buffers were changed by what may only read them, so the model is not the one that was "
+                "trained: start again from the last state, and report this"
+            )
+
+    @contextlib.contextmanager
+    def buffers_kept_on_failure(self) -> Iterator[None]:
+        """If the block fails for its numbers, buffers are as before: passes move some, as the biases of routers."""
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield
+        except NumericsError:
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+            raise
+
+    def _versions(self) -> list[int]:
+        """How often each tensor was changed in place, as torch counts it."""
+        return [tensor._version for tensor in self.tensors()]
+
+    def zero_gradients(self) -> None:
+        """Begin a pass: no gradients, and none reduced yet."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def sources[B](self, batches: Sequence[B]) -> Iterator[B] | list[Iterator[B]]:
+        """The micro-batches of a pass as a schedule takes them: each chunk goes through all of them."""
+        return iter(batches) if len(self.chunks) == 1 else [iter(batches) for _ in self.chunks]
 
     def tensors(self) -> list[torch.Tensor]:
         """All parameters and buffers of this rank, in one order; use them inside `weights`."""
-        return [*self.module.parameters(), *self.module.buffers()]  # the wrapper's `buffers` are those of gradients
+        # the wrapper's `buffers` are those of gradients
+        return [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
 
     @property
-    def module(self) -> torch.nn.Module:
-        """The module below the gradient wrapper."""
-        return self.ddp.module
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules below the gradient wrappers."""
+        return [chunk.module for chunk in self.chunks]
 
 
 def _predicted_logits(
@@ -126,6 +156,13 @@ def _predicted_logits(
     """What megatron-core calls instead of its own output step: (T, 1, H) -> (R, V/tp), without the other positions."""
     logits, _ = output_layer(hidden_states.index_select(0, context), weight=output_weight)  # (R, 1, V/tp)
     return scale_logits(logits).squeeze(1)
+
+
+def _gathered_logits(*, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+    """The same where the ranks of a tensor-parallel group have a share of the positions each: (T/tp, 1, H)."""
+    # the output layer sums the gradient over ranks, so each takes its share of it
+    whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)  # (T, 1, H)
+    return _predicted_logits(hidden_states=whole, **given)
 
 
 def read_model_config(model_dir: str) -> dict[str, Any]:
@@ -151,22 +188,42 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     Raises:
         InputError: if there is no model, its architecture is not supported, or it does not fit the layout.
     """
+    config = _decided(config, platform)
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        wanted = _settings(config, platform, deterministic) | _of_experts(provider)
+        wanted = model_settings(config, platform, deterministic) | expert_settings(provider, config.experts)
         _configure(provider, wanted)
-        chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
-        )
-    ddp = _wrap(provider, chunks[0], config.megatron)
+        modules = _modules(provider)
+    chunks = _wrap(provider, modules, config.megatron)
+    built = Built(chunks, provider.num_layers)
+    fuse_accumulation(built, config.megatron)
+    if config.parallel.sequence:
+        _take_all_positions(built.outputs)
+    for module in built.modules:
+        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+            _count_without_filling(module)
     check_effective(provider, wanted)
-    check_overlap(ddp, config.megatron)
-    check_recompute(ddp, config.megatron)
-    vocab_size = int(hf_config["vocab_size"])
-    return Model(bridge, ddp, provider, vocab_size, _dtype(config), platform.transformer_engine)
+    return Model(
+        bridge=bridge,
+        chunks=chunks,
+        config=provider,
+        vocab_size=int(hf_config["vocab_size"]),
+        vocabulary=_vocabulary(bridge),
+        dtype=dtype_of(config),
+        transformer_engine=platform.transformer_engine,
+        effective=read_back(MODEL, config, built),
+    )
+
+
+def _decided(config: TrainerConfig, platform: Platform) -> TrainerConfig:
+    """The configuration with what is left to the platform."""
+    if config.megatron.gradient_accumulation_fusion is not None:
+        return config
+    fused = {"gradient_accumulation_fusion": platform.transformer_engine}
+    return config.model_copy(update={"megatron": config.megatron.model_copy(update=fused)})
 
 
 def _bridge(model_dir: str) -> AutoBridge:
@@ -176,85 +233,66 @@ def _bridge(model_dir: str) -> AutoBridge:
         raise InputError(f"megatron-bridge cannot read the model at {model_dir}: {error}") from error
 
 
-def _dtype(config: TrainerConfig) -> torch.dtype:
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
-
-
-def _settings(config: TrainerConfig, platform: Platform, deterministic: bool) -> dict[str, Any]:
-    """Every field of Megatron's model configuration that this trainer sets."""
-    dtype = _dtype(config)
-    settings: dict[str, Any] = {
-        "tensor_model_parallel_size": config.parallel.tensor,
-        "pipeline_model_parallel_size": config.parallel.pipeline,
-        "sequence_parallel": False,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "autocast_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "fp16": False,
-        "seq_length": config.max_length,
-        "variable_seq_lengths": config.parallel.pipeline > 1,  # flat batches differ in length
-        "make_vocab_size_divisible_by": max(1, _VOCABULARY_MULTIPLE // config.parallel.tensor),
-        "moe_token_dispatcher_type": "alltoall",  # with experts; no other takes batches that differ in length
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        # even with Transformer Engine the output layer is Megatron's own, and its fusion needs Apex
-        "gradient_accumulation_fusion": False,
-        "perform_initialization": False,  # weights are always imported or loaded
-        "use_cpu_initialization": platform.device.type == "cpu",
-        # the sum over tokens is divided once, by Megatron, by the tokens of the whole batch
-        "calculate_per_token_loss": True,
-        "deterministic_mode": deterministic,
-    }
-    settings |= _RECOMPUTE[config.megatron.recompute]
-    if deterministic:
-        settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
-    if platform.transformer_engine:
-        settings["apply_rope_fusion"] = True  # without it each segment is rotated on its own, and the host waits for it
-    else:
-        settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
-        settings |= {"cross_entropy_fusion_impl": "native", "transformer_layer_spec": local_layer_spec}
-    return settings
-
-
-def _of_experts(provider: GPTModelProvider) -> dict[str, Any]:
-    """What megatron-bridge switches on without being asked, for models with experts: it stays off."""
-    if not provider.num_moe_experts:
-        return {}
-    return {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0}
+def _vocabulary(bridge: AutoBridge) -> frozenset[str]:
+    registry = bridge._model_bridge.mapping_registry()  # pyright: ignore[reportPrivateUsage]
+    mappings = map(registry.megatron_to_hf_lookup, ("embedding.word_embeddings.weight", "output_layer.weight"))
+    return frozenset(str(mapping.hf_param) for mapping in mappings if mapping is not None)
 
 
 def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
     """Apply the settings; refuse a result that differs, because `finalize` may silently override them."""
-    if provider.num_moe_experts and "transformer_layer_spec" in wanted:
-        raise InputError(
-            "the model has experts, whose layers need Transformer Engine; install it, or use a dense model"
-        )
     for name, value in wanted.items():
         if name not in type(provider).__dataclass_fields__:
             raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
         setattr(provider, name, value)
     try:
         provider.finalize()
-    except (ValueError, AssertionError) as error:  # what the checks before the start did not foresee
-        raise InputError(
-            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or "
-            "[train.megatron]"
-        ) from error
+    except (ValueError, AssertionError) as error:
+        raise _refused(error) from error
     check_effective(provider, wanted)
 
 
-def _wrap(provider: GPTModelProvider, module: torch.nn.Module, config: MegatronConfig) -> DistributedDataParallel:
-    """Give the module gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
-        check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
+def _modules(provider: GPTModelProvider) -> list[torch.nn.Module]:
+    try:
+        modules = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
+        )
+    except AssertionError as error:
+        raise _refused(error) from error
+    return cast(list[torch.nn.Module], modules)
+
+
+def _take_all_positions(outputs: Sequence[Any]) -> None:
+    """Only the positions that predict are projected, and they are known by their places among all of a batch."""
+    for layer in outputs:
+        layer.sequence_parallel, layer.allreduce_dgrad = False, True
+
+
+def _count_without_filling(module: Any) -> None:
+    """Let a router with a bias count tokens where a batch is filled up: upstream's mask lacks the axis of experts."""
+    count = module._apply_expert_bias
+
+    def counted(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        count(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))  # (T,) -> (T, 1)
+
+    module._apply_expert_bias = counted
+
+
+def _refused(error: Exception) -> InputError:
+    """What the checks before the start did not foresee."""
+    return InputError(
+        f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or [train.megatron]"
     )
-    ddp = DistributedDataParallel(provider, settings, module)
+
+
+def _wrap(
+    provider: GPTModelProvider, modules: Sequence[torch.nn.Module], config: MegatronConfig
+) -> tuple[DistributedDataParallel, ...]:
+    """Give the modules gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
+    settings = buffer_settings(config)
+    chunks = tuple(DistributedDataParallel(provider, settings, module) for module in modules)
     provider.finalize_model_grads_func = finalize_model_grads
-    if config.overlap_grad_reduce:
-        provider.no_sync_func = ddp.no_sync  # only the last micro-batch of a pass starts the reduction
-    return ddp
+    if config.overlap_grad_reduce:  # only the last micro-batch of a pass starts the reduction
+        functions: Any = [chunk.no_sync for chunk in chunks]  # what the interleaved schedule takes
+        provider.no_sync_func = functions if len(functions) > 1 else functions[0]
+    return chunks

@@ -10,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from storage.errors import NumericsError
 from trainer_core.config import OptimizerConfig
+from trainer_core.model.effective import OPTIMIZER, read_back
 from trainer_core.model.model import Model
 
 
@@ -19,10 +20,12 @@ class Optimizer:
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
         self.config = config
         self.megatron = get_megatron_optimizer(
-            _megatron_config(config, model.dtype), [model.ddp], use_gloo_process_groups=False
+            _megatron_config(config, model.dtype), list(model.chunks), use_gloo_process_groups=False
         )
         self.schedule = _schedule(self.megatron, config)
         model.config.grad_scale_func = self.megatron.scale_loss
+        self.effective = read_back(OPTIMIZER, config, self.parts)
+        """The settings that the live optimizers were found to have."""
 
     @property
     def parts(self) -> list[Any]:

@@ -96,7 +96,7 @@ class Passes:
             values: further values of the response tokens of all sequences, by name.
             objective: the loss.
         """
-        self.model.ddp.zero_grad_buffer()
+        self.model.zero_gradients()
         batches = self._batches(sequences, rows, weights, values)
         reports = self._run(batches, partial(self._differentiated, objective=objective), forward_only=False)
         tokens = sum(batch.host.response_tokens for batch in batches)
@@ -107,21 +107,24 @@ class Passes:
     def _batches(
         self, sequences: Sequences, rows: NDArray[np.int64], weights: Vector, values: Mapping[str, Vector]
     ) -> list[MicroBatch]:
-        shares = share(sequences.positions, rows, self.mesh.parallel.data, self.limits)[self.mesh.data_rank]
-        batches = [flatten(sequences, chosen) for chosen in shares]
+        shares = share(sequences.positions, rows, self.mesh.parallel.data, self.limits, self.mesh.parallel.rounds)[
+            self.mesh.data_rank
+        ]
+        multiple = self.mesh.parallel.tensor if self.mesh.parallel.sequence else 1
+        batches = [flatten(sequences, chosen, multiple) for chosen in shares]
         return place(batches, weights, values, self.mesh.device, self.model.transformer_engine)
 
     def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[dict]:
         def forward(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
             # last stage: logits (R, V/tp); before it: hidden states (T, 1, H)
-            output = self.model.forward(module, batch.tokens, batch.positions, batch.packing, batch.predicting)
+            output = self.model.forward(module, batch)
             return output, partial(finish, batch)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(batches),
-            model=[self.model.ddp],
+            data_iterator=self.model.sources(batches),
+            model=list(self.model.chunks),
             num_microbatches=len(batches),
             seq_length=batches[0].tokens.shape[1],  # stages tell each other the shapes
             micro_batch_size=1,

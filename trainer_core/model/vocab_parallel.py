@@ -14,6 +14,9 @@ CHUNK_ELEMENTS = 1 << 25
 """Logits that are worked on at a time. In float32 that is 128 MiB, and no other array of the vocabulary's width is made
 besides the gradient of the logits."""
 
+FUSED_CHUNK_ELEMENTS = 1 << 30
+"""The same where a chunk is one kernel, which makes no such array at all: few launches, and 32-bit offsets."""
+
 
 def log_probabilities(
     logits: torch.Tensor,
@@ -89,7 +92,7 @@ class _VocabParallel(torch.autograd.Function):
             columns = (
                 value[rows].unsqueeze(-1) for value in (normalizer, grad_chosen, entropy, grad_entropy)
             )  # (C, 1)
-            gradient[rows, : ctx.real] = step(logits[rows, : ctx.real], ctx.temperature, *columns)
+            step(gradient[rows, : ctx.real], logits[rows, : ctx.real], ctx.temperature, *columns)
         # at the targets 1 - p is needed exactly, also where p is nearly 1 and the gradient is of low precision
         at_target = -torch.expm1(chosen) * grad_chosen - chosen.exp() * grad_entropy * (chosen + entropy)
         at_target = (at_target / ctx.temperature).to(logits.dtype).unsqueeze(-1)  # (R, 1)
@@ -132,7 +135,8 @@ def _combined(
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
+    elements = FUSED_CHUNK_ELEMENTS if _is_fused(logits) else CHUNK_ELEMENTS
+    size = max(1, elements // max(1, logits.shape[1]))
     return (slice(first, first + size) for first in range(0, logits.shape[0], size))
 
 
@@ -155,31 +159,39 @@ def _normalizer_and_entropy(logits: torch.Tensor, temperature: float) -> tuple[t
 
 
 def _step(
-    logits: torch.Tensor, temperature: float, normalizer: torch.Tensor, grad: torch.Tensor, *_: torch.Tensor
-) -> torch.Tensor:
-    """Gradient of a chunk but for what its targets add."""
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    temperature: float,
+    normalizer: torch.Tensor,
+    grad: torch.Tensor,
+    *_: torch.Tensor,
+) -> None:
+    """Fill in the gradient of a chunk, but for what its targets add."""
     probs = (_scaled(logits, temperature) - normalizer).exp()
-    return (probs * (-grad / temperature)).to(logits.dtype)
+    gradient.copy_(probs * (-grad / temperature))
 
 
 def _step_with_entropy(
+    gradient: torch.Tensor,
     logits: torch.Tensor,
     temperature: float,
     normalizer: torch.Tensor,
     grad: torch.Tensor,
     entropy: torch.Tensor,
     grad_entropy: torch.Tensor,
-) -> torch.Tensor:
+) -> None:
     log_probs = _scaled(logits, temperature) - normalizer
     weights = (grad + grad_entropy * (log_probs + entropy)) / -temperature
-    return (log_probs.exp() * weights).to(logits.dtype)
+    gradient.copy_(log_probs.exp() * weights)
 
 
 def _kernel(function: Callable[..., Any], logits: torch.Tensor) -> Callable[..., Any]:
+    return _compiled(function) if _is_fused(logits) else function
+
+
+def _is_fused(logits: torch.Tensor) -> bool:
     """On a GPU the steps of a chunk become one kernel, unless results must not depend on how kernels are tuned."""
-    if logits.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        return _compiled(function)
-    return function
+    return logits.is_cuda and not torch.are_deterministic_algorithms_enabled()
 
 
 @functools.cache

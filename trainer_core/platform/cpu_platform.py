@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones")
@@ -66,6 +67,16 @@ def _megatron_replacements() -> Iterator[tuple[Any, str, object]]:
     # reaches for CUDA's generator objects below torch's public functions
     yield rng, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     yield rng, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    # makes lists of the numbers of tokens that experts exchange only of those that are on a GPU
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    yield dispatcher, "maybe_move_tensor_to_cpu", _counts_on_host
+    # gloo exchanges tensors of equal sizes alone, and experts get as many tokens as were chosen for them
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    for name, uneven in (
+        ("_gather_along_first_dim", _gather_uneven),
+        ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
+    ):
+        yield mappings, name, _where_uneven(getattr(mappings, name), uneven)
 
 
 class _Stream:
@@ -82,6 +93,39 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Nothing runs concurrently with the caller."""
+
+    def record_event(self) -> "_Stream":
+        """An event that has happened: like a stream, it has nothing to wait for."""
+        return self
+
+
+def _where_uneven(even: Callable[..., torch.Tensor], uneven: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def exchange(tensor: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return even(tensor, group, sizes, use_global_buffer)
+        return uneven(tensor, group, [int(size) for size in sizes])
+
+    return exchange
+
+
+def _gather_uneven(tensor: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """(own size, ...) of each rank -> (sum of sizes, ...)."""
+    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(tensor: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """(sum of sizes, ...) -> the sum over ranks of this rank's part, (own size, ...)."""
+    total = tensor.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total.split(sizes)[group.rank()]
+
+
+def _counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

@@ -3,14 +3,19 @@
 Used where Transformer Engine, which has kernels for that, is absent.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 
@@ -44,8 +49,11 @@ def local_segments(lengths: NDArray[np.int64], positions: torch.Tensor) -> Local
     inverse[order] = np.arange(len(order))
     permutations = torch.from_numpy(np.stack((order, inverse))).to(positions.device)  # (2, T)
     longest = int(lengths.max())
+    ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)).to(positions.device)  # (S + 1,)
     return LocalSegments(
         qkv_format="sbhd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         positions=positions,
@@ -83,6 +91,46 @@ class LocalSelfAttention(SelfAttention):
         )
 
 
+class LocalLatentAttention(MLASelfAttention):
+    """megatron-core's multi-latent attention over segments, whose gradient is right on several tensor ranks too."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *args: Any,
+        packed_seq_params: LocalSegments | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """(T, 1, H) -> (T, 1, H). Without segments each row of (S, B, H) is one."""
+        if packed_seq_params is not None:  # one format in which each segment is rotated from its own beginning
+            packed_seq_params = replace(packed_seq_params, qkv_format="thd")
+        return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        """The modules to build. Queries that are projected at once have no norm; upstream wants one all the same."""
+        if self.config.q_lora_rank is not None:
+            return super()._resolve_qk_norm_config(submodules)
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
+
+    def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents of queries, and of keys and values with the rotated part of keys, (T / tp, 1, R) each.
+
+        Every rank's heads use the rotated part, so its gradient is the sum over ranks. Upstream gathers it by an
+        operation whose backward pass takes this rank's columns of this rank's gradient alone. With the positions
+        divided, as `check_layout` demands, it gathers the rotated part along them, and sums.
+        """
+        queries, combined = super()._qkv_down_projection(hidden_states)
+        if combined.size(-1) == self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
+            return queries, combined
+        combined = gather_from_tensor_model_parallel_region(combined)  # (T, 1, R / tp) -> (T, 1, R)
+        return queries, scatter_to_sequence_parallel_region(combined)
+
+
 class LocalDotProductAttention(MegatronModule):
     """Causal core attention within segments, without dropout."""
 
@@ -105,8 +153,11 @@ class LocalDotProductAttention(MegatronModule):
     ) -> torch.Tensor:
         """Query (T, 1, heads / tp, D), key and value with the key-value heads -> (T, 1, heads / tp * D).
 
-        Without segments each row of (S, B, heads / tp, D) is one.
+        The axis of length 1 may be left out. Without segments each row of (S, B, heads / tp, D) is one.
         """
+        if query.ndim == 3:
+            parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            return self(*parts, attention_mask, packed_seq_params=packed_seq_params).squeeze(1)
         if packed_seq_params is None:
             return self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
         segments = cast(LocalSegments, packed_seq_params)

@@ -52,8 +52,23 @@ class Shard:
     values: torch.Tensor
     """The live elements, one-dimensional."""
 
+    @property
+    def padded(self) -> bool:
+        """Whether some of the elements may be padding of the vocabulary."""
+        return self.box.size != self.box.content
+
     def regions(self) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The boxes of the whole tensor that the elements make up, with their values in the shape of each."""
+        """The boxes of the whole tensor that the elements make up, with their values in the shape of each.
+
+        Without the padding of the vocabulary, which is no part of a state: it depends on the layout.
+        """
+        content = Region((0,) * len(self.box.content), self.box.content)
+        for region, values in self._cut():
+            inside = region.overlap(content)
+            if inside is not None:
+                yield inside, values[inside.within(region)]
+
+    def _cut(self) -> Iterator[tuple[Region, torch.Tensor]]:
         taken = 0
         for start, shape in _cut(self.box.region.shape, self.first, self.first + self.values.numel()):
             begin = tuple(map(sum, zip(self.box.region.start, start, strict=True)))

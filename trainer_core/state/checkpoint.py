@@ -26,7 +26,15 @@ from trainer_core.platform.platform import quietly
 from trainer_core.state import generators
 from trainer_core.state.boxes import Shard
 from trainer_core.state.content import Identifier
-from trainer_core.state.facts import FACTS_FILE, StateFacts, StateIdentity, facts_text, generators_file, read_generators
+from trainer_core.state.facts import (
+    EFFECTIVE_FILE,
+    FACTS_FILE,
+    StateFacts,
+    StateIdentity,
+    facts_text,
+    generators_file,
+    read_generators,
+)
 from trainer_core.state.files import Entry, MappedFiles, describe, replace_file
 from trainer_core.state.pickles import check_pickles
 from trainer_core.state.saved import SavedState
@@ -66,8 +74,10 @@ class Saver:
         names = [*files.names, generators_file(rank)]
         replace_file(Path(directory, generators_file(rank)), json.dumps(drawn).encode())
         if rank == 0:
+            effective = {**self._model.effective, **optimizer.effective}
             replace_file(Path(directory, FACTS_FILE), facts_text(facts).encode())
-            names += [*self._descriptions, FACTS_FILE]
+            replace_file(Path(directory, EFFECTIVE_FILE), json.dumps(effective, indent=1).encode())
+            names += [*self._descriptions, FACTS_FILE, EFFECTIVE_FILE]
         dist.barrier()
         return names, identity
 
@@ -136,6 +146,8 @@ def _read_tensors(state: SavedState, tensors: list[LocalTensor]) -> None:
 def _read(state: SavedState, shards: Iterable[Shard]) -> None:
     with torch.no_grad():
         for shard in shards:
+            if shard.padded:
+                shard.values.zero_()
             for region, values in shard.regions():
                 values.copy_(state.read(shard.box.name, region))
 

@@ -56,7 +56,7 @@ class Identifier:
                 [[*kind, f"{one[0] % 2**64:016x}"] for kind, one in zip(self._kinds, whole, strict=True)]
             ),
             progress=value_digest(facts.progress()),
-            generators=value_digest([facts.parallel.model_dump(mode="json"), words]),
+            generators=value_digest([facts.layout(), words]),
         )
 
 

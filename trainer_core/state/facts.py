@@ -10,6 +10,8 @@ from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
+EFFECTIVE_FILE = "effective.json"
+"""Beside a state: the settings that the parts which made it were found to have. Nothing reads it but people."""
 _GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
@@ -52,11 +54,15 @@ class StateFacts(BaseModel):
     optimizer: OptimizerConfig
     """Configuration of that optimizer."""
     parallel: ParallelConfig
-    """Layout that saved it."""
+    """Layout that saved it: the ranks, however they divide their layers."""
     precision: Precision
     """Type of the weights."""
     transformer_engine: bool | None = None
     """Whether Transformer Engine's modules saved it, or Megatron's own; older states do not say."""
+
+    def layout(self) -> dict[str, JsonValue]:
+        """The ranks that the random generators belong to."""
+        return self.parallel.model_dump(mode="json", include={"tensor", "pipeline", "data"})
 
     def progress(self) -> dict[str, JsonValue]:
         """The part of the facts that belongs to what the state holds: the layout and the modules do not."""
@@ -103,7 +109,7 @@ def needed_for_weights(name: str) -> bool:
 
     For a state saved before the optimizer had its own files, all are.
     """
-    return not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
+    return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
 
 
 def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:
@@ -123,4 +129,4 @@ def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -
 
 def facts_text(facts: StateFacts) -> str:
     """The content of the file that holds the facts, beside the tensors."""
-    return facts.model_dump_json(indent=1)
+    return facts.model_dump_json(indent=1, exclude={"parallel": {"virtual_pipeline"}})

@@ -155,7 +155,7 @@ def _entries(shards: Iterable[Shard], rank: int) -> Iterator[Entry]:
             length = len(around.head) + values.nbytes + len(around.tail)
             offset = -(-ends.get(file, 0) // _ALIGNED) * _ALIGNED
             ends[file] = offset + length
-            yield Entry(name, shard.box.size, values.dtype, region, file, offset, length)
+            yield Entry(name, shard.box.content, values.dtype, region, file, offset, length)
 
 
 def _by_file(entries: list[Entry]) -> Iterator[tuple[str, Iterator[Entry]]]:

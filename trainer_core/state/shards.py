@@ -59,8 +59,8 @@ def local_tensors(model: Model) -> list[LocalTensor]:
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     content = {"dp_cp_group": group, "singleton_local_shards": False}
-    state = model.module.sharded_state_dict(metadata=content)  # pyright: ignore[reportCallIssue]
-    found = list(_leaves(state))
+    states = [module.sharded_state_dict(metadata=content) for module in model.modules]  # pyright: ignore
+    found = list(_leaves(states))
     for entry in found:
         if isinstance(entry, ShardedObject) and not is_empty(entry.data):
             raise RatchetError(f"{entry.key} holds what is not in tensors and would be lost: use fp32 or bf16")

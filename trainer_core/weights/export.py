@@ -31,9 +31,9 @@ def export_weights(directory: str, model: Model, mesh: Mesh) -> list[TensorRecor
     writer = _Writer(directory) if mesh.rank == 0 else None
     with torch.no_grad(), quietly():
         # no conversion_tasks given: AutoBridge makes a new bridge, new mappings and new tasks
-        for name, tensor in model.bridge.export_hf_weights([model.ddp], cpu=False, show_progress=False):  # pyright: ignore
+        for name, tensor in model.bridge.export_hf_weights(list(model.chunks), cpu=False, show_progress=False):  # pyright: ignore
             if writer is not None:
-                writer.add(name, tensor)
+                writer.add(name, tensor[: model.vocab_size] if name in model.vocabulary else tensor)
     return writer.finish() if writer is not None else []
 
 

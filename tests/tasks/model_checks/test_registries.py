@@ -54,9 +54,13 @@ FACTS = {
     "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 100,
     "max_position_embeddings": 64,
 }  # fmt: skip
+LAYOUTS = [
+    (1, 1, None), (2, 1, None), (3, 1, None), (4, 1, None), (1, 2, None), (2, 4, None), (1, 3, None), (1, 2, 2),
+    (1, 2, 3), (1, 4, 2),
+]  # fmt: skip
 CASES = [
-    (ParallelConfig(tensor=tensor, pipeline=pipeline), changes)
-    for tensor, pipeline in ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 4), (1, 3))
+    (ParallelConfig(tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual), changes)
+    for tensor, pipeline, virtual in LAYOUTS
     for changes in ({}, {"num_key_value_heads": 6}, {"num_key_value_heads": 4}, {"num_attention_heads": 8})
 ]
 
@@ -69,7 +73,8 @@ def finalized(rank, world_size, store, folder, cases):
     import torch
 
     from trainer_core.config import OptimizerConfig, TrainerConfig
-    from trainer_core.model.model import _bridge, _configure, _settings
+    from trainer_core.model.model import _bridge, _configure
+    from trainer_core.model.settings import model_settings
     from trainer_core.platform.platform import Platform, quietly
 
     platform = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
@@ -80,7 +85,7 @@ def finalized(rank, world_size, store, folder, cases):
         try:
             with quietly():
                 provider = _bridge(folder).to_megatron_provider(load_weights=False)
-                _configure(provider, _settings(config, platform, deterministic=False))
+                _configure(provider, model_settings(config, platform, deterministic=False))
             answers.append(None)
         except InputError as error:
             answers.append(str(error))

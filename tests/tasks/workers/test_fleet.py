@@ -87,6 +87,7 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
         kill(engine)
         again, (revived,) = fleet.trainers(model, config.train), fleet.engines(model)
         assert again is not group
+        assert group.began == psutil.Process().create_time() < again.began
         assert again.identity() is None
         assert revived.identity().weight_version is None
         again.import_model()

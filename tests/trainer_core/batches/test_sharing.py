@@ -30,6 +30,17 @@ def test_each_row_is_in_one_micro_batch_within_the_limits(kind, replicas, limits
         assert lengths[batch].sum() <= limits.tokens or len(batch) == 1
 
 
+@pytest.mark.parametrize("multiple", [2, 3, 8])
+@pytest.mark.parametrize("count", [1, 5, 190])
+def test_the_number_of_micro_batches_is_a_multiple_where_the_schedule_needs_it(multiple, count):
+    lengths = lengths_of("long-tailed")
+    for batches in share(lengths, np.arange(count), 2, Limits(100), multiple):
+        assert len(batches) % multiple == 0
+        assert len(batches) > 0
+    held = np.concatenate([np.concatenate(batches) for batches in share(lengths, np.arange(count), 2, Limits(100), 3)])
+    assert sorted(held.tolist()) == list(range(count))
+
+
 def test_few_micro_batches_of_similar_size():
     lengths = lengths_of("long-tailed", 2000)
     shares = share(lengths, np.arange(2000), 2, Limits(1000))

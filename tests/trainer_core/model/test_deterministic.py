@@ -39,11 +39,11 @@ def test_only_on_a_gpu_have_kernels_to_be_chosen(device, deterministic, told):
 def settings_of_megatron(rank, world_size, store):
     import torch
 
-    from trainer_core.model.model import _settings
+    from trainer_core.model.settings import model_settings
     from trainer_core.platform.platform import Platform
 
     platform = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
-    return {deterministic: _settings(CONFIG, platform, deterministic) for deterministic in (True, False)}
+    return {deterministic: model_settings(CONFIG, platform, deterministic) for deterministic in (True, False)}
 
 
 def test_megatron_is_told():

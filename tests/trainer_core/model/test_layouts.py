@@ -13,6 +13,8 @@ LAYOUTS = {
     "tp2": ParallelConfig(tensor=2),
     "dp2": ParallelConfig(data=2),
     "tp2-pp2": ParallelConfig(tensor=2, pipeline=2),
+    "pp2-vpp2": ParallelConfig(pipeline=2, virtual_pipeline=2),
+    "tp2-sp": ParallelConfig(tensor=2, sequence=True),
 }
 # without moments and with a large eps the weights move by about lr * gradient / eps, so that they show the gradient
 PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)

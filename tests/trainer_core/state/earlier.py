@@ -25,7 +25,7 @@ def save_as_before(trainer, folder, apart=True):
     optimizer.allocate()
     Path(folder).mkdir(parents=True, exist_ok=True)
     content = {**CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state = {"model": model.module.sharded_state_dict(metadata=content)}
+    state = {"model": model.modules[0].sharded_state_dict(metadata=content)}
     state["optimizer"] = optimizer.megatron.sharded_state_dict(state, is_loading=False, metadata=content)
     state["schedule"] = optimizer.schedule.state_dict()
     state["rng"] = ShardedObject("rng", rng.capture(), (mesh.parallel.world_size,), (mesh.rank,), replica_id=0)

@@ -24,8 +24,9 @@ LAYOUTS = {
     "tp2": ParallelConfig(tensor=2),
     "dp2": ParallelConfig(data=2),
     "tp2pp2": ParallelConfig(tensor=2, pipeline=2),
+    "vpp2": ParallelConfig(pipeline=2, virtual_pipeline=2),
 }
-SMALL = ("single", "pp2", "tp2", "dp2")
+SMALL = ("single", "pp2", "tp2", "dp2", "vpp2")
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, weight_decay=0.1, clip_grad=0.5
 )
@@ -119,7 +120,7 @@ def look(trainer):
 
     trainer.import_model()
     drawn = []
-    trainer._model.module.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(1))))
+    trainer._model.modules[0].register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(1))))
     before = torch.get_rng_state().tolist()
     trainer.logprobs([np.arange(1, 9, dtype=np.int32)])
     return drawn, before == torch.get_rng_state().tolist()
@@ -148,14 +149,15 @@ def test_training_goes_on_bit_by_bit(model_dir, saved, layout):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("pp2", "tp2"), ("tp2", "single"), ("dp2", "pp2"), ("single", "dp2"), ("pp2", "dp2")]
+    ("source", "target"),
+    [("pp2", "tp2"), ("tp2", "single"), ("dp2", "pp2"), ("single", "dp2"), ("pp2", "dp2"), ("vpp2", "tp2")],
 )
 def test_a_state_loads_under_another_layout(model_dir, saved, source, target):
     folder, before = saved(source)
     ranks = run_trainers(model_dir, configuration(LAYOUTS[target]), load_train, folder, target)
     info = ranks[0]["info"]
     assert info.rng == "reseeded"
-    assert info.saved_parallel == LAYOUTS[source]
+    assert info.saved_parallel == LAYOUTS[source].ranks
     assert info.step == 4
     # every weight, main weight and moment, by its bits and its place
     assert info.identity.differences(before[0]["identity"], generators=False) == []
@@ -164,6 +166,19 @@ def test_a_state_loads_under_another_layout(model_dir, saved, source, target):
     # the step after it uses the moments: Adam with lost ones would move weights by the learning rate, 6e-4 here
     resharded, uninterrupted = read_export(f"{folder}/{target}"), read_export(f"{folder}/uninterrupted")
     assert max(np.abs(resharded[name] - uninterrupted[name]).max() for name in resharded) < 2e-5
+
+
+@pytest.mark.parametrize(("source", "target"), [("vpp2", "pp2"), ("pp2", "vpp2")])
+def test_virtual_stages_are_no_part_of_a_state(model_dir, saved, source, target):
+    """The same ranks with their layers divided otherwise: the generators go on as well, and every bit is the same."""
+    folder, before = saved(source)
+    ranks = run_trainers(model_dir, configuration(LAYOUTS[target]), load_train, folder, target)
+    assert [rank["info"].rng for rank in ranks] == ["restored", "restored"]
+    assert ranks[0]["info"].identity == before[0]["identity"]
+    assert [rank["draws"] for rank in ranks] == [rank["draws"] for rank in before]
+    assert_bitwise(read_export(f"{folder}/{target}-loaded"), read_export(f"{folder}/at-save"))
+    assert "virtual_pipeline" not in Path(folder, "saved", "trainer.json").read_text()  # older versions read it too
+    assert ranks[0]["metrics"] == pytest.approx(before[0]["metrics"], rel=1e-4)
 
 
 def test_each_rank_names_its_own_files_and_leaves_no_process(saved):
@@ -239,7 +254,7 @@ def save_with_scales(trainer, folder):
     import torch
 
     trainer.import_model()
-    trainer._model.module.decoder.layers[1].mlp.linear_fc1.get_extra_state = lambda: torch.ones(3)
+    trainer._model.modules[0].decoder.layers[1].mlp.linear_fc1.get_extra_state = lambda: torch.ones(3)
     with pytest.raises(RatchetError) as caught:
         trainer.save(folder)
     return str(caught.value)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from storage.errors import StorageError
-from tests.trainer_core.models import random_samples
+from tests.trainer_core.models import VOCABULARY, random_samples
 from tests.trainer_core.ranks import run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.state.comparison import compare_states
@@ -101,7 +101,8 @@ def test_the_same_run_gives_the_same_state(saved, layout):
     assert comparison.optimizer == 2 * comparison.weights == 20  # in fp32 the weights are the main weights
     assert comparison.rng == 13 * LAYOUTS[layout].world_size
     assert comparison.other > 15
-    model = (100 + 4 * (256 + 128 + 128 + 64 + 2)) * 64 + 4 * 2 * 16 + 64  # see tests.trainer_core.models.make_model
+    # the sizes of tests.trainer_core.models.make_model
+    model = (VOCABULARY + 4 * (256 + 128 + 128 + 64 + 2)) * 64 + 4 * 2 * 16 + 64
     assert 3 * model < comparison.elements < 3 * model + 30_000 * LAYOUTS[layout].world_size
 
 

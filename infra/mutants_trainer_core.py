@@ -1,0 +1,125 @@
+"""Faults in what a trainer is told, holds and lets others see, that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_EFFECTIVE = ("tests/trainer_core/model/test_effective.py",)
+_LAYOUTS = "tests/trainer_core/model/test_layouts.py::test_the_gradient_does_not_depend_on_the_layout"
+_PADDING = ("tests/trainer_core/model/test_padding.py",)
+_REENTRY = ("tests/trainer_core/model/test_reentry.py",)
+_SHARING = ("tests/trainer_core/batches/test_sharing.py",)
+_CHECKPOINT = ("tests/trainer_core/state/test_checkpoint.py::test_virtual_stages_are_no_part_of_a_state",)
+
+TRAINER_CORE = (
+    Mutant(
+        "virtual-stages-exchange-in-batches",
+        "two ranks with virtual stages exchange both directions in one batch, which mixes them up",
+        "trainer_core/model/settings.py",
+        '        "batch_p2p_comm": virtual is None,\n        "overlap_p2p_comm": virtual is not None,\n',
+        '        "batch_p2p_comm": True,\n        "overlap_p2p_comm": False,\n',
+        (f"{_LAYOUTS}[pp2-vpp2-tied]",),
+    ),
+    Mutant(
+        "any-number-of-micro-batches",
+        "the number of micro-batches is not rounded up for the interleaved schedule",
+        "trainer_core/batches/sharing.py",
+        "    return -(-number // multiple) * multiple\n",
+        "    return number\n",
+        _SHARING,
+    ),
+    Mutant(
+        "one-chunk-is-saved",
+        "of virtual stages only the first is saved",
+        "trainer_core/state/shards.py",
+        "for module in model.modules]",
+        "for module in model.modules[:1]]",
+        _CHECKPOINT,
+    ),
+    Mutant(
+        "virtual-stages-in-the-state",
+        "a state records virtual stages, so that the same ranks without them get new generators",
+        "trainer_core/trainer.py",
+        "restore_rng = facts.parallel == self._config.parallel.ranks\n",
+        "restore_rng = facts.parallel == self._config.parallel\n",
+        _CHECKPOINT,
+    ),
+    Mutant(
+        "fusion-is-dropped",
+        "gradient_accumulation_fusion is accepted and has no effect",
+        "trainer_core/model/model.py",
+        "    fuse_accumulation(built, config.megatron)\n",
+        "",
+        _EFFECTIVE,
+    ),
+    Mutant(
+        "experts-as-the-bridge-likes",
+        "the auxiliary loss that megatron-bridge switches on stays on",
+        "trainer_core/model/settings.py",
+        '            "moe_aux_loss_coeff": config.auxiliary_loss,\n',
+        '            "moe_aux_loss_coeff": provider.moe_aux_loss_coeff,\n',
+        _EFFECTIVE,
+    ),
+    Mutant(
+        "optimizer-not-read-back",
+        "Adam's first decay is not what was asked for",
+        "trainer_core/model/optimizer.py",
+        "        adam_beta1=config.beta1,\n",
+        "        adam_beta1=0.9,\n",
+        _EFFECTIVE,
+    ),
+    Mutant(
+        "readers-may-write",
+        "what may only read weights can change them",
+        "trainer_core/model/model.py",
+        '        if access == "readable" and self._versions() != before:\n',
+        "        if False:\n",
+        _REENTRY,
+    ),
+    Mutant(
+        "failed-update-moves-buffers",
+        "an update that is refused leaves moved buffers",
+        "trainer_core/model/model.py",
+        "                    buffer.copy_(value)\n",
+        "                    pass\n",
+        _REENTRY,
+    ),
+    Mutant(
+        "hooks-stay-off",
+        "after weights were read, updated ones are no longer gathered before the forward pass",
+        "trainer_core/model/model.py",
+        "                chunk.enable_forward_pre_hook()\n",
+        "                pass\n",
+        _REENTRY,
+    ),
+    Mutant(
+        "gradients-not-finalized",
+        "gradients are not reduced over replicas and tied embeddings",
+        "trainer_core/model/model.py",
+        "    provider.finalize_model_grads_func = finalize_model_grads\n",
+        "",
+        (f"{_LAYOUTS}[dp2-tied]",),
+    ),
+    Mutant(
+        "padding-is-exported",
+        "weights of the vocabulary are exported with their padding",
+        "trainer_core/weights/export.py",
+        "tensor[: model.vocab_size] if name in model.vocabulary else tensor",
+        "tensor",
+        _PADDING,
+    ),
+    Mutant(
+        "padding-is-stored",
+        "a state holds the padding of the vocabulary, so that it depends on the layout",
+        "trainer_core/state/boxes.py",
+        "            inside = region.overlap(content)\n",
+        "            inside = region\n",
+        _PADDING,
+    ),
+    Mutant(
+        "first-gradient-since-the-flow-began",
+        "the time to the first gradient of ranks that replace others begins with the flow's process",
+        "tasks/workers/trainers.py",
+        "time.time() if replaces else",
+        "time.time() if False else",
+        ("tests/tasks/stages/test_train.py",),
+    ),
+)

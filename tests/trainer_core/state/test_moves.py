@@ -1,0 +1,62 @@
+"""A state of a model with experts moves between layouts: equal identity, equal weights, equal next update."""
+
+import numpy as np
+import pytest
+
+from tests.trainer_core.models import make_family, random_samples, read_export
+from tests.trainer_core.ranks import run_ranks, run_trainers
+from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+
+SINGLE = ParallelConfig()
+EP2 = ParallelConfig(data=2, expert=2)
+MOVES = [
+    pytest.param("deepseek-v3", EP2, SINGLE, id="ep2-to-ep1"),
+    pytest.param(
+        "qwen3-moe", SINGLE, ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1), id="to-tp2-ep2-etp1",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "qwen3-moe", ParallelConfig(tensor=2, sequence=True, data=2, expert=2),
+        ParallelConfig(pipeline=2, virtual_pipeline=2), id="tp2-dp2-ep2-to-pp2-vpp2", marks=pytest.mark.slow,
+    ),
+    pytest.param("deepseek-v3", EP2, ParallelConfig(pipeline=2), id="ep2-to-pp2", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+def configuration(parallel):
+    return TrainerConfig(
+        parallel=parallel, optimizer=OptimizerConfig(learning_rate=1e-3), policy=PolicyConfig(), max_length=64
+    )
+
+
+def save_and_go_on(trainer, folder):
+    trainer.import_model()
+    trainer.train_policy(random_samples(), 1.0)
+    return saved_and_stepped(trainer, f"{folder}/state", f"{folder}/exports")
+
+
+def load_and_go_on(trainer, folder, moved):
+    trainer.load(f"{folder}/state")
+    return saved_and_stepped(trainer, f"{moved}/state", f"{moved}/exports")
+
+
+def saved_and_stepped(trainer, state, exports):
+    identity = trainer.save(state).identity
+    trainer.export(f"{exports}/before")
+    trainer.train_policy(random_samples(1), 1.0)
+    trainer.export(f"{exports}/after")
+    return identity
+
+
+@pytest.mark.parametrize(("family", "before", "after"), MOVES)
+def test_a_state_moves_to_another_layout(tmp_path, family, before, after):
+    model, first, second = (str(tmp_path / name) for name in ("model", "first", "second"))
+    run_ranks(1, make_family, model, family)
+    saved = run_trainers(model, configuration(before), save_and_go_on, first)[0]
+    moved = run_trainers(model, configuration(after), load_and_go_on, first, second)[0]
+    assert moved.tensors == saved.tensors  # weights, main weights and moments
+    assert moved.progress == saved.progress
+    one, other = (read_export(f"{folder}/exports/before") for folder in (first, second))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    one, other = (read_export(f"{folder}/exports/after") for folder in (first, second))
+    assert max(np.abs(one[name] - other[name]).max() for name in one) < 5e-6  # of an update of 1e-3

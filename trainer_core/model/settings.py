@@ -1,0 +1,119 @@
+"""Every setting of Megatron's model configuration and of its gradient buffers that this trainer chooses."""
+
+from typing import Any
+
+import torch
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.enums import AttnBackend
+
+from storage.errors import InputError
+from trainer_core.config import ExpertsConfig, MegatronConfig, Precision, Recompute, TrainerConfig
+from trainer_core.platform.local_spec import local_layer_spec
+from trainer_core.platform.platform import Platform
+
+_DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {"recompute_granularity": None},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+_FUSIONS_OF_TRANSFORMER_ENGINE = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "persist_layer_norm",
+    "apply_rope_fusion",
+    "cross_entropy_loss_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_shared_expert_overlap",
+)
+
+
+def dtype_of(config: TrainerConfig) -> torch.dtype:
+    """Type of the weights and of what pipeline stages exchange."""
+    return _DTYPES[config.precision]
+
+
+def model_settings(config: TrainerConfig, platform: Platform, deterministic: bool) -> dict[str, Any]:
+    """Every field of Megatron's model configuration that this trainer sets, whatever the model is."""
+    dtype = dtype_of(config)
+    settings: dict[str, Any] = {
+        "sequence_parallel": config.parallel.sequence,
+        "expert_model_parallel_size": config.parallel.expert,
+        "expert_tensor_parallel_size": config.parallel.expert_tensor or config.parallel.tensor,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "seq_length": config.max_length,
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": 1,  # by tensor-parallel ranks alone: what fits is not padded
+        "moe_token_dispatcher_type": "alltoall",  # with experts; no other takes batches that differ in length
+        "attention_backend": AttnBackend[config.megatron.attention],
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "gradient_accumulation_fusion": False,  # set for each module after the model is built
+        "perform_initialization": False,  # weights are always imported or loaded
+        "use_cpu_initialization": platform.device.type == "cpu",
+        # the sum over tokens is divided once, by Megatron, by the tokens of the whole batch
+        "calculate_per_token_loss": True,
+        "deterministic_mode": deterministic,
+    }
+    settings |= _of_pipeline(config) | _RECOMPUTE[config.megatron.recompute]
+    if deterministic:
+        settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
+    if platform.transformer_engine:
+        settings["apply_rope_fusion"] = True  # without it each segment is rotated on its own, and the host waits for it
+    else:
+        settings |= dict.fromkeys(_FUSIONS_OF_TRANSFORMER_ENGINE, False)
+        settings |= {
+            "transformer_impl": "local",
+            "cross_entropy_fusion_impl": "native",
+            "transformer_layer_spec": local_layer_spec,
+        }
+    return settings
+
+
+def _of_pipeline(config: TrainerConfig) -> dict[str, Any]:
+    virtual = config.parallel.virtual_pipeline
+    return {
+        "tensor_model_parallel_size": config.parallel.tensor,
+        "pipeline_model_parallel_size": config.parallel.pipeline,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "variable_seq_lengths": config.parallel.pipeline > 1,  # flat batches differ in length
+        # of two ranks each is the next and the previous of the other: batched exchanges of both directions get mixed up
+        "batch_p2p_comm": virtual is None,
+        "overlap_p2p_comm": virtual is not None,
+    }
+
+
+def expert_settings(provider: GPTModelProvider, config: ExpertsConfig) -> dict[str, Any]:
+    """What megatron-bridge switches on without being asked, for models with experts.
+
+    Raises:
+        InputError: the model has none, but something is asked of them.
+    """
+    if provider.num_moe_experts:
+        return {
+            "moe_aux_loss_coeff": config.auxiliary_loss,
+            "moe_router_bias_update_rate": config.bias_update_rate,
+        }
+    if config != ExpertsConfig():
+        raise InputError(f"the model has no experts, but [train.experts] is {config}: leave that section out")
+    return {}
+
+
+def buffer_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
+    """How gradients are kept, reduced, and divided between data-parallel ranks."""
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
+    )
