@@ -100,8 +100,13 @@ def test_a_restart_of_the_database_loses_nothing(postgres: Postgres, site: SiteH
         done = ended(site, client, flow_run)
         assert done.state.is_completed(), done.state
         assert done.run_count == 1
-        tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id])))
-    assert {"rollout-1", "train-1", "weight-sync-2"} <= {task.name for task in tasks if task.state.is_completed()}
+        mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+
+        def shown() -> set[str]:  # the server writes them later, from events
+            tasks = client.read_task_runs(flow_run_filter=mine)
+            return {task.name for task in tasks if task.state is not None and task.state.is_completed()}
+
+        wait_for(lambda: {"rollout-1", "train-1", "weight-sync-2"} <= shown())
     assert need(open_root(root), "b", 2, Stage.WEIGHT_SYNC).attempt == 0
 
 
