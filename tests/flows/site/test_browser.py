@@ -95,9 +95,6 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
     open_flow_run(page, site, flow_run, pictures)
     page.get_by_text("Everything that was committed is kept").first.wait_for()
     photograph(page, pictures / f"{name}-1-red.png")
-    page.get_by_text("Details", exact=True).first.click()
-    page.get_by_text("Retry repeats only the stage").first.wait_for()
-    photograph(page, pictures / f"{name}-1-details.png")
     kind.repairs(tmp_path)
     press_retry(page, pictures / f"{name}-2-dialog.png")
     done = ended(site, client, flow_run, attempt=2).state
