@@ -188,7 +188,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     Raises:
         InputError: if there is no model, its architecture is not supported, or it does not fit the layout.
     """
-    config = _decided(config, platform)
+    config = _decided(config, platform, deterministic)
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     with quietly():
@@ -218,12 +218,16 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     )
 
 
-def _decided(config: TrainerConfig, platform: Platform) -> TrainerConfig:
+def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> TrainerConfig:
     """The configuration with what is left to the platform."""
-    if config.megatron.gradient_accumulation_fusion is not None:
-        return config
-    fused = {"gradient_accumulation_fusion": platform.transformer_engine}
-    return config.model_copy(update={"megatron": config.megatron.model_copy(update=fused)})
+    decided: dict[str, Any] = {}
+    if config.megatron.gradient_accumulation_fusion is None:
+        decided["gradient_accumulation_fusion"] = platform.transformer_engine
+    if deterministic and platform.transformer_engine and config.megatron.attention == "auto":
+        # cuDNN's deterministic backward pass over segments asks for far more memory than there is: 512 GiB for 256
+        # segments of some 20 positions on an H100
+        decided["attention"] = "unfused"
+    return config.model_copy(update={"megatron": config.megatron.model_copy(update=decided)})
 
 
 def _bridge(model_dir: str) -> AutoBridge:
