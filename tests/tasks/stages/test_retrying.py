@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 import pytest
 
 from flows.views.progress import Progress
