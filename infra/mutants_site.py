@@ -3,7 +3,6 @@
 from infra.mutants_known import Mutant
 
 _OUTBOX = ("tests/storage/test_write_behind.py", "tests/tasks/stages/test_retrying.py")
-_INTERRUPTIONS = ("tests/flows/site/test_interruptions.py",)
 
 SITE = (
     Mutant(
@@ -36,15 +35,7 @@ SITE = (
         "storage/ownership/stopping.py",
         "STOP_SIGNAL if owner.name.startswith(ASKED_FOR) else signal.SIGTERM",
         "signal.SIGTERM",
-        _INTERRUPTIONS,
-    ),
-    Mutant(
-        "site-orphans-report",
-        "a flow run whose worker is gone goes on beside the one that takes its place",
-        "flows/site/up.py",
-        "            kill_tree(process)  #",
-        "            #",
-        _INTERRUPTIONS,
+        ("tests/flows/deployments/test_stopping.py",),
     ),
     Mutant(
         "outbox-fails-at-once",
