@@ -30,14 +30,16 @@ Opener = Callable[[Lease, str], AbstractContextManager[RunContext]]
 ends with the block."""
 
 
-def complete(name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener) -> None:
+def complete(
+    name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener, owner: str = "ratchet run"
+) -> None:
     """Record the configuration and do the missing part of a run, both under its lease.
 
     If the process that drove the run before still publishes a stage, with another result, that result counts, and the
     run continues from it.
     """
     while next_iteration(root, name, config) <= last_iteration(root, name, config) or is_redoing(root, name):
-        with _driven(root, name, config, progress, opener) as context:
+        with _driven(root, name, config, progress, opener, owner) as context:
             settled = finish_rerun(context, progress)
             advance(settled, progress, next_iteration(root, name, config))
 
@@ -48,18 +50,22 @@ def rerun(root: Root, name: str, wanted: Wanted) -> Rerun:
         return ask(root, WORKFLOW, name, wanted, lease)
 
 
-def redo_stage(name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener) -> None:
+def redo_stage(
+    name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener, owner: str = "ratchet run"
+) -> None:
     """Only finish the rerun that was asked for, if it is not finished; the iterations are left as they are."""
     while is_redoing(root, name):
-        with _driven(root, name, config, progress, opener) as context:
+        with _driven(root, name, config, progress, opener, owner) as context:
             finish_rerun(context, progress)
 
 
 @contextmanager
-def _driven(root: Root, name: str, config: RunConfig, progress: Progress, opener: Opener) -> Iterator[RunContext]:
+def _driven(
+    root: Root, name: str, config: RunConfig, progress: Progress, opener: Opener, owner: str
+) -> Iterator[RunContext]:
     """The context of the head, under the run's lease. A result that another process published meanwhile counts."""
     try:
-        with hold(root, name, "ratchet run") as lease:
+        with hold(root, name, owner) as lease:
             digest = record_config(root, name, config, lease)
             with opener(lease, digest) as context:
                 yield on_head(persistent(context, progress.say))
@@ -140,27 +146,30 @@ def _loop[P](
     if position is None:
         with context.page.iteration(0):
             position = begin(context)
-            _conclude_behind(context, progress, shared, 0)
+            conclude(context, progress, shared, 0)
     last = last_iteration(context.root, context.run, context.config)
     progress.expect(last)
     for iteration in range(max(first, 1), last + 1):
         with context.page.iteration(iteration):
             position = iterate(context, iteration, position)
-            _conclude_behind(context, progress, shared, iteration)
-
-
-def _conclude_behind(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
-    concluded = context.outbox.add(partial(conclude, context, progress, shared, iteration))
-    context.page.storing(iteration, "retention", concluded)
+            conclude(context, progress, shared, iteration)
 
 
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
-    """Report an iteration that is published completely, and delete the train state that is no longer kept."""
+    """Report an iteration once it is published completely, and delete the train state that is no longer kept.
+
+    These are two jobs behind the stages, as each may be repeated: an iteration is reported once.
+    """
     root, run = context.root, context.run
-    progress.finished(read_record(root, run, iteration, context.revisions))
+    context.outbox.add(lambda: progress.finished(read_record(root, run, iteration, context.revisions)))
+    concluded = context.outbox.add(partial(_give_up, context, shared, iteration))
+    context.page.storing(iteration, "retention", concluded)
+
+
+def _give_up(context: RunContext, shared: SharedParts, iteration: int) -> None:
     for retention in _retention(context):
         fence, seen, workflow = context.fence, context.revisions, workflow_of(context.config)
-        give_up(root, workflow, run, retention, iteration, fence=fence, shared=shared, revisions=seen)
+        give_up(context.root, workflow, context.run, retention, iteration, fence=fence, shared=shared, revisions=seen)
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:

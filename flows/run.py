@@ -58,8 +58,10 @@ def run(name: str, root: str, config: RunConfig, one_stage: bool = False) -> Non
         perform(name, root, config, progress, one_stage=one_stage)
 
 
-def perform(name: str, root: str, config: RunConfig, progress: Progress, *, one_stage: bool = False) -> None:
-    """What the flow does, within any flow; arguments as those of `run`."""
+def perform(
+    name: str, root: str, config: RunConfig, progress: Progress, owner: str = "ratchet run", *, one_stage: bool = False
+) -> None:
+    """What the flow does, within any flow; arguments as those of `run`, and what drives the run, for people."""
     store = ready(name, root, config)
     for sentence in advice(config):
         progress.say(sentence)
@@ -74,7 +76,7 @@ def perform(name: str, root: str, config: RunConfig, progress: Progress, *, one_
         progress.on_finished(page.finished)
         progress.on_finished(reports.add)
         work = redo_stage if one_stage else complete
-        work(name, store, config, progress, functools.partial(open_context, name, store, config, progress))
+        work(name, store, config, progress, functools.partial(open_context, name, store, config, progress), owner)
     progress.say("drawing the curves")
     png = write_report(store, name)
     try:

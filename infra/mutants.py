@@ -25,6 +25,7 @@ from infra.mutants_pages import PAGES
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
+from infra.mutants_site import SITE
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
 from infra.mutants_upkeep import UPKEEP
@@ -38,6 +39,7 @@ MUTANTS = (
     *RETRAIN,
     *REVISIONS,
     *REWARDS,
+    *SITE,
     *TRAINER,
     *TRAINER_CORE,
     *UPKEEP,

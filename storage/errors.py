@@ -5,6 +5,15 @@ class RatchetError(Exception):
     """Base of all errors; the command line prints the message and exits with `exit_code`, without a stack trace."""
 
     exit_code = 1
+    beside: str | None = None
+    """Another failure, which happened beside this one and would otherwise be hidden by it."""
+    during: str | None = None
+    """What of which stage was under way, if that is known."""
+
+
+def told(error: RatchetError) -> str:
+    """What an error says, and what happened beside it."""
+    return str(error) if error.beside is None else f"{error}\n{error.beside}"
 
 
 class InputError(RatchetError):

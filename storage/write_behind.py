@@ -1,5 +1,6 @@
 """Storage work behind the stages: in order, and stopped once a job has failed."""
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -18,13 +19,20 @@ LINGER_SECONDS = 10.0
 
 _Job = tuple[Callable[[], object], Future[None]]
 
+Again = Callable[[RatchetError, int], float | None]
+"""After how many seconds a job that has raised an error in that many attempts is done again; None leaves it failed."""
+
+
+def never_again(_error: RatchetError, _attempts: int) -> None:
+    """Leave each job that has failed."""
+
 
 class Outbox:
     """Does jobs one after another in its own thread.
 
     A train state is stored here, then its manifest is published, then the manifests of what was made from it meanwhile.
-    The order is the promise: nothing is published before everything that was added earlier. After a failure, no later
-    job is done.
+    The order is the promise: nothing is published before everything that was added earlier. A job that fails is done
+    again if `repeat` says so, while later ones wait. After its last failure, no later job is done.
 
     As a context manager it does all jobs before it ends, even if the block fails: what a stage has begun to store is
     worth storing. If the block is interrupted, or has lost its lease, it drops the jobs that have not begun and waits
@@ -37,6 +45,7 @@ class Outbox:
         self._thread: threading.Thread | None = None
         self._last: Future[None] | None = None
         self._dropped = threading.Event()
+        self._again: Again = never_again
 
     def __enter__(self) -> Self:
         return self
@@ -60,6 +69,10 @@ class Outbox:
         self._last.result()
         return True
 
+    def repeat(self, again: Again) -> None:
+        """Ask `again` about each job that fails from now on. Such a job must be repeatable, as storing is."""
+        self._again = again
+
     def add(self, job: Callable[[], object]) -> Future[None]:
         """Do `job` after everything that was added before; raises as `idle`.
 
@@ -82,14 +95,18 @@ class Outbox:
 
     def _finish(self, error: Exception | None) -> None:
         try:
-            self.settle()
-        except RatchetError as failure:
-            if error is None:
-                raise
-            logger.warning("what was still in the outbox was not stored: %s", failure)
+            failure = None if self._last is None else self._last.exception()
         except KeyboardInterrupt:
             self._leave()
             raise
+        if failure is None or failure is error:
+            return
+        if error is None:
+            raise failure
+        # the block's error is raised, and tells of this one
+        if isinstance(error, RatchetError):
+            error.beside = f"What was still to be stored is not: {failure}"
+        logger.warning("what was still in the outbox was not stored: %s", failure, exc_info=failure)
 
     def _leave(self) -> None:
         self._dropped.set()
@@ -107,8 +124,25 @@ class Outbox:
                 future.set_exception(failure)
             else:
                 with _Answer(future), meter.separate():
-                    job()
+                    self._do(job)
                 failure = future.exception()
+
+    def _do(self, job: Callable[[], object]) -> None:
+        for attempt in itertools.count(1):
+            error = _error_of(job)
+            if error is None:
+                return
+            seconds = self._again(error, attempt)
+            if seconds is None or self._dropped.wait(seconds):
+                raise error
+
+
+def _error_of(job: Callable[[], object]) -> RatchetError | None:
+    try:
+        job()
+    except RatchetError as error:
+        return error
+    return None
 
 
 class _Answer:

@@ -23,7 +23,7 @@ from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
 from storage.backends.root import open_root
-from storage.errors import InputError, RatchetError
+from storage.errors import InputError, RatchetError, told
 from storage.ids import check_run_name
 from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
@@ -66,7 +66,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     try:
         return app(arguments) or 0
     except RatchetError as error:
-        output.error(without_secrets(str(error)))
+        output.error(without_secrets(told(error)))
         return error.exit_code
     except CycloptsError as error:
         output.error(without_secrets(f"{error}\nTry ratchet --help"))

@@ -18,7 +18,7 @@ from flows.views.reports import finish_report
 from flows.views.retrained import last_iteration, next_iteration
 from flows.views.status import RunStatus, read_status
 from storage.backends.root import Root
-from storage.errors import InputError, RatchetError, WorkerLost
+from storage.errors import InputError, RatchetError, WorkerLost, told
 from tasks.config.run import RunConfig
 
 
@@ -93,7 +93,7 @@ def launch(order: Order, output: Output) -> int:
     except InputError:
         raise
     except RatchetError as error:
-        raise type(error)(f"{error}\nFix this, then continue with: {order.again}") from error
+        raise type(error)(f"{told(error)}\nFix this, then continue with: {order.again}") from error
     status = read_status(root, order.run)
     output.result(summarise(status, meter), closing_lines(status))
     return 0

@@ -11,10 +11,17 @@ from storage.errors import (
     StorageUnavailable,
     SyncMismatch,
     WorkerLost,
+    told,
 )
 from tasks.config.credentials import shown_text
 from tasks.config.environment import without_secrets
 
+_FULL = ("out of memory", "outofmemory")
+_MEMORY = (
+    "A rank or an engine needs more memory than there is: lower train.micro_batch_size or train.micro_batch_tokens, or "
+    "engine.gpu_memory_utilization and engine.max_num_seqs; none of them changes what the run means. Do it in the "
+    "file that the flow run was given and press Retry, or start another flow run with `settings`."
+)
 _NOTES = (
     (StorageUnavailable, "The store refuses: correct permission, space or address first, then press Retry."),
     (InputError, "Retry alone cannot help: correct what is named, then start again with it or press Retry."),
@@ -31,9 +38,12 @@ _NOTES = (
 def explained(error: RatchetError, run: str, root: str) -> str:
     """Stage and cause, what is kept, what Retry does, and what to change first."""
     advice = next((text for kind, text in _NOTES if isinstance(error, kind)), "Press Retry to continue.")
+    if isinstance(error, WorkerLost) and any(words in str(error).lower() for words in _FULL):
+        advice = _MEMORY
+    place = "" if error.during is None or error.during in str(error) else f"During {error.during}: "
     return "\n\n".join(
         [
-            without_secrets(str(error)),
+            without_secrets(f"{place}{told(error)}"),
             f"Everything that was committed is kept in {shown_text(root)}/{run}; Retry repeats only the stage that "
             "failed, from what it has stored, and goes on.",
             advice,

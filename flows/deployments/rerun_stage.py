@@ -11,11 +11,8 @@ from prefect.states import Completed, Failed
 
 from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
-from flows.deployments.lines import log_console
-from flows.deployments.train import Count, Minutes, is_absolute, waiting, warn_of_versions
+from flows.deployments.train import Count, Minutes, drive, is_absolute, waiting, warn_of_versions
 from flows.redoing import Request, ask_again
-from flows.run import perform
-from flows.views.progress import Progress
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
@@ -62,7 +59,7 @@ def rerun_stage(
     try:
         check_place(run, root)
         request = Request(iteration, stage, reason, _who(), cascade, new_seeds, settings, flow_run.get_id())
-        return waiting(functools.partial(begin, run, root, request), deadline, logger.info)
+        return waiting(run, functools.partial(begin, run, root, request), deadline, logger.info)
     except RatchetError as error:
         logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
         return Failed(message=explained(error, run, root))
@@ -89,8 +86,7 @@ def begin(run: str, root: str, request: Request) -> State[Any]:
     if too_many_crashes():
         return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     asked, config = ask_again(open_root(root), run, request)
-    with Progress(run, config.run.iterations, log_console()) as progress:
-        perform(run, root, config, progress, one_stage=not asked.cascade)
+    drive(run, root, config, one_stage=not asked.cascade)
     head = (
         "is the head" if asked.cascade else f"is beside the head: `ratchet choose {run} {asked.revision}` makes it so"
     )

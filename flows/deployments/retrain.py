@@ -89,7 +89,7 @@ def retrain(
         name = run_name(run, scheduled())
         given |= fixed(name, root, start, since, newer_than)
         resolved = configured(name, root, given, config, settings)
-        return waiting(functools.partial(begin, name, root, resolved), deadline, logger.info)
+        return waiting(name, functools.partial(begin, name, root, resolved), deadline, logger.info)
     except RatchetError as error:
         logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
         return Failed(message=explained(error, name, root))

@@ -17,6 +17,7 @@ from pydantic import Field, WithJsonSchema
 from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
 from flows.deployments.lines import log_console
+from flows.deployments.stopping import Stopped, stoppable
 from flows.run import perform
 from flows.views.history import synced_iterations
 from flows.views.progress import Progress
@@ -25,6 +26,7 @@ from storage import layout
 from storage.backends.root import open_root
 from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
 from storage.ids import check_run_name
+from storage.ownership.stopping import ASKED_FOR
 from tasks.config.code_version import code_version
 from tasks.config.document import apply_overrides, config_of_tables, load_config, merge_tables, parse_config
 from tasks.config.environment import without_secrets
@@ -101,7 +103,7 @@ def train(
     try:
         last = target(run, root, iterations, more)
         report = functools.partial(begin, run, root, configured(run, root, last, config, settings, sections))
-        return waiting(report, deadline, logger.info)
+        return waiting(run, report, deadline, logger.info)
     except RatchetError as error:
         logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
         return Failed(message=explained(error, run, root))
@@ -116,16 +118,37 @@ def begin(run: str, root: str, config: RunConfig) -> State[Any]:
     warn_of_versions(get_run_logger())
     if too_many_crashes():
         return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
-    with Progress(run, config.run.iterations, log_console()) as progress:
-        perform(run, root, config, progress)
+    drive(run, root, config)
     return Completed(message=f"run {run} has {last_iteration(open_root(root), run, config)} iterations")
 
 
-def waiting(work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:
-    """Do `work` as soon as no other process drives the run; Cancelled if that takes until `deadline`.
+def drive(run: str, root: str, config: RunConfig, *, one_stage: bool = False) -> None:
+    """Do what the run lacks, or only the stage that was asked to be done again, as this flow run.
+
+    Raises:
+        RatchetError: whatever stops the run; it names the stage.
+    """
+    with Progress(run, config.run.iterations, log_console()) as progress:
+        try:
+            perform(run, root, config, progress, f"{ASKED_FOR}{flow_run.get_name()}", one_stage=one_stage)
+        except RatchetError as error:
+            error.during = error.during or progress.stage
+            raise
+
+
+def waiting(run: str, work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:
+    """Do `work` as soon as no other process drives the run; Cancelled if that takes until `deadline`, or is stopped.
 
     A run that is taken over during the work is another's: it is not taken back.
     """
+    try:
+        with stoppable():
+            return _waiting(work, deadline, say)
+    except Stopped:
+        return Cancelled(message=f"`ratchet stop {run}` ended it. What was committed is kept: press Retry to continue")
+
+
+def _waiting(work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:
     told = False
     while True:
         try:

@@ -12,9 +12,12 @@ import threading
 import uvicorn
 from prefect.server.api.server import create_app
 
+from flows.server.sqlite import write_lock_first
+
 
 def main() -> None:
     """Serve until the parent closes the pipe or is gone."""
+    write_lock_first()
     listener = socket.socket(fileno=int(sys.argv[1]))
     server = uvicorn.Server(uvicorn.Config(create_app(ephemeral=True, final=True), log_level="error", lifespan="on"))
     threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()

@@ -24,7 +24,9 @@ _SILENT = f"its process has been silent for {SILENCE_S} s"
 _KILLED = (
     _SILENT,
     "Flow run process exited with non-zero status code -*",  # by a signal: -9 is also the kernel, out of memory
+    "Flow run infrastructure exited with non-zero status code -*",  # the same, as a worker under load reports it
     "Execution was aborted by a termination signal*",  # `ratchet down`, a machine that shuts down
+    "Execution was aborted by Python system exit call*",  # the same, if the worker was gone before
 )
 """Messages of the crashes that are tried again. A process that ends with an error before its flow begins would do so
 again, for ever, since only the flow can count."""

@@ -19,6 +19,7 @@ from flows.site.automations import automations
 from flows.site.folder import SiteFolder, SiteRecord
 from flows.site.planned import Fact, free_port, listeners, told
 from flows.site.up import connected, running
+from storage.backends.clock import seconds_ahead
 from storage.backends.root import open_root
 from storage.errors import RatchetError
 from tasks.checks import check_scratch
@@ -65,9 +66,22 @@ def _machine(root: str) -> Iterator[Finding]:
     yield _versions()
     yield _passes("temporary folder", check_scratch)
     yield _passes(f"storage root {root}", lambda: open_root(root).check_writable())
+    yield from _storage_clock(root)
     cards = Settings.from_environment().gpus
     text = f"{len(cards)} visible" if cards else "none is visible: runs compute on the CPU, which is for small models"
     yield Finding(check="GPU", level="ok" if cards else "warning", text=text)
+
+
+def _storage_clock(root: str) -> Iterator[Finding]:
+    try:
+        ahead = seconds_ahead(open_root(root))
+    except RatchetError:
+        return  # it cannot be written, which is said
+    text = "the store's agrees with ours" if abs(ahead) <= _CLOCK_S else (
+        f"the store's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}, and cleaning compares ages by "
+        "it: set both by NTP"
+    )  # fmt: skip
+    yield Finding(check="store's clock", level="ok" if abs(ahead) <= _CLOCK_S else "error", text=text)
 
 
 def _versions() -> Finding:

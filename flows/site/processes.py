@@ -1,14 +1,19 @@
-"""Processes of a site: started without a terminal, recognised by id and start time, ended with all they started."""
+"""Processes of a site: started without a terminal, recognised by id and start time, ended with all they started.
+
+A mark in their environment finds those that nothing recorded.
+"""
 
 import contextlib
+import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from flows.site.folder import RunningProcess
 from tasks.config.code_version import PROJECT_ROOT, code_version
+from tasks.config.environment import site_mark
 
 _GRACE_S = 20.0
 """How long a flow run may take to end cleanly: Ray, ranks and engines go with it."""
@@ -42,6 +47,34 @@ def find(running: RunningProcess) -> psutil.Process | None:
         return None
 
 
+def strays(folder: Path, recorded: Iterable[RunningProcess], command: str | None = None) -> list[psutil.Process]:
+    """Processes of a site that no record names, topmost only: `up` was killed before it wrote one, or their parent was.
+
+    Args:
+        folder: of the site.
+        recorded: the processes that are recorded; their descendants are no strays.
+        command: only those that have this word in their command line.
+    """
+    known = {process.pid for one in recorded if (process := find(one)) is not None}
+    marked = {process.pid: process for process in psutil.process_iter() if _is_marked(process, folder)}
+    found = []
+    for process in marked.values():
+        with contextlib.suppress(psutil.Error):
+            above = {one.pid for one in process.parents()}
+            if process.pid in known or above & (known | marked.keys()) or os.getpid() == process.pid:
+                continue
+            if command is None or command in process.cmdline():
+                found.append(process)
+    return found
+
+
+def _is_marked(process: psutil.Process, folder: Path) -> bool:
+    name, value = site_mark(folder)
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(name) == value
+    return False
+
+
 def end(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
     """End a process and everything it has started: asked first, killed after `grace_s`.
 
@@ -51,16 +84,31 @@ def end(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
     process = find(running)
     if process is None:
         return False
+    end_tree(process, grace_s)
+    return True
+
+
+def end_tree(process: psutil.Process, grace_s: float = _GRACE_S) -> None:
+    """End a process and everything it has started, as `end` does."""
     tree = [process, *process.children(recursive=True)]
     for one in tree:  # a worker that is asked alone lets its flow runs go on
         with contextlib.suppress(psutil.NoSuchProcess):
             one.terminate()
     _, alive = psutil.wait_procs(tree, timeout=grace_s)
-    for one in alive:
+    _kill(alive)
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """Kill a process and everything it has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        _kill([process, *process.children(recursive=True)])
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
-    return True
+    psutil.wait_procs(processes, timeout=_GRACE_S)
 
 
 def listening_on(port: int) -> list[int | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 from pydantic import BaseModel, ConfigDict
@@ -16,7 +17,7 @@ from flows.site.entries import read_deployments
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.interrupted import set_right
 from flows.site.notification import webhook_url
-from flows.site.processes import end, find, listening_on, start
+from flows.site.processes import end, end_tree, find, kill_tree, listening_on, start, strays
 from flows.site.registration import POOL, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
@@ -26,6 +27,7 @@ from tasks.config.environment import resolve, site_environment
 HOST = "127.0.0.1"
 
 _SERVER, _WORKER = "server", "worker"
+_APP = "flows.server.sqlite:site_app"
 _ANSWER_DEADLINE_S = 300.0  # the first start makes the tables of the database, on a busy machine
 _ANSWER_S = 2.0
 _PAUSE_S = 0.3
@@ -85,6 +87,9 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
     webhook = None if wanted.notify is None else webhook_url(wanted.notify)
     with folder.locked():
         before = folder.record()
+        for process in _unrecorded(folder, before):
+            say(f"ending process {process.pid}, which an interrupted `ratchet up` has started")
+            end_tree(process)
         record = _served(folder, wanted, before, say)
         with connected(folder, record):
             registered = register(deployments, wanted.at_once, webhook)
@@ -101,7 +106,7 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
 
 
 def down(folder: SiteFolder) -> Ended:
-    """End exactly what `up` has started, the worker and its flow runs first."""
+    """End exactly what `up` has started, the worker and its flow runs first; also what nothing has recorded."""
     with folder.locked():
         record = folder.record()
         ended, gone = [], []
@@ -109,6 +114,9 @@ def down(folder: SiteFolder) -> Ended:
             (ended if end(one) else gone).append(one.role)
             if record is not None and one.role == _WORKER and running(record, _SERVER):
                 _continue(folder, record)
+        for process in strays(folder.path, ()):
+            end_tree(process)
+            ended.append("stray")
         if record is not None:
             folder.keep(record.model_copy(update={"processes": ()}))
         return Ended(ended=tuple(ended), gone=tuple(gone))
@@ -122,6 +130,12 @@ def connected(folder: SiteFolder, record: SiteRecord) -> Iterator[None]:
         return
     with temporary_settings({PREFECT_API_URL: record.api, PREFECT_API_AUTH_STRING: folder.secret()}):
         yield
+
+
+def _unrecorded(folder: SiteFolder, record: SiteRecord | None) -> list[psutil.Process]:
+    """Servers and workers that an `up` has started that was killed before it recorded them. Flow runs go on."""
+    recorded = () if record is None else record.processes
+    return [one for word in (_APP, POOL) for one in strays(folder.path, recorded, word)]
 
 
 def running(record: SiteRecord, role: str) -> RunningProcess | None:
@@ -140,7 +154,7 @@ def _served(folder: SiteFolder, wanted: Wanted, record: SiteRecord | None, say: 
     _check_free(wanted.port)
     api = f"http://{HOST}:{wanted.port}/api"
     say(f"starting the Prefect server on {HOST}:{wanted.port}")
-    environment = site_environment(folder.prefect_home, api, folder.secret(), _connection(database))
+    environment = site_environment(folder.path, folder.prefect_home, api, folder.secret(), _connection(database))
     server = start(_SERVER, _server_command(wanted.port), environment, folder.log(_SERVER))
     workers = [] if record is None else [one for one in record.processes if one.role == _WORKER and find(one)]
     record = SiteRecord(api=api, database=database, processes=(server, *workers))
@@ -162,8 +176,11 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
             worker = None
     if worker is None:
         say("starting a worker")
+        for process in strays(folder.path, record.processes):  # no worker could cancel it any more
+            say(f"ending flow run process {process.pid}, whose worker is gone: it continues with the new worker")
+            kill_tree(process)  # asked to end, it would report itself as crashed, and not go on
         _continue(folder, record)
-        environment = site_environment(folder.prefect_home, record.api, folder.secret())
+        environment = site_environment(folder.path, folder.prefect_home, record.api, folder.secret())
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
         worker = start(_WORKER, command, environment, folder.log(_WORKER))
     servers = [one for one in record.processes if one.role == _SERVER]
@@ -180,7 +197,7 @@ def _continue(folder: SiteFolder, record: SiteRecord) -> None:
 
 def _server_command(port: int) -> list[str]:
     # what `prefect server start` runs, without its parent process
-    app = ["--factory", "prefect.server.api.server:create_app"]
+    app = ["--factory", _APP]
     return [sys.executable, "-m", "uvicorn", *app, "--host", HOST, "--port", f"{port}", "--log-level", "warning"]
 
 

@@ -41,6 +41,8 @@ class Progress:
         self._run = run
         self._iterations = iterations
         self._finished = 0
+        self.stage: str | None = None
+        """The stage that began last, and its iteration."""
         self._doing = "starting"
         self._since = time.monotonic()
         self._listeners: list[Callable[[IterationRecord], object]] = []
@@ -83,6 +85,7 @@ class Progress:
         """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)
         self._stage = iteration, stage
+        self.stage = f"{stage} of iteration {iteration}"
         self._begin(f"iteration {iteration}: {stage}")
         for follower in self._followers:
             follower.begins(iteration, stage)

@@ -29,7 +29,7 @@ from storage.meter import measured
 logger = logging.getLogger(__name__)
 
 _CONDITIONAL_PUT = ("s3", "s3a")
-_CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
+CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
 _memory_lock = threading.Lock()
 
 
@@ -262,7 +262,7 @@ class Root:
         Raises:
             StorageUnavailable: the root cannot be written, or the second write succeeded.
         """
-        key, probed = layout.probe_key(uuid.uuid4().hex), self._existing().patient(_CHECK_SECONDS)
+        key, probed = layout.probe_key(uuid.uuid4().hex), self.existing().patient(CHECK_SECONDS)
         probed.put_if_absent(key, b"ratchet")
         twice = probed.put_if_absent(key, b"Ratchet")
         probed.remove(key)
@@ -272,7 +272,7 @@ class Root:
                 "Use a store that honours them"
             )
 
-    def _existing(self) -> "Root":
+    def existing(self) -> "Root":
         """The nearest folder that is there: what is only checked makes none."""
         if self.protocol != "file":
             return self

@@ -11,6 +11,12 @@ from storage.ownership.lease import holder
 from storage.ownership.log import Entry
 from storage.ownership.process import Life, life
 
+STOP_SIGNAL = signal.SIGUSR1
+"""What a holder that others have asked for ends on, not to be tried again. SIGTERM may mean that the machine stops."""
+
+ASKED_FOR = "flow run "
+"""What the name of such a holder begins with."""
+
 _LOOK_SECONDS = 0.1
 
 
@@ -34,8 +40,10 @@ def end_holder(
             f"run {run!r} is driven by {owner}, which cannot be seen from here: give this command on that machine, or "
             f"`ratchet unlock {run} --force` if you know that the process is dead"
         )
+    # SIGINT is ignored by what a shell has started in the background
+    number = STOP_SIGNAL if owner.name.startswith(ASKED_FOR) else signal.SIGTERM
     try:
-        os.kill(owner.process, signal.SIGTERM)  # SIGINT is ignored by what a shell has started in the background
+        os.kill(owner.process, number)
     except PermissionError:
         raise InputError(f"run {run!r} is driven by {owner}, a process of another user: ask that user") from None
     except ProcessLookupError:

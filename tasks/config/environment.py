@@ -74,6 +74,7 @@ _SITE = {
 
 _FAULTS = "RATCHET_FAULTS"
 _MEETING_PLACE = "RATCHET_ENGINE_MEETING_PLACE"
+_SITE_FOLDER = "RATCHET_SITE"
 
 _resolved: set[str] = set()
 """Values of the secrets that this process has looked up, to keep them out of what it shows and stores."""
@@ -197,10 +198,16 @@ def child_python_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": _python_path()}
 
 
-def site_environment(home: Path, api: str, auth: str, database: str | None = None) -> dict[str, str]:
-    """The whole environment for the server and the worker of a site.
+def site_mark(folder: Path) -> tuple[str, str]:
+    """The variable, and its value, by which the processes of a site are recognised, also if nothing recorded them."""
+    return _SITE_FOLDER, str(folder)
+
+
+def site_environment(folder: Path, home: Path, api: str, auth: str, database: str | None = None) -> dict[str, str]:
+    """The whole environment for the server and the worker of a site, which is also that of its flow runs.
 
     Args:
+        folder: of the site.
         home: Prefect's home folder.
         api: URL of the server's API.
         auth: the auth string that the server requires and its clients send.
@@ -213,6 +220,7 @@ def site_environment(home: Path, api: str, auth: str, database: str | None = Non
         **own,
         **_OFFLINE_AND_SILENT,
         **_SITE,
+        **dict([site_mark(folder)]),
         "PREFECT_HOME": str(home),
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),  # which does not follow the home folder
         "PREFECT_API_URL": api,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from storage.errors import WorkerLost
+from storage.errors import RatchetError, StorageInterrupted, WorkerLost
 from tasks.stages.context import Outcome, Performer, RunContext
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
@@ -17,13 +17,29 @@ BACK_OFF_S = (1.0, 10.0, 60.0)
 def persistent(context: RunContext, say: Callable[[str], object]) -> RunContext:
     """A context whose stages are tried again, at most `run.retries` times each, after a process was lost.
 
-    Nothing but `WorkerLost` is tried again: input, rewards, numerics and a store that refuses would fail the same way.
+    What is stored behind the stages is repeated there as often, also when the store was away for longer than the run
+    waits for it. Of a stage nothing but `WorkerLost` is tried again: input, rewards, numerics and a store that refuses
+    would fail the same way.
     What lives is kept, `Workers` replace what is dead, and the stage continues from what its attempt before has stored.
 
     Args:
         say: shows a line to people.
     """
+    context.outbox.repeat(partial(_stored_again, context.config.run.retries, say))
     return replace(context, performer=partial(_Persistent, context, say))
+
+
+def _stored_again(retries: int, say: Callable[[str], object], error: RatchetError, attempts: int) -> float | None:
+    """When a job behind the stages is done again: what it needs was written before it began, and is still there."""
+    if attempts > retries or not isinstance(error, WorkerLost | StorageInterrupted):
+        return None
+    wait = _wait(attempts)
+    say(f"storing behind the stages: {error}. Attempt {attempts + 1} of {retries + 1} begins in {wait:g} s")
+    return wait
+
+
+def _wait(attempts: int) -> float:
+    return BACK_OFF_S[min(attempts, len(BACK_OFF_S)) - 1]
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class _Persistent:
             try:
                 return work()
             except WorkerLost as lost:
-                wait = BACK_OFF_S[min(attempt, len(BACK_OFF_S) - 1)]
+                wait = _wait(attempt + 1)
                 self.say(
                     f"{self.stage} of iteration {iteration}: {lost}. "
                     f"Attempt {attempt + 2} of {retries + 1} begins in {wait:g} s"

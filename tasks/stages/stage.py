@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from storage import kill_points, layout, meter
 from storage.attempts import begin
 from storage.backends.root import Root
-from storage.errors import CommitConflict
+from storage.errors import CommitConflict, RatchetError
 from storage.kill_points import Point
 from storage.manifest import Fence, Manifest, Part, commit, finite_or_null
 from storage.parts import PartWriter
@@ -174,6 +174,16 @@ class _Attempt:
 
 
 def _publish(
+    writer: PartWriter, manifest: Manifest, store: Callable[[], tuple[Part, ...]] | None, fence: Fence | None
+) -> Manifest:
+    try:
+        return _published(writer, manifest, store, fence)
+    except RatchetError as error:  # it may be raised where a later stage waits
+        error.during = f"the storing of {writer.stage} of iteration {writer.iteration}"
+        raise
+
+
+def _published(
     writer: PartWriter, manifest: Manifest, store: Callable[[], tuple[Part, ...]] | None, fence: Fence | None
 ) -> Manifest:
     if store is not None:

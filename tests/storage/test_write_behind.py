@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from storage.errors import LeaseLost, StorageError, StorageUnavailable
+from storage.errors import LeaseLost, StorageError, StorageUnavailable, told
 from storage.write_behind import Outbox
 
 
@@ -63,6 +63,44 @@ def test_what_went_wrong_in_the_block_is_what_is_raised(caplog):
         raise StorageError("a rank died")
     assert done == ["upload"]
     assert "no space left" in caplog.text
+
+
+def test_an_error_of_another_kind_does_not_hide_that_of_the_block(caplog):
+    def broken() -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(StorageError, match="a rank died") as raised, Outbox() as outbox:
+        outbox.add(broken)
+        raise StorageError("a rank died")
+    assert told(raised.value) == "a rank died\nWhat was still to be stored is not: the disk is gone"
+    assert "the disk is gone" in caplog.text
+
+
+def test_a_job_is_repeated_as_often_as_it_is_asked_for_and_later_ones_wait():
+    done, left = [], [2]
+
+    def failing_twice() -> None:
+        if left[0]:
+            left[0] -= 1
+            failing()
+        done.append("upload")
+
+    with Outbox() as outbox:
+        outbox.repeat(lambda error, attempts: 0.0 if attempts < 3 else None)
+        outbox.add(failing_twice)
+        outbox.add(lambda: done.append("manifest"))
+    assert done == ["upload", "manifest"]
+
+
+def test_an_interrupt_does_not_wait_for_the_next_attempt():
+    begun = threading.Event()
+    clock = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Outbox(linger=60) as outbox:
+        outbox.repeat(lambda error, attempts: begun.set() or 3600.0)
+        outbox.add(failing)
+        begun.wait()
+        raise KeyboardInterrupt
+    assert time.monotonic() - clock < 60
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, LeaseLost])

@@ -80,7 +80,7 @@ def test_a_held_lease_is_waited_for_and_then_named(monkeypatch: pytest.MonkeyPat
     def never():
         raise LeaseHeld("driven by someone")
 
-    state = waiting(never, time.monotonic(), said.append)
+    state = waiting("a", never, time.monotonic(), said.append)
     assert state.is_cancelled()
     assert state.message == "driven by someone"
 
@@ -92,7 +92,7 @@ def test_a_run_that_was_taken_over_is_not_taken_back():
         calls.append(1)
         raise LeaseLost("taken over by another")
 
-    state = waiting(work, time.monotonic() + 60, lambda _: None)
+    state = waiting("a", work, time.monotonic() + 60, lambda _: None)
     assert (state.is_cancelled(), state.message, calls) == (True, "taken over by another", [1])
 
 
@@ -182,3 +182,13 @@ def test_a_switch_that_nobody_touches_sends_nothing(make_run, root):
     make_run("a", 1)
     changed = configured("a", root.url, 4, None, [], {"engine": {"cuda_graphs": "true"}})
     assert changed.engine.cuda_graphs is True
+
+
+def test_a_person_reads_the_stage_what_happened_beside_it_and_how_to_need_less_memory():
+    error = errors.WorkerLost("rank 0 failed in train_policy and was ended: OutOfMemoryError: CUDA out of memory")
+    error.during, error.beside = "train of iteration 3", "What was still to be stored is not: no space left"
+    text = explained(error, "a", "/data/runs")
+    for words in ("During train of iteration 3: rank 0 failed", "no space left", "lower train.micro_batch_size"):
+        assert words in text
+    error.during = "train_policy"  # which the message says
+    assert explained(error, "a", "/data/runs").startswith("rank 0 failed")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+from storage.backends.root import open_root
+from tests.small.config import _DOCUMENT
 
 PROJECT = Path(__file__).resolve().parents[3]
 SMALL = Path(__file__).with_name("small.yaml")
@@ -49,29 +53,36 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     return subprocess.run(
         [sys.executable, "-m", "flows", *words, "--json"],
-        cwd=PROJECT, env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1"},
+        cwd=PROJECT, env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1", **more},
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
 
 
 def up(folder: Path, port: int, *more: str) -> dict[str, Any]:
-    done = command("up", f"--folder={folder}", f"--port={port}", f"--deployments={SMALL}", *more)
+    here = ["up", f"--folder={folder}", f"--port={port}", f"--deployments={SMALL}"]
+    done = command(*here, *more, RATCHET_FAULTS=str(faults(folder)))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # starting one takes long
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
     folder, port = tmp_path_factory.mktemp("site") / "site", free_port()
+    faults(folder).mkdir()
     try:
         yield SiteHere(folder, port, up(folder, port)["api"])
     finally:
         ended = command("down", f"--folder={folder}")
         assert ended.returncode == 0, ended.stderr
+
+
+def faults(folder: Path) -> Path:
+    """Where the faults of flow runs over the real stack are planned."""
+    return folder.parent / "faults"
 
 
 @contextmanager
@@ -81,10 +92,67 @@ def connected_to(site: SiteHere) -> Iterator[SyncPrefectClient]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(site: SiteHere) -> Iterator[SyncPrefectClient]:
     with connected_to(site) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pictures of the browser tests are kept."""
+    folder = Path(os.environ.get("PICTURES") or tmp_path_factory.mktemp("pictures"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A page of headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(60_000)
+        yield page
+        browser.close()
+
+
+def open_flow_run(page: Any, site: "SiteHere", flow_run: FlowRun, pictures: Path) -> None:
+    """Sign in and open the page of a flow run."""
+    page.goto(f"{site.api.removesuffix('/api')}/login?redirect=/runs/flow-run/{flow_run.id}")
+    page.locator("input[type=password]").fill(site.secret)
+    page.screenshot(path=pictures / "sign-in.png")
+    page.keyboard.press("Enter")
+
+
+def photograph(page: Any, picture: Path) -> None:
+    """Keep a picture of the page, without what Prefect advertises on it."""
+    page.locator("#prefect-design-toast-app").evaluate_all("all => all.forEach(one => one.remove())")
+    page.screenshot(path=picture)
+
+
+def press_retry(page: Any, picture: Path) -> None:
+    """Press Retry, and again in the dialog."""
+    page.get_by_role("button", name="Retry").first.click()
+    page.get_by_role("dialog").get_by_role("button", name="Retry").wait_for()
+    photograph(page, picture)
+    page.get_by_role("dialog").get_by_role("button", name="Retry").click()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "small.toml"
+    file.write_text(_DOCUMENT)
+    return str(file)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "runs")
 
 
 @pytest.fixture
@@ -103,6 +171,14 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def begun_rollout(start: Callable[..., FlowRun], config: str, root: str, run: str) -> FlowRun:
+    """A flow run that is in the middle of its first rollout for a minute."""
+    (Path(root).parent / "slow-rollout").write_text("60")
+    flow_run = start(run=run, root=root, iterations=1, config=config, settings=["evaluate.every=0"])
+    wait_for(lambda: open_root(root).keys(f"{run}/manifests/000001"))
+    return flow_run
 
 
 def wait_until_idle(site: SiteHere) -> None:

@@ -1,7 +1,8 @@
 """Deployments `train` and `retrain` over small workers, for a worker's process: the real flow, loop and stages.
 
-Files beside the root say what goes wrong: `fail-STAGE` has the name of an error that its engine or rank raises, and
-`slow-rollout` how many seconds a rollout takes longer.
+Files beside the root say what goes wrong: `fail-STAGE` has the name of an error that its engine or rank raises, what it
+says and after how many calls; and `slow-rollout` how many seconds a rollout takes longer. `calls-STAGE` has a
+character for each call that was answered.
 """
 
 import time
@@ -30,11 +31,16 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
     beside = Path(root.path).parent
 
     def meet(stage: str) -> None:
-        slow, fail = beside / f"slow-{stage}", beside / f"fail-{stage}"
+        slow, fail, calls = (beside / f"{what}-{stage}" for what in ("slow", "fail", "calls"))
+        answered = len(calls.read_text()) if calls.exists() else 0
         if slow.exists():
             time.sleep(float(slow.read_text()))
         if fail.exists():
-            raise vars(errors)[fail.read_text()](f"{stage} does not work here")
+            given, usual = fail.read_text().split("|"), ["StageFailed", f"{stage} does not work here", "0"]
+            name, message, after = [*given, *usual[len(given) :]]
+            if answered >= int(after):
+                raise vars(errors)[name](message)
+        calls.write_text("x" * (answered + 1))
 
     class Engine(SmallEngine):
         def generate(self, *given: Any) -> Any:

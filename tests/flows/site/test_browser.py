@@ -1,65 +1,109 @@
 """A person in front of the UI, in headless Chromium: signs in, reads why a flow run is red, presses Retry, sees green.
 
-Pictures are kept in the folder that PICTURES names, or in the test's own.
+Pictures are kept in the folder that PICTURES names, or in a temporary one.
 """
 
-import os
-import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
+from flows.views.history import stages_of
 from storage.backends.root import open_root
-from storage.manifest import need
+from storage.manifest import find, need
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import DEADLINE_S, SiteHere, ended
-from tests.small.config import _DOCUMENT
+from tests.flows.site.conftest import DEADLINE_S, SiteHere, ended, open_flow_run, photograph, press_retry
+from tests.small.config import PIECES
 
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-CHROMIUM = shutil.which("chromium")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium"),
-]
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def page(site: SiteHere):
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
-        page.set_default_timeout(60_000)
-        yield page
-        browser.close()
+@dataclass(frozen=True)
+class Kind:
+    """A way to fail: how a person would meet it, read of it, and repair it."""
+
+    breaks: Callable[[Path], object]
+    repairs: Callable[[Path], object]
+    words: tuple[str, ...]
+    """Of the message."""
+    stage: Stage
+    """That fails."""
+    settings: tuple[str, ...] = ()
+
+    @property
+    def during(self) -> str:
+        return f"the storing of {self.stage}" if self.breaks is in_the_way else str(self.stage)
 
 
-def test_a_person_signs_in_reads_and_presses_retry(
-    site: SiteHere, client: SyncPrefectClient, start, page, tmp_path: Path
+def file(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def gone(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+_FULL = "rank 0 failed in train_policy and was ended: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+_GOOD = "def score(record, response):\n    return float(len(response))\n"
+_BAD = "def score(record, response):\n    return record['solution']\n"
+
+
+def in_the_way(folder: Path) -> None:
+    place = folder / "runs" / "a" / "parts" / "000001" / "train"
+    place.parent.mkdir(parents=True)
+    place.write_text("a file where the store needs a folder")
+
+
+KINDS = {
+    "reward": Kind(
+        file("my_reward.py", _BAD), file("my_reward.py", _GOOD), ("KeyError", "responses have no score"),
+        Stage.REWARD, ("reward.function=my_reward.py:score", "reward.processes=1"),
+    ),
+    "memory": Kind(
+        file("fail-train", f"WorkerLost|{_FULL}"), gone("fail-train"), ("out of memory", "train.micro_batch_size"),
+        Stage.TRAIN,
+    ),
+    "engine": Kind(
+        file("fail-rollout", "WorkerLost|engine 0 died during generate|1"), gone("fail-rollout"),
+        ("engine 0 died", "more often than it is replaced"), Stage.ROLLOUT, ("run.retries=1",),
+    ),
+    "storage": Kind(
+        in_the_way, gone("runs/a/parts/000001/train"), ("Not a directory", "The store refuses"), Stage.TRAIN
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
+    name: str, site: SiteHere, client: SyncPrefectClient, start, page, pictures: Path, config, root, tmp_path: Path
 ):
-    pictures = Path(os.environ.get("PICTURES", str(tmp_path)))
-    pictures.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "small.toml").write_text(_DOCUMENT)
-    (tmp_path / "fail-train").write_text("NumericsError")
-    root = str(tmp_path / "runs")
-    flow_run = start(run="a", root=root, iterations=1, config=str(tmp_path / "small.toml"))
-    assert ended(site, client, flow_run).state.is_failed()
+    kind = KINDS[name]
+    kind.breaks(tmp_path)
+    settings = ["evaluate.every=0", *kind.settings]
+    flow_run = start(run="a", root=root, iterations=1, config=config, settings=settings)
+    failed = ended(site, client, flow_run).state
+    assert failed.is_failed(), failed
+    for words in (*kind.words, f"{kind.during} of iteration 1", f"kept in {root}/a", "Retry repeats only the"):
+        assert words in failed.message
+    store, order = open_root(root), [one for one in stages_of(1) if one != Stage.EVALUATE]
+    before = [stage for stage in order if find(store, "a", 1, stage)]
+    assert before == order[: order.index(kind.stage)]  # what was committed is what stands before the stage that failed
+    made = {stage: need(store, "a", 1, stage) for stage in before}
 
-    ui = site.api.removesuffix("/api")
-    page.goto(f"{ui}/login?redirect=/runs/flow-run/{flow_run.id}")
-    page.locator("input[type=password]").fill(site.secret)
-    page.screenshot(path=pictures / "1-sign-in.png")
-    page.keyboard.press("Enter")
-    page.get_by_text("train does not work here").first.wait_for()
-    page.screenshot(path=pictures / "2-red.png")
-
-    (tmp_path / "fail-train").unlink()
-    page.get_by_role("button", name="Retry").first.click()
-    page.screenshot(path=pictures / "3-dialog.png")
-    page.get_by_role("dialog").get_by_role("button", name="Retry").click()
-    assert ended(site, client, flow_run, attempt=2).state.is_completed()
+    open_flow_run(page, site, flow_run, pictures)
+    page.get_by_text("Everything that was committed is kept").first.wait_for()
+    photograph(page, pictures / f"{name}-1-red.png")
+    kind.repairs(tmp_path)
+    press_retry(page, pictures / f"{name}-2-dialog.png")
+    done = ended(site, client, flow_run, attempt=2).state
+    assert done.is_completed(), done
+    page.reload()
     page.get_by_text("Completed").first.wait_for(timeout=DEADLINE_S * 1000)
-    page.screenshot(path=pictures / "4-green.png")
-    assert need(open_root(root), "a", 1, Stage.ROLLOUT).attempt == 0
-    assert need(open_root(root), "a", 1, Stage.TRAIN).attempt == 1
+    photograph(page, pictures / f"{name}-3-green.png")
+    assert {stage: need(store, "a", 1, stage) for stage in before} == made
+    assert need(store, "a", 1, kind.stage).attempt >= 1
+    # each piece once: resumed inside the stage, and one is sampled again to compare it with what is kept
+    answered = PIECES + (kind.stage == Stage.ROLLOUT)
+    assert (tmp_path / "calls-rollout").read_text() == "x" * answered

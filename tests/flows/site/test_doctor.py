@@ -1,13 +1,15 @@
 """What the doctor finds."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 
-from flows.site.doctor import Diagnosis, _clock, diagnose
+from flows.site.doctor import Diagnosis, _clock, _storage_clock, diagnose
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
+from storage.backends.root import Root, Stored
 from storage.errors import InputError
 from tasks.config.code_version import code_version
 
@@ -19,7 +21,14 @@ def found(diagnosis: Diagnosis) -> dict[str, str]:
 def test_a_machine_without_gpu_and_site_is_healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     diagnosis = diagnose(SiteFolder.at(tmp_path / "site"), str(tmp_path / "runs"))
-    expected = {"versions": "ok", "temporary": "ok", "storage": "ok", "GPU": "warning", "site": "warning"}
+    expected = {
+        "versions": "ok",
+        "temporary": "ok",
+        "storage": "ok",
+        "store's": "ok",
+        "GPU": "warning",
+        "site": "warning",
+    }
     assert {name: level for name, level in found(diagnosis).items() if name != "ports"} == expected
     assert diagnosis.healthy
 
@@ -44,6 +53,19 @@ def test_a_dead_worker_and_server_are_errors(tmp_path: Path):
 def test_a_clock_that_differs_is_an_error(apart, level):
     date = (datetime.now(UTC) + timedelta(seconds=apart)).strftime("%a, %d %b %Y %H:%M:%S GMT")
     assert _clock(httpx.Response(200, headers={"date": date})).level == level
+
+
+@pytest.mark.parametrize(("apart", "level"), [(0, "ok"), (90, "error"), (-90, "error")])
+def test_a_clock_of_the_store_that_differs_is_an_error(apart, level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def other(root: Root, key: str) -> Stored | None:
+        found = info(root, key)
+        return None if found is None else replace(found, modified=found.modified + timedelta(seconds=apart))
+
+    info = Root.info
+    monkeypatch.setattr(Root, "info", other)
+    (finding,) = _storage_clock(str(tmp_path))
+    assert finding.level == level, finding
+    assert not apart or ("ahead" if apart > 0 else "behind") in finding.text
 
 
 def test_a_folder_that_others_can_read_is_refused(tmp_path: Path):

@@ -3,16 +3,18 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.states import Scheduled
 
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import SiteHere, command, connected_to, ended, fired, free_port, up
+from tests.flows.site.conftest import SiteHere, command, connected_to, ended, fired, free_port, up, wait_for
 from tests.small.config import _DOCUMENT
 
 _INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
@@ -23,32 +25,46 @@ pytestmark = [
 ]
 
 
+@dataclass(frozen=True)
+class Postgres:
+    url: str
+    restart: Callable[[], None]
+
+
+def let_through(folder: Path) -> None:
+    """Let other users reach a folder. Each start of pytest closes the one above those of all sessions."""
+    for above in (folder, *folder.parents):
+        if above.owner() == "root" and above.stat().st_mode & 0o001 == 0:
+            above.chmod(above.stat().st_mode | 0o011)
+
+
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
     """A server of its own; PostgreSQL refuses to run as root."""
     folder, port = tmp_path_factory.mktemp("postgres"), free_port()
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
-        for above in (folder, *folder.parents):
-            if above.owner() == "root" and above.stat().st_mode & 0o001 == 0:
-                above.chmod(above.stat().st_mode | 0o011)
         shutil.chown(folder, "postgres")
 
     def tool(name: str, *words: str) -> None:
+        if user:
+            let_through(folder)
         command = [*user, str(_INSTALLED[-1] / name), "-D", str(folder / "data"), *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/")
 
     tool("initdb", "-A", "trust", "-U", "postgres", "--no-sync")
-    tool("pg_ctl", "start", "-w", "-l", str(folder / "log"), "-o", f"-p {port} -h 127.0.0.1 -k {folder}")
-    yield f"postgresql://postgres@127.0.0.1:{port}/postgres"
+    begin = ("-w", "-l", str(folder / "log"), "-o", f"-p {port} -h 127.0.0.1 -k {folder}")
+    tool("pg_ctl", "start", *begin)
+    url = f"postgresql://postgres@127.0.0.1:{port}/postgres"
+    yield Postgres(url, lambda: tool("pg_ctl", "restart", "-m", "immediate", *begin))
     tool("pg_ctl", "stop", "-m", "immediate")
 
 
 @pytest.fixture(scope="module")
-def site(database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
+def site(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
     folder, port = tmp_path_factory.mktemp("site") / "site", free_port()
     try:
-        yield SiteHere(folder, port, up(folder, port, f"--database={database}")["api"])
+        yield SiteHere(folder, port, up(folder, port, f"--database={postgres.url}")["api"])
     finally:
         command("down", f"--folder={folder}")
 
@@ -67,6 +83,31 @@ def test_a_schedule_fires_and_a_failed_flow_run_is_retried(site: SiteHere, tmp_p
     assert need(open_root(root), "a", 1, Stage.TRAIN).attempt == 1
     assert "SQLite" not in (site.folder / "server.log").read_text()
     assert not list((site.folder / "prefect").glob("*.db"))
+
+
+def test_a_restart_of_the_database_loses_nothing(postgres: Postgres, site: SiteHere, tmp_path: Path):
+    """It is killed in the middle of a rollout, and recovers."""
+    root, config = str(tmp_path / "runs"), tmp_path / "small.toml"
+    config.write_text(_DOCUMENT)
+    (tmp_path / "slow-rollout").write_text("10")
+    given = {"run": "b", "root": root, "iterations": 2, "config": str(config), "settings": ["evaluate.every=0"]}
+    with connected_to(site) as client:
+        deployment = client.read_deployment_by_name("train/train")
+        flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=given)
+        wait_for(lambda: open_root(root).keys("b/manifests/000001"))
+        postgres.restart()
+        (tmp_path / "slow-rollout").unlink()
+        done = ended(site, client, flow_run)
+        assert done.state.is_completed(), done.state
+        assert done.run_count == 1
+        mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+
+        def shown() -> set[str]:  # the server writes them later, from events
+            tasks = client.read_task_runs(flow_run_filter=mine)
+            return {task.name for task in tasks if task.state is not None and task.state.is_completed()}
+
+        wait_for(lambda: {"rollout-1", "train-1", "weight-sync-2"} <= shown())
+    assert need(open_root(root), "b", 2, Stage.WEIGHT_SYNC).attempt == 0
 
 
 def test_another_database_is_refused_while_the_site_runs(site: SiteHere):

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -18,23 +17,10 @@ from storage.manifest import need
 from storage.ownership.lease import hold
 from storage.revisions import read_revisions
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import SiteHere, command, ended, up, wait_for
-from tests.small.config import _DOCUMENT
+from tests.flows.site.conftest import SiteHere, begun_rollout, command, ended, up
 
 pytestmark = pytest.mark.slow
 LOOPBACK = ("127.0.0.1", "::1")
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    file = tmp_path / "small.toml"
-    file.write_text(_DOCUMENT)
-    return str(file)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> str:
-    return str(tmp_path / "runs")
 
 
 def test_a_second_up_starts_nothing_and_keeps_what_a_person_changed(site: SiteHere, client: SyncPrefectClient):
@@ -149,16 +135,8 @@ def test_a_finished_stage_is_done_again_once_however_often_it_is_retried(
         assert need(store, "h", n, Stage.WEIGHT_SYNC, revisions.seen(0)) == first[n]
 
 
-def begun_rollout(start, config: str, root: str, run: str, tmp_path: Path) -> Any:
-    """A flow run that is in the middle of its first rollout for a minute."""
-    (tmp_path / "slow-rollout").write_text("60")
-    flow_run = start(run=run, root=root, iterations=1, config=config, settings=["evaluate.every=0"])
-    wait_for(lambda: open_root(root).keys(f"{run}/manifests/000001"))
-    return flow_run
-
-
 def test_a_flow_run_whose_process_is_killed_goes_on_by_itself(start, site, client, config, root, tmp_path: Path):
-    flow_run = begun_rollout(start, config, root, "e", tmp_path)
+    flow_run = begun_rollout(start, config, root, "e")
     (tmp_path / "slow-rollout").unlink()
     (process,) = psutil.Process(site.process("worker")).children()
     process.kill()
@@ -171,7 +149,7 @@ def test_a_flow_run_whose_process_is_killed_goes_on_by_itself(start, site, clien
 def test_a_cancelled_flow_run_ends_with_its_processes_and_its_run_can_be_continued(
     start, site, client, config, root, tmp_path: Path
 ):
-    flow_run = begun_rollout(start, config, root, "f", tmp_path)
+    flow_run = begun_rollout(start, config, root, "f")
     (process,) = psutil.Process(site.process("worker")).children()
     tree = [process, *process.children(recursive=True)]
     client.set_flow_run_state(flow_run.id, Cancelling())

@@ -2,13 +2,15 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.views.progress import Progress
 from storage import errors
 from storage.backends.root import Root, open_root
 from storage.manifest import find, need
-from storage.parts import read_table
+from storage.parts import PartWriter, read_table
 from storage.schema import ROLLOUT
 from tasks.stages import retrying
 from tasks.stages.names import Stage
@@ -69,6 +71,45 @@ def test_what_would_fail_again_is_not_tried_again(kind, tmp_path: Path, pauses):
     with pytest.raises(error):
         drive(tmp_path, 1, error, 2)
     assert pauses == []
+
+
+def drive_storing(folder: Path, failures: int, error: type[Exception], retries: int) -> list[str]:
+    """A run whose storing of states fails that often behind the stages; what people were told of it."""
+    left, store = [failures], PartWriter.store_files
+
+    def failing(self: Any, *given: Any) -> Any:
+        if self.stage == Stage.TRAIN and self.iteration == 1 and left[0]:
+            left[0] -= 1
+            raise error("the state could not be stored")
+        return store(self, *given)
+
+    config = small_config(["run.iterations=2", "evaluate.every=0", f"run.retries={retries}"])
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartWriter, "store_files", failing)
+        patch.setattr(Progress, "say", lambda _, text: told.append(text))
+        patch.setattr(retrying, "BACK_OFF_S", (0.0,))
+        root = open_root(str(folder / "root"))
+        reported: list[Any] = []
+        driver(root, config, folder / "scratch", listener=reported.append).drive()
+    assert [record.iteration for record in reported] == [0, 1, 2]
+    return told
+
+
+@pytest.mark.parametrize("kind", ["WorkerLost", "StorageInterrupted"])
+def test_what_could_not_be_stored_behind_the_stages_is_stored_again(kind, tmp_path: Path):
+    told = drive_storing(tmp_path, 2, vars(errors)[kind], 2)
+    root = open_root(str(tmp_path / "root"))
+    assert need(root, RUN, 1, Stage.TRAIN).attempt == 0  # nothing was trained twice
+    assert need(root, RUN, 2, Stage.WEIGHT_SYNC)
+    assert [line.partition("Attempt ")[2][:6] for line in told if "storing behind" in line] == ["2 of 3", "3 of 3"]
+
+
+@pytest.mark.parametrize(("kind", "failures"), [("WorkerLost", 2), ("StorageUnavailable", 1)])
+def test_what_cannot_be_stored_ends_the_run(kind, failures, tmp_path: Path):
+    with pytest.raises(vars(errors)[kind], match="could not be stored"):
+        drive_storing(tmp_path, failures, vars(errors)[kind], 1)
+    assert find(open_root(str(tmp_path / "root")), RUN, 1, Stage.TRAIN) is None
 
 
 def test_a_stage_that_had_handed_over_its_result_is_not_done_again(tmp_path: Path):

@@ -1,0 +1,120 @@
+"""What happens to a site and its flow runs when a person ends, kills or restarts parts of it."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.client.schemas.sorting import FlowRunSort
+
+from flows.views.history import synced_iterations
+from storage.backends.root import open_root
+from storage.manifest import need
+from tasks.stages.names import Stage
+from tests.flows.site.conftest import DEADLINE_S, SiteHere, begun_rollout, command, ended, up, wait_for, wait_until_idle
+
+pytestmark = pytest.mark.slow
+
+
+def test_down_and_up_in_the_middle_of_a_run_let_it_go_on(start, site: SiteHere, client, config, root, tmp_path: Path):
+    flow_run = begun_rollout(start, config, root, "a")
+    assert command("down", f"--folder={site.folder}").returncode == 0
+    (tmp_path / "slow-rollout").unlink()
+    assert up(site.folder, site.port)["started"] == ["server", "worker"]
+    done = ended(site, client, flow_run, attempt=2)
+    assert done.state.is_completed(), done.state
+    assert need(open_root(root), "a", 1, Stage.ROLLOUT).attempt == 1
+    assert "database is locked" not in (site.folder / "server.log").read_text()
+
+
+def test_a_flow_run_that_ratchet_stop_ends_is_cancelled_and_not_tried_again(
+    start, site: SiteHere, client: SyncPrefectClient, config, root, tmp_path: Path
+):
+    flow_run = begun_rollout(start, config, root, "b")
+    (process,) = psutil.Process(site.process("worker")).children()
+    stopped = command("stop", "b", f"--root={root}")
+    assert stopped.returncode == 0, stopped.stderr
+    assert json.loads(stopped.stdout)["process"] == process.pid
+    found = ended(site, client, flow_run)
+    assert found.state.type is StateType.CANCELLED
+    assert "`ratchet stop b` ended it" in found.state.message
+    assert not process.is_running()
+    (tmp_path / "slow-rollout").unlink()
+    names = [state.name for state in client.read_flow_run_states(flow_run.id)]
+    assert not {"Crashed", "AwaitingRetry", "AwaitingRetryAfterCrash"} & set(names)
+    environment = {**os.environ, "PREFECT_API_URL": site.api, "PREFECT_API_AUTH_STRING": site.secret}
+    retry = [sys.executable, "-m", "prefect", "flow-run", "retry", str(flow_run.id)]
+    subprocess.run(retry, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE_S)
+    assert ended(site, client, flow_run, attempt=2).state.is_completed()
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_flow_run_goes_on(
+    start, site: SiteHere, client, config, root, tmp_path: Path
+):
+    flow_run = begun_rollout(start, config, root, "c")
+    worker = psutil.Process(site.process("worker"))
+    (process,) = worker.children()
+    worker.kill()
+    worker.wait()
+    (tmp_path / "slow-rollout").unlink()
+    assert up(site.folder, site.port)["started"] == ["worker"]
+    done = ended(site, client, flow_run, attempt=2)
+    assert done.state.is_completed(), done.state
+    assert not process.is_running()
+    assert need(open_root(root), "c", 1, Stage.WEIGHT_SYNC)
+
+
+def test_an_up_that_is_killed_leaves_no_second_worker(site: SiteHere):
+    """It was killed after it had started the worker, and before it recorded that."""
+    record = site.record()
+    before = psutil.Process(site.process("worker"))
+    record["processes"] = [one for one in record["processes"] if one["role"] != "worker"]
+    (site.folder / "site.json").write_text(json.dumps(record))
+    assert up(site.folder, site.port)["started"] == ["worker"]
+    assert not before.is_running()
+    assert psutil.pid_exists(site.process("worker"))
+
+
+def test_a_schedule_that_was_missed_fires_once_for_each_time(site: SiteHere, client, config, root):
+    """What Prefect had planned before the site went down is made up for, one after another, each time once."""
+    deployment = client.read_deployment_by_name("train/train")
+    given = {"run": "e", "root": root, "more": 1, "config": config, "settings": ["evaluate.every=0"]}
+    schedule = IntervalSchedule(interval=timedelta(seconds=20), anchor_date=datetime.now(UTC))
+    made = DeploymentScheduleCreate(schedule=schedule, active=True, parameters=given)
+    (created,) = client.create_deployment_schedules(deployment.id, [made])
+
+    def planned() -> list[FlowRun]:
+        found = client.read_flow_runs(sort=FlowRunSort.EXPECTED_START_TIME_ASC, limit=200)
+        return [one for one in found if one.auto_scheduled and one.deployment_id == deployment.id and not one.run_count]
+
+    wait_for(lambda: len(planned()) > 2)
+    first, second, *_ = planned()
+    assert command("down", f"--folder={site.folder}").returncode == 0
+    wait_for(lambda: datetime.now(UTC) > second.expected_start_time)
+    up(site.folder, site.port)
+    done = [ended(site, client, missed).state for missed in (first, second)]
+    client.delete_deployment_schedule(deployment.id, created.id)
+    wait_until_idle(site)
+    assert [state.is_completed() for state in done] == [True, True], done
+    completed = [one for one in client.read_flow_runs(limit=200) if one.auto_scheduled and one.state.is_completed()]
+    assert synced_iterations(open_root(root), "e", 1000) - 1 == len(completed) >= 2
+
+
+def test_a_flow_run_that_loses_its_lease_ends_as_cancelled_and_says_who_has_it(
+    start, site: SiteHere, client, config, root
+):
+    flow_run = begun_rollout(start, config, root, "d")
+    (process,) = psutil.Process(site.process("worker")).children()
+    assert command("unlock", "d", "--force", f"--root={root}").returncode == 0
+    found = ended(site, client, flow_run)  # in a rollout of a minute, at the next renewal
+    assert found.state.type is StateType.CANCELLED
+    assert "it was ended by ratchet unlock" in found.state.message
+    assert not process.is_running()

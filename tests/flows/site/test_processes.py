@@ -1,0 +1,59 @@
+"""Which processes belong to a site."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
+from flows.site.processes import end, find, kill_tree, start, strays
+from flows.site.up import down
+from tasks.config.environment import site_environment
+from tests.flows.site.conftest import wait_for
+
+CHILD = "import time; time.sleep(600)"
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}]); {CHILD}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> SiteFolder:
+    return SiteFolder.at(tmp_path / "site")
+
+
+@pytest.fixture
+def begun(folder: SiteFolder) -> Iterator[RunningProcess]:
+    """A process with a child, started as a site's, of which there is no record."""
+    environment = site_environment(folder.path, folder.prefect_home, "http://127.0.0.1:1/api", "a:b")
+    running = start("worker", [sys.executable, "-c", PARENT, "ratchet"], environment, folder.log("worker"))
+    wait_for(lambda: psutil.Process(running.process).children())
+    yield running
+    end(running)
+
+
+def test_a_process_that_nothing_recorded_is_found_without_its_children(folder: SiteFolder, begun: RunningProcess):
+    assert [one.pid for one in strays(folder.path, ())] == [begun.process]
+    assert [one.pid for one in strays(folder.path, (), "ratchet")] == [begun.process]
+    assert strays(folder.path, (), "flows.server.sqlite:site_app") == []
+    assert strays(folder.path, (begun,)) == []
+    assert strays(folder.path.parent, ()) == []
+
+
+def test_what_a_killed_process_leaves_is_found(folder: SiteFolder, begun: RunningProcess):
+    parent = psutil.Process(begun.process)
+    (child,) = parent.children()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    left = strays(folder.path, (begun,))
+    kill_tree(child)
+    assert left == [child]
+
+
+def test_down_ends_what_nothing_recorded(folder: SiteFolder, begun: RunningProcess):
+    children = psutil.Process(begun.process).children()
+    folder.keep(SiteRecord(api="http://127.0.0.1:1/api"))
+    assert down(folder).ended == ("stray",)
+    assert find(begun) is None
+    assert not any(child.is_running() for child in children)

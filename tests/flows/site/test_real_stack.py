@@ -1,0 +1,124 @@
+"""A site whose flow runs compute with Megatron and vLLM: what a person sees when their processes are killed."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import FlowRun, StateType
+
+from flows.proof.faults import Fault, FaultFolder
+from flows.views.history import synced_iterations
+from storage.backends.root import open_root
+from storage.manifest import need
+from storage.ownership.lease import check_free
+from tasks.stages.names import Stage
+from tests.flows.site.conftest import PROJECT, SiteHere, ended, faults, open_flow_run, photograph, press_retry, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+TINY = PROJECT / "tests" / "integration" / "tiny.toml"
+ITERATIONS = 30
+ENGINE, RANK = "rollout@2:mid-part:engine-0", "train@2:mid-part:trainer-0"
+
+
+def plan(site: SiteHere, *points: str) -> FaultFolder:
+    folder = FaultFolder(faults(site.folder))
+    folder.plan([Fault.parse(point) for point in points])
+    return folder
+
+
+@contextmanager
+def watched(site: SiteHere) -> Iterator[set[tuple[int, float]]]:
+    """Every process of a rank or an engine that lives in the block at some time."""
+    seen: set[tuple[int, float]] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            seen.update(computing(site))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield seen
+    over.set()
+    thread.join()
+
+
+def computing(site: SiteHere) -> set[tuple[int, float]]:
+    found = set()
+    for process in psutil.Process(site.process("worker")).children(recursive=True):
+        try:
+            if process.name().startswith("ray::Host"):
+                found.add((process.pid, process.create_time()))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def text_of(client: SyncPrefectClient, flow_run: FlowRun) -> str:
+    lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id])))
+    return "\n".join(line.message for line in lines)
+
+
+def test_a_run_whose_engine_and_rank_are_killed(
+    site: SiteHere, client: SyncPrefectClient, page, pictures: Path, root: str
+):
+    """Beyond the retries: red, and Retry makes it green. Within: replaced in place. Then a person cancels."""
+    real = client.read_deployment_by_name("train/real").id
+    given = {"run": "tiny", "root": root, "config": str(TINY)}
+    store, plain = open_root(root), "evaluate.every=0"
+
+    beyond = plan(site, "rollout@1:mid-part:engine-0")
+    flow_run = client.create_flow_run_from_deployment(
+        real, parameters={**given, "iterations": 1, "settings": [plain, "run.retries=0"]}
+    )
+    failed = ended(site, client, flow_run).state
+    assert failed.is_failed(), failed
+    assert failed.message.startswith("During rollout of iteration 1: engine 0"), failed.message
+    assert beyond.delivered() == beyond.planned()
+    open_flow_run(page, site, flow_run, pictures)
+    page.get_by_text("Everything that was committed is kept").first.wait_for()
+    photograph(page, pictures / "real-1-red.png")
+    press_retry(page, pictures / "real-2-dialog.png")
+    done = ended(site, client, flow_run, attempt=2).state
+    assert done.is_completed(), done
+    page.reload()
+    page.get_by_text("Completed").first.wait_for()
+    photograph(page, pictures / "real-3-green.png")
+    assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 0
+    assert need(store, "tiny", 1, Stage.ROLLOUT).attempt == 1
+
+    within = plan(site, ENGINE, RANK)
+    with watched(site) as seen:
+        flow_run = client.create_flow_run_from_deployment(
+            real, parameters={**given, "iterations": ITERATIONS, "settings": [plain, "run.retries=2"]}
+        )
+        wait_for(lambda: synced_iterations(store, "tiny", ITERATIONS) > 3)
+        assert {str(fault) for fault in within.delivered()} >= {ENGINE, RANK}
+        assert client.read_flow_run(flow_run.id).run_count == 1
+        assert "engine 0 died" in text_of(client, flow_run)
+        assert len(seen) == 4, seen  # a rank and an engine, and one more of each: the other lives on
+
+        open_flow_run(page, site, flow_run, pictures)
+        page.get_by_role("button", name="Cancel").first.click()
+        page.get_by_role("dialog").get_by_role("button", name="Confirm").wait_for()
+        photograph(page, pictures / "cancel-1-dialog.png")
+        (process,) = psutil.Process(site.process("worker")).children()
+        tree = [process, *process.children(recursive=True)]
+        clicked = time.monotonic()
+        page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
+        psutil.wait_procs(tree, timeout=120)
+        (pictures / "cancel.txt").write_text(
+            f"from the click to the end of the last process: {time.monotonic() - clicked:.1f} s"
+        )
+    assert not [one for one in tree if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert ended(site, client, flow_run).state.type is StateType.CANCELLED
+    page.get_by_text("Cancelled").first.wait_for()
+    photograph(page, pictures / "cancel-2-cancelled.png")
+    check_free(store, "tiny")  # and so it can be continued
+    assert synced_iterations(store, "tiny", ITERATIONS) < ITERATIONS
