@@ -12,7 +12,6 @@ from flows.cli.options import Json
 from flows.views.output import Output
 from storage.errors import InputError
 from tasks.bench.cases import CaseName
-from tasks.bench.rollout import bench_rollout
 from tasks.bench.train import bench_train
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import child_python_path
@@ -41,6 +40,8 @@ def bench_rollout_command(
     json: Json = False,
 ) -> int:
     """Measure a rollout of Ratchet against bare vLLM with the same settings."""
+    from tasks.bench.rollout import bench_rollout  # imports Ray
+
     with Output(json=json) as output:
         found = bench_rollout(case, pairs, samples)
         output.result(found, _lines(found))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.deployments.retrain import configured, fixed, run_name
-from flows.site.registration import read_deployments
+from flows.site.entries import read_deployments
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
 

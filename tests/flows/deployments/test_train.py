@@ -74,7 +74,7 @@ def test_a_held_lease_is_waited_for_and_then_named(monkeypatch: pytest.MonkeyPat
             raise held.pop()
         return Completed()
 
-    assert waiting(work, time.monotonic() + 60, said.append).is_completed()
+    assert waiting("a", work, time.monotonic() + 60, said.append).is_completed()
     assert said == ["driven by someone. Waiting for it"]
 
     def never():

@@ -25,11 +25,16 @@ NIGHTLY = {"slug": "nightly", "cron": "0 2 * * *", "parameters": RUN}
 @pytest.fixture
 def client(prefect_api: str) -> Iterator[SyncPrefectClient]:
     with get_client(sync_client=True) as client:
+        _forget(client)  # other tests use this server too
         yield client
-        for one in client.read_deployments():
-            client.delete_deployment(one.id)
-        if client.read_work_pools():
-            client.delete_work_pool(POOL)
+        _forget(client)
+
+
+def _forget(client: SyncPrefectClient) -> None:
+    for one in client.read_deployments():
+        client.delete_deployment(one.id)
+    if any(pool.name == POOL for pool in client.read_work_pools()):
+        client.delete_work_pool(POOL)
 
 
 def levels(client: SyncPrefectClient, **more) -> dict[str, str]:
