@@ -15,7 +15,6 @@ from tasks.config.credentials import shown_text
 from tasks.config.environment import prepare_process
 from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import Imported, import_samples
-from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
 
 
 def register(app: App) -> None:
@@ -63,6 +62,9 @@ def retrain_command(
     run
         Id of the new run. An existing one needs no further options.
     """
+    # imports the hub's library, which reads the environment then
+    from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
+
     store = open_root(root)
     check_run_name(run)
     table: dict[str, Any] = {

@@ -147,7 +147,7 @@ def test_a_piece_of_the_first_time_is_not_a_piece_of_the_second(root, tmp_path, 
         driver(root, asked_for(), tmp_path / "scratch", at=killing(Stage.ROLLOUT, 2, Point.MID_PART, after=1)).redo()
     process = driver(root, asked_for(), tmp_path / "scratch")
     process.redo()
-    assert process.workers.calls.count("generate") == 3  # two pieces of three, and the first once more to compare
+    assert process.workers.calls.count("enqueue") == 3  # two pieces of three, and the first once more to compare
     assert manifests(root, revision=1)[2, Stage.ROLLOUT].metrics["sampled_again_equal"] > 0
     assert manifests(root, revision=1)[2, Stage.ROLLOUT].attempt == 1
 

@@ -31,6 +31,9 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "train.parallel.pipeline": (1, 2),
     "train.parallel.data": (1, 2),
     "train.parallel.virtual_pipeline": (2, 4),
+    "train.parallel.sequence": ("false", "true"),
+    "train.parallel.expert": (1, 2),
+    "train.parallel.expert_tensor": (1, 2),
     "train.megatron.overlap_grad_reduce": ("false", "true"),
     "train.megatron.overlap_param_gather": ("false", "true"),
     "train.megatron.recompute": ("none", "layers"),
@@ -66,6 +69,9 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
 NEEDS = {
     "storage.keep_every": ["storage.keep_newest=1"],
     "train.parallel.virtual_pipeline": ["train.parallel.pipeline=2"],
+    "train.parallel.sequence": ["train.parallel.tensor=2"],
+    "train.parallel.expert": ["train.parallel.data=2"],
+    "train.parallel.expert_tensor": ["train.parallel.tensor=2"],
 }
 """What a setting is refused without."""
 NOT_HERE = {

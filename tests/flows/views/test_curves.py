@@ -59,7 +59,7 @@ def test_artifact_keys_are_what_prefect_takes(run: str):
 
 def test_the_table_has_a_row_for_each_iteration(make_run: MakeRun, root: Root):
     make_run("a", 2)
-    rows = iteration_table(read_history(root, "a"))
+    rows = iteration_table(read_history(root, "a"), root.url, "a")
     assert [(row["iteration"], row["reward"], row["accuracy"]) for row in rows] == [
         (0, None, 0.5),
         (1, 0.5, 1.0),

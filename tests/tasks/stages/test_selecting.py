@@ -13,11 +13,13 @@ from storage.errors import InputError, StorageError
 from storage.manifest import Manifest, commit, need, revisions
 from storage.parts import PartWriter
 from storage.reader import read_stored_table
+from storage.revisions import record_choice, record_rerun
 from storage.schema import REWARD, ROLLOUT, SELECTION
 from storage.upkeep.fork import fork
 from tasks.config.retrain import RetrainSection
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.selecting import SeenHashes, Selecting, rollouts
+from tests.storage.revised import choice, rerun
 from tests.storage.runs import DOCUMENT, GROUPS, SAMPLES, make_iteration, make_run, reward_table
 from tests.storage.tables import list_column, rollout_table, scored_table
 
@@ -107,17 +109,24 @@ def test_samples_of_another_root_are_selected_by_its_url(root: Root, tmp_path):
     assert [(one.root, one.iteration) for one in selecting.sources] == [(None, 1), (other.url, 2)]
 
 
-def again(root: Root, iteration: int, seed: int, revision: int = 1) -> Manifest:
-    """Another revision of a rollout, with its scores."""
+def chosen(root: Root, iteration: int, stage: Stage) -> None:
+    """Record that a stage was done again, as revision 1, which is the head now."""
+    record_rerun(root, "run", rerun(iteration, stage, 1))
+    record_choice(root, "run", choice(1), 1)
+
+
+def again(root: Root, iteration: int, seed: int, revision: int = 1, **more: object) -> Manifest:
+    """Another revision of a rollout, with its scores; it is the head."""
     before = need(root, "run", iteration, Stage.ROLLOUT)
     table = rollout_table(GROUPS, SAMPLES, seed, iteration, iteration - 1)
     part = PartWriter(root, "run", iteration, Stage.ROLLOUT).write_table("again.arrow", table, ROLLOUT)
-    rollout = commit(root, before.model_copy(update={"revision": revision, "parts": (part,)}))
+    rollout = commit(root, before.model_copy(update={"revision": revision, "parts": (part,), **more}))
     rewards = scored_table(table, [9.0] * table.num_rows)
     part = PartWriter(root, "run", iteration, Stage.REWARD).write_table("again.arrow", rewards, REWARD)
     scored = need(root, "run", iteration, Stage.REWARD)
     inputs = {**scored.inputs, "rollout": rollout.digest}
     commit(root, scored.model_copy(update={"revision": revision, "parts": (part,), "inputs": inputs}))
+    chosen(root, iteration, Stage.ROLLOUT)
     return rollout
 
 
@@ -152,8 +161,7 @@ def test_a_limit_counts_whole_groups(root: Root, limit: int, rows: int):
 def test_only_what_is_new_enough(root: Root):
     make_run(root, iterations=2)
     newer = need(root, "run", 2, Stage.ROLLOUT)
-    late = commit(root, newer.model_copy(update={"revision": 1, "finished": newer.finished + timedelta(hours=2)}))
-    assert late.digest == newer.digest
+    again(root, 2, seed=1, finished=newer.finished + timedelta(hours=2))
     assert set(whole(root, since=newer.finished + timedelta(hours=1))["iteration"].to_pylist()) == {2}
     assert selected(root, section(since=newer.finished + timedelta(hours=3)))[1].examined == 0
 
@@ -172,6 +180,7 @@ def test_scores_that_name_a_sample_twice_are_refused(root: Root):
     twice = scored_table(pa.concat_tables([table, table.slice(0, 1)]), [0.0] * 13)
     part = PartWriter(root, "run", 1, Stage.REWARD).write_table("twice.arrow", twice, REWARD)
     commit(root, need(root, "run", 1, Stage.REWARD).model_copy(update={"revision": 1, "parts": (part,)}))
+    chosen(root, 1, Stage.REWARD)
     with pytest.raises(StorageError, match="a sample twice"):
         whole(root)
 
