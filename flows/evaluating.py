@@ -8,6 +8,7 @@ from flows.run import process_cluster
 from flows.views.evaluations import EvaluationRecord, evaluations
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
+from storage.revisions import read_revisions
 from storage.write_behind import Outbox
 from tasks.checks import check_config, prepared_stage
 from tasks.config.environment import prepare_process
@@ -43,10 +44,16 @@ def evaluate_weights(
     prepare_process()
     store = open_root(root)
     chosen = choose(store, which)
-    stored = read_config(store, chosen.run)
+    revisions = read_revisions(store, chosen.run)
+    stored = read_config(store, chosen.run, revisions)
+    if stored.config.retrain is not None:
+        raise InputError(
+            f"run {chosen.run!r} trains on stored samples and serves no weights: export them, and start a run that "
+            "begins with that model"
+        )
     check_config(stored.config, store, prepared_stage(store, chosen.run))
     with open_evaluation(chosen.run, store, stored) as context:
-        shown = replace(context, performer=performer, page=page, say=say)
+        shown = replace(context, performer=performer, page=page, say=say, revisions=revisions)
         manifest = evaluation(persistent(shown, say), chosen.iteration, settings).manifest
     return recorded(store, chosen.run, manifest.digest)
 

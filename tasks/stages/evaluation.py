@@ -18,15 +18,19 @@ import pyarrow as pa
 from storage.attempts import begin
 from storage.digest import value_digest
 from storage.errors import InputError
-from storage.manifest import Manifest, Part, commit, find, finite_or_null, need
+from storage.manifest import Manifest, Part, commit, find, finite_or_null
 from storage.parallel import each
 from storage.parts import PartWriter, read_parts
 from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
+from storage.upkeep.catalog import require_run
 from tasks.config.code_version import code_version
 from tasks.config.evaluation import PREFIX, SETTINGS, EvaluationSettings
+from tasks.config.run import RunConfig
+from tasks.config.stage_settings import settings_digest
 from tasks.data.files import name_of
 from tasks.engine.protocol import Sampling, token_rows
+from tasks.rewards.resolve import find_reward
 from tasks.rewards.scoring import score_responses
 from tasks.stages.context import Portion, RunContext
 from tasks.stages.names import Stage
@@ -50,36 +54,47 @@ def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings
         NotCommitted: the iteration is not complete.
         PartMissing: its state is not kept.
     """
-    prepared = Prepared(need(context.root, context.run, 0, Stage.PREPARE))
-    served = Served(need(context.root, context.run, iteration, Stage.WEIGHT_SYNC))
+    prepared = Prepared(context.need(0, Stage.PREPARE))
+    served = Served(context.need(iteration, Stage.WEIGHT_SYNC))
+    settings = settings.model_copy(update={"max_tokens": settings.max_tokens or context.config.rollout.max_tokens})
     work = partial(_perform, context, iteration, settings, prepared, served)
     view = context.performer(Stage.EVALUATE)(iteration, work, (prepared, served)).result()
     return Evaluated(view.manifest)
 
 
-def stage_name(settings: EvaluationSettings, prepared: str, served: str, precision: str) -> str:
-    """The name of an evaluation: equal for two that give the same answers."""
-    decides = [settings.model_dump(mode="json"), prepared, served, precision]
+def stage_name(settings: EvaluationSettings, prepared: str, served: str, config: RunConfig) -> str:
+    """The name of an evaluation: equal for two that give the same answers and scores."""
+    rewards = [find_reward(part.function) for part in config.reward.parts]
+    decides = [
+        settings.model_dump(mode="json"),
+        prepared,
+        served,
+        settings_digest(config.model_dump(mode="json"), Stage.EVALUATE),
+        [[one.name, one.version, one.text] for one in rewards],
+    ]
     return PREFIX + value_digest(decides)[:_NAME].translate(_LETTERS)
 
 
 def _perform(
     context: RunContext, iteration: int, settings: EvaluationSettings, prepared: Prepared, served: Served
 ) -> Performed:
-    name = stage_name(settings, prepared.digest, served.digest, context.config.engine.precision)
-    done = find(context.root, context.run, iteration, name)
+    name = stage_name(settings, prepared.digest, served.digest, context.config)
+    revision = context.revisions.of(iteration, name)
+    done = find(context.root, context.run, iteration, name, context.revisions)
     if done is not None:
         return Performed(Evaluated(done), reused=True)
     process = f"{socket.gethostname()}:{os.getpid()}"
     started, clock = datetime.now(UTC), time.perf_counter()
-    attempt = begin(context.root, context.run, iteration, name, process)
-    asked = _Asked.of(context, iteration, settings, prepared, served, name)
+    attempt = begin(context.root, context.run, iteration, name, process, revision)
+    writer = PartWriter(context.root, context.run, iteration, name, revision)
+    asked = _Asked.of(context, settings, prepared, served, writer)
     parts, sources = asked.answer()
     table = read_parts(context.root, parts, EVALUATION_SAMPLES)
     manifest = Manifest(
         run=context.run,
         iteration=iteration,
         stage=name,
+        revision=revision,
         schema_fingerprint=fingerprint(EVALUATION_SAMPLES),
         parts=parts,
         inputs={"prepare": prepared.digest, "weights": served.digest},
@@ -99,6 +114,7 @@ def _perform(
         started=started,
         finished=datetime.now(UTC),
     )
+    require_run(context.root, context.run)  # no lease is held: it may have been removed meanwhile
     return Performed(Evaluated(commit(context.root, manifest)), reused=False)
 
 
@@ -119,9 +135,8 @@ class _Asked:
 
     @classmethod
     def of(
-        cls, context: RunContext, iteration: int, settings: EvaluationSettings,
-        prepared: Prepared, served: Served, name: str,
-    ) -> "_Asked":  # fmt: skip
+        cls, context: RunContext, settings: EvaluationSettings, prepared: Prepared, served: Served, writer: PartWriter
+    ) -> "_Asked":
         """Engines that hold the weights, and the prompts to answer."""
         table = prompts(context, prepared, settings.table).slice(0, settings.prompts)
         if not table.num_rows:
@@ -134,10 +149,8 @@ class _Asked:
         stop = text_codec(context, prepared).stop_tokens
         greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=stop)
         sampled = greedy.model_copy(update={"temperature": settings.temperature, "top_p": settings.top_p})
-        writer = PartWriter(context.root, context.run, iteration, name)
-        return cls(
-            context, iteration, settings, writer, engines, table, greedy, sampled, prepared, time.perf_counter()
-        )  # fmt: skip
+        clock = time.perf_counter()
+        return cls(context, writer.iteration, settings, writer, engines, table, greedy, sampled, prepared, clock)
 
     def answer(self) -> tuple[tuple[Part, ...], dict[str, str]]:
         """Every answer with its score, part by part, and what the reward functions were made of."""

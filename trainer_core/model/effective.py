@@ -221,13 +221,25 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _tensor_ranks(live: Built, of_experts: bool = False) -> set[Value]:
     """Ranks over which the linear layers of the blocks, or those of their experts, are split."""
-    owned = map(vars, _linears(live, of_experts))
-    return {own["tp_size"] if "tp_size" in own else own["tp_group"].size() for own in owned}
+    return {_ranks_of(vars(one)) for one in _linears(live, of_experts)}
+
+
+def _ranks_of(own: dict[str, Any]) -> int:
+    # Transformer Engine's experts say 1 where Megatron exchanges their tokens; Megatron keeps their group beside that
+    if "_tp_group" in own:
+        return own["_tp_group"].size()
+    return own["tp_size"] if "tp_size" in own else own["tp_group"].size()
 
 
 def _linears(live: Built, of_experts: bool = False) -> list[torch.nn.Module]:
+    """Linear layers that tensor-parallel ranks divide; Transformer Engine repeats those that make latents on each."""
     experts = {id(module) for layer in _experts(live) for module in layer.experts.modules()}
-    return [one for one in live.linears if (id(one) in experts) == of_experts]
+    return [one for one in live.linears if (id(one) in experts) == of_experts and not _is_repeated(one)]
+
+
+def _is_repeated(linear: torch.nn.Module) -> bool:
+    divided = [vars(one).get("tensor_model_parallel") for one in linear.parameters(recurse=False)]
+    return bool(divided) and all(one is False for one in divided)
 
 
 def _stages(live: Built) -> set[Value]:
