@@ -1,6 +1,6 @@
 """A new run that shares the past of another: the same parts, by reference, under its own manifests."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pydantic import BaseModel, ConfigDict
 
@@ -85,23 +85,26 @@ def check_unused(root: Root, run: str) -> None:
         )
 
 
-def check_past(root: Root, run: str, config_digest: str) -> None:
+def check_past(root: Root, run: str, known: Collection[str]) -> None:
     """Refuse a run that would continue from manifests of another configuration.
 
     What is under a run's name by mistake begins with iteration 0, as a fork does, so iteration 0 is checked.
 
+    Args:
+        known: digests of the configurations that the run has had: what it was started with, and those of its revisions.
+
     Raises:
-        InputError: a manifest was made under another configuration than the run's own.
+        InputError: a manifest was made under none of them.
     """
     for key in names(root, run, 0).manifests:
         if layout.revision_of(key):
             continue  # done again later, under settings that its rerun records
         manifest = load(root, key)
-        if manifest.config_digest != config_digest:
+        if manifest.config_digest not in known:
             came = f"shared with run {manifest.origin.run}" if manifest.origin else f"written by {manifest.writer}"
             raise InputError(
                 f"{manifest.stage} of iteration 0 of run {run!r} ({came}) belongs to configuration "
-                f"{manifest.config_digest}, but the run was started with {config_digest}: its past was left by "
+                f"{manifest.config_digest}, but the run was started with {' or '.join(sorted(known))}: its past was left by "
                 f"something else, such as an interrupted fork. Start a new run with another --run, or remove "
                 f"the folder {run} from {root.url}"
             )
