@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
+from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
 from flows.deployments.train import is_absolute, warn_of_versions
 from flows.maintenance import Maintenance, Upkeep, maintain_root
@@ -53,6 +54,8 @@ def maintain(
         keep_days: Delete flow runs of this site that ended longer ago than this many days from Prefect's database, with
             their task runs and logs. Runs lose nothing by it. Empty keeps all.
     """
+    if too_many_crashes():
+        return Failed(message=f"its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     logger = get_run_logger()
     warn_of_versions(logger)
     try:
