@@ -106,8 +106,8 @@ def check_past(root: Root, run: str, known: Collection[str]) -> None:
             raise InputError(
                 f"{manifest.stage} of iteration 0 of run {run!r} ({came}) belongs to configuration "
                 f"{manifest.config_digest}, but the run was started with {' or '.join(sorted(known))}: its past "
-                f"was left by something else, such as an interrupted fork. Start a new run with another --run, or remove "
-                f"the folder {run} from {root.url}"
+                f"was left by something else, such as an interrupted fork. Start a new run with another --run, or "
+                f"remove the folder {run} from {root.url}"
             )
 
 

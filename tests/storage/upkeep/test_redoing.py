@@ -198,11 +198,11 @@ def test_an_evaluation_of_weights_that_were_done_again_is_not_forked(root: Root)
     made = make_run(root, iterations=2)
     for iteration in (1, 2):
         trained = made[iteration, Stage.TRAIN]
-        changes = {"stage": "evaluation-0a", "parts": (), "inputs": {"train": trained.digest}}
+        changes = {"stage": "evaluation-ab", "parts": (), "inputs": {"train": trained.digest}}
         commit(root, trained.model_copy(update=changes))
     mine = again(root, 2, Stage.TRAIN, b"another state")
     after(root, 2, Stage.WEIGHT_SYNC, mine, "train")
     fork(root, WORKFLOW, RUN, 2, "child", "c1", DOCUMENT)
-    assert find(root, "child", 1, "evaluation-0a") is not None
-    assert find(root, "child", 2, "evaluation-0a") is None
+    assert find(root, "child", 1, "evaluation-ab") is not None
+    assert find(root, "child", 2, "evaluation-ab") is None
     assert verify(root, "child").findings == ()
