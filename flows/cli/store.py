@@ -20,7 +20,7 @@ from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.revisions import read_revisions
 from storage.upkeep.archive import compact, without_texts
-from storage.upkeep.catalog import contents, names_of, require_run, runs, summaries
+from storage.upkeep.catalog import contents, names, names_of, require_run, runs, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
@@ -31,7 +31,7 @@ from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, read_config
 from tasks.data.stored_texts import StoredTexts
-from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.names import RETRAINING, WORKFLOW, Stage
 
 _BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
 
@@ -182,7 +182,9 @@ def gc_command(
     store = _open(root, run)
     retention = Retention(newest=keep_newest, every=keep_every)
     with hold(store, run, "ratchet gc") if apply else nullcontext() as fence:
-        found = collect(store, WORKFLOW, run, retention, apply=apply, fence=fence)
+        selects = bool(names(store, run, 0).of_stage(Stage.SELECT))
+        workflow = RETRAINING if selects else WORKFLOW
+        found = collect(store, workflow, run, retention, apply=apply, fence=fence)
     with Output(json=json) as output:
         output.result(found, lines.of_collection(found, each=objects))
     return StageFailed.exit_code if found.unreadable else 0
