@@ -283,6 +283,11 @@ def _forked_config(
 ) -> RunConfig:
     revisions = read_revisions(root, parent)
     before = read_config(root, parent, revisions if revision is None else revisions.seen(revision)).config
+    if before.retrain is not None:
+        raise InputError(
+            f"run {parent!r} trains on stored samples and cannot be forked: export its weights with "
+            f"`ratchet export {parent} --to FOLDER`, and start a new run with them"
+        )
     document = before.model_dump(mode="json")
     apply_overrides(document, settings)
     document["run"]["name"] = run
