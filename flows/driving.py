@@ -106,7 +106,7 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
         return context
     progress.say(
         f"revision {rerun.revision}: {rerun} is done again ({rerun.reason}); until that is finished, "
-        f"`ratchet choose {run} {context.revisions.head}` withdraws it"
+        f"`ratchet choose {run} {context.revisions.head} --reason TEXT` withdraws it"
     )
     with context.page.iteration(rerun.iteration):
         sampling.redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))

@@ -1,7 +1,8 @@
 """Upkeep of all runs of a root: garbage, archives, verification. It may be killed and repeated at any time.
 
-A run that no process drives is cleaned under its lease, with its own retention. Beside a process that drives it, only
-what that process cannot use is deleted. What is wrong with one run is noted and does not stop the others.
+A run that no process drives is cleaned under its lease. Beside a process that drives it, only what that process cannot
+use is deleted. Train states are retired by the process that drives a run alone, because it knows the run's settings.
+What is wrong with one run is noted and does not stop the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +17,8 @@ from storage.upkeep.archive import Texts, without_texts
 from storage.upkeep.beside import collect_beside, verify_beside
 from storage.upkeep.catalog import require_run, runs
 from storage.upkeep.chunks import compact_new
-from storage.upkeep.retention import Collection, Retention, collect
+from storage.upkeep.retention import Collection, collect
 from tasks.config.environment import without_secrets
-from tasks.config.stored import stored_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import WORKFLOW, Stage
 
@@ -32,7 +32,7 @@ class Upkeep(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     gc: bool = True
-    """Delete what nothing refers to any more, and the train states that a run's own retention does not keep."""
+    """Delete what nothing refers to any more, and what is left of train states that retention has retired."""
     compact: bool = True
     """Write what is new of each run's samples to its archive."""
     verify: bool = True
@@ -138,9 +138,7 @@ class _Run:
     def _collected(self) -> Collection:
         try:
             with hold(self._root, self._run, OWNER) as lease:
-                section = stored_config(self._root, self._run).storage
-                retention = Retention(newest=section.keep_newest, every=section.keep_every)
-                return collect(self._root, WORKFLOW, self._run, retention, apply=True, fence=lease)
+                return collect(self._root, WORKFLOW, self._run, apply=True, fence=lease)
         except LeaseHeld:
             self._driven = True
             return collect_beside(self._root, WORKFLOW, self._run)

@@ -69,7 +69,7 @@ def perform(
         progress.note(notice)
     with (
         heard(get_run_logger().info, progress.counted),
-        LivePage(name, store.url, config.run.iterations, progress.note) as page,
+        LivePage(name, store.url, last_iteration(store, name, config), progress.note) as page,
         Reports(store, name, config, progress.warn, examples_publisher()) as reports,
     ):
         progress.follow(page)

@@ -91,6 +91,9 @@ class Subflows:
         """See `Page`."""
         self._iterations = [one for one in self._iterations if one.alive()]
         one = self._ahead if self._ahead is not None and self._ahead.number == number else self._opened(number)
+        if self._ahead is not None and self._ahead is not one:
+            self._ahead.drop()
+            self._iterations.append(self._ahead)
         self._ahead = None
         one.begin(self._parent, self._patience_s)
         if not one.is_subflow():

@@ -338,7 +338,7 @@ MUTANTS = (
         "past-not-compared",
         "a run continues from manifests of another configuration",
         "tasks/config/stored.py",
-        "    check_past(root, run, stored.digest)\n",
+        "    check_past(root, run, {stored.first, *documents(root, run, revisions)})\n",
         "",
         ("tests/tasks/config/test_past.py",),
     ),

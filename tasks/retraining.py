@@ -87,7 +87,8 @@ def start_of(root: Root, run: str, text: str) -> str:
         if recorded is not None and recorded.start.rpartition("@")[0] == text:
             return recorded.start
     recorded = names(open_place(root, place), place.run)
-    kept = [at for key, at in recorded.of_stage(Stage.TRAIN).items() if key not in recorded.retired]
+    states = {at: key for (at, stage), key in recorded.newest.items() if stage == Stage.TRAIN}
+    kept = [at for at, key in states.items() if key not in recorded.retired]
     if not kept:
         raise InputError(f"run {place.run!r} has no train state, so no run can begin from it: name another with --from")
     return f"{text}@{max(kept)}"

@@ -122,7 +122,8 @@ def _run_flow_to_its_end(order: Order, signals: Signals, root: Root, output: Out
     try:
         _run_flow(order, signals)
     except WorkerLost as lost:
-        if next_iteration(root, order.run, order.config) <= last_iteration(root, order.run, order.config):
+        left = next_iteration(root, order.run, order.config) <= last_iteration(root, order.run, order.config)
+        if left or is_redoing(root, order.run):
             raise
         output.say(f"{lost}. The run is complete; the page of its flow run is not")
 

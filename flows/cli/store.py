@@ -20,7 +20,7 @@ from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.revisions import read_revisions
 from storage.upkeep.archive import compact, without_texts
-from storage.upkeep.catalog import contents, names_of, require_run, runs, summaries
+from storage.upkeep.catalog import contents, names, names_of, require_run, runs, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
@@ -31,7 +31,7 @@ from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, read_config
 from tasks.data.stored_texts import StoredTexts
-from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.names import RETRAINING, WORKFLOW, Stage
 
 _BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
 
@@ -182,7 +182,9 @@ def gc_command(
     store = _open(root, run)
     retention = Retention(newest=keep_newest, every=keep_every)
     with hold(store, run, "ratchet gc") if apply else nullcontext() as fence:
-        found = collect(store, WORKFLOW, run, retention, apply=apply, fence=fence)
+        selects = bool(names(store, run, 0).of_stage(Stage.SELECT))
+        workflow = RETRAINING if selects else WORKFLOW
+        found = collect(store, workflow, run, retention, apply=apply, fence=fence)
     with Output(json=json) as output:
         output.result(found, lines.of_collection(found, each=objects))
     return StageFailed.exit_code if found.unreadable else 0
@@ -281,6 +283,11 @@ def _forked_config(
 ) -> RunConfig:
     revisions = read_revisions(root, parent)
     before = read_config(root, parent, revisions if revision is None else revisions.seen(revision)).config
+    if before.retrain is not None:
+        raise InputError(
+            f"run {parent!r} trains on stored samples and cannot be forked: export its weights with "
+            f"`ratchet export {parent} --to FOLDER`, and start a new run with them"
+        )
     document = before.model_dump(mode="json")
     apply_overrides(document, settings)
     document["run"]["name"] = run

@@ -9,6 +9,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
+from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
 from flows.deployments.train import is_absolute, warn_of_versions
 from flows.evaluating import evaluate_weights
@@ -62,6 +63,9 @@ def evaluate(
         pass_reward: An answer passes if its reward is at least this.
         seed: Of the sampled answers.
     """
+    if too_many_crashes():
+        message = f"run {run}: the process of its evaluation died {LIMIT + 1} times in a row"
+        return Failed(message=f"{message}. Find out why, then press Retry")
     logger = get_run_logger()
     warn_of_versions(logger)
     try:

@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
+from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
 from flows.deployments.train import is_absolute, warn_of_versions
 from flows.maintenance import Maintenance, Upkeep, maintain_root
@@ -46,13 +47,15 @@ def maintain(
     Args:
         root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
         runs: Only these runs. By default all runs of the root.
-        gc: Delete what crashes left behind and what a run's own retention (storage.keep_newest) does not keep. Beside a
-            process that drives a run, only what that process cannot use is deleted.
+        gc: Delete what crashes left behind, also of train states that retention has retired. Beside a process that
+            drives a run, only what that process cannot use is deleted.
         compact: Write the samples of new iterations to the run's archive (Parquet), in chunks of 100 iterations.
         verify: Read everything that is stored and compare it with its digests. This takes as long as reading does.
         keep_days: Delete flow runs of this site that ended longer ago than this many days from Prefect's database, with
             their task runs and logs. Runs lose nothing by it. Empty keeps all.
     """
+    if too_many_crashes():
+        return Failed(message=f"its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     logger = get_run_logger()
     warn_of_versions(logger)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
-from prefect.states import Completed, Failed
+from prefect.states import Cancelled, Completed, Failed
 
 from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import explained
@@ -16,6 +16,7 @@ from flows.redoing import Request, ask_again
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
+from storage.revisions import read_revisions
 from tasks.config.environment import without_secrets
 from tasks.stages.names import Stage
 
@@ -87,6 +88,9 @@ def begin(run: str, root: str, request: Request) -> State[Any]:
         return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     asked, config = ask_again(open_root(root), run, request)
     drive(run, root, config, one_stage=not asked.cascade)
+    chosen = {choice.revision for choice in read_revisions(open_root(root), run).choices}
+    if asked.cascade and asked.revision not in chosen:
+        return Cancelled(message=f"run {run}: doing {asked} again as revision {asked.revision} was withdrawn")
     head = (
         "is the head" if asked.cascade else f"is beside the head: `ratchet choose {run} {asked.revision}` makes it so"
     )

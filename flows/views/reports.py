@@ -14,6 +14,7 @@ from flows.views.curves import store_plot
 from flows.views.events import EventFile
 from flows.views.history import IterationRecord, read_history, read_record
 from flows.views.lane import Lane, Say
+from flows.views.retrained import last_iteration
 from flows.views.samples import Choice, Samples, chosen
 from flows.views.table import MetricsFile, Row
 from flows.views.trackers import Tracker, trackers
@@ -52,7 +53,7 @@ def finish_report(root: Root, run: str, config: RunConfig, say: Say) -> bytes:
     """`write_report` of a complete run. Trackers, too, get what a process that died at the end did not send them."""
     if trackers(root, run, config):
         with Reports(root, run, config, say) as reports:
-            reports.add(read_record(root, run, config.run.iterations))
+            reports.add(read_record(root, run, last_iteration(root, run, config)))
     return write_report(root, run)
 
 
@@ -70,7 +71,7 @@ class Reports:
         if publish is not None and config.report.examples:
             self._lanes["examples"] = Lane("examples", say)
             self._examples = _Examples(root, run, config, publish)
-        self._last, self._asked = -1, config.run.iterations
+        self._last, self._root, self._run, self._config = -1, root, run, config
 
     def add(self, record: IterationRecord) -> None:
         """An iteration is complete: it and its manifests are published. Takes no time."""
@@ -91,7 +92,7 @@ class Reports:
         interrupted = not isinstance(error, Exception | None)
         deadline = time.monotonic() + (_INTERRUPTED_SECONDS if interrupted else _LINGER_SECONDS)
         self._files.add(self._writer.flush)
-        complete = error is None and self._last == self._asked
+        complete = error is None and self._last == last_iteration(self._root, self._run, self._config)
         for name, sender in self._senders.items():
             self._lanes[name].add(lambda sender=sender: sender.end(complete))
         for lane in (self._files, *self._lanes.values()):

@@ -165,7 +165,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _sampled(root: Root, run: str, iteration: int | None) -> int:
-    there = sorted(names(root, run).of_stage(Stage.ROLLOUT).values())
+    there = sorted(at for at, stage in names(root, run).newest if stage == Stage.ROLLOUT)
     if not there:
         raise InputError(f"run {run!r} has sampled nothing yet: it has no rollout")
     if iteration is not None and iteration not in there:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, InputError, SchemaMismatch, StorageError
+from storage.errors import DigestMismatch, InputError, NotCommitted, SchemaMismatch, StorageError
 from storage.ids import check_run_name, is_run_name
 from storage.manifest import Manifest, Part, load
 from storage.ownership.lease import describe, holder
@@ -260,9 +260,11 @@ def survey(root: Root, run: str, recorded: Names | None = None) -> tuple[Content
 
 def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, StorageError], None]) -> Contents:
     def read_all[T](keys: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
-        def attempt(key: str) -> tuple[str, T | StorageError]:
+        def attempt(key: str) -> tuple[str, T | StorageError | None]:
             try:
                 return key, read(key)
+            except NotCommitted:  # deleted since it was listed
+                return key, None
             except (DigestMismatch, SchemaMismatch) as error:
                 return key, error
 
@@ -270,7 +272,7 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
         for key, value in each(attempt, keys, _READERS):
             if isinstance(value, StorageError):
                 failed(key, value)
-            else:
+            elif value is not None:
                 found[key] = value
         return found
 

@@ -42,10 +42,14 @@ def compact_new(
     there = [one for one in root.stored(layout.archive_folder(run)) if _span(one)]
     recorded = names(root, run)
     committed = {one.key: one.modified for one in root.stored(layout.manifest_folder(run))}
+    revisions = root.stored(layout.revision_folder(run))
+    chosen = [one.modified for one in revisions if layout.is_choice(one.key)]  # an older chunk is of another head
     written: list[Archive] = []
     for place in _places(recorded, workflow, size):
         own = [one for one in there if place.number == _number(one, size)]
-        current = [one for one in own if _span(one) == place.span and one.modified > place.changed(committed)]
+        current = [
+            one for one in own if _span(one) == place.span and one.modified > max([place.changed(committed), *chosen])
+        ]
         if not current:
             written.append(_write(root, run, place, texts()))
         kept = current[-1].key if current else written[-1].key

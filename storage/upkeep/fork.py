@@ -1,6 +1,6 @@
 """A new run that shares the past of another: the same parts, by reference, under its own manifests."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pydantic import BaseModel, ConfigDict
 
@@ -55,11 +55,12 @@ def fork(
     recorded = names_of(root, parent, revision)
     _check_complete(recorded, workflow, parent, iteration)
     past = contents(root, parent, recorded.only(lambda key: _iteration(key) <= iteration))
-    copies = _copies(past.newest, run, config_digest)
+    shared = _shared(workflow, past)
+    copies = _copies(shared, run, config_digest)
     _check_begun(root, run, copies)
     for copy in copies:
         _publish(root, copy, run)
-    _take_over_retirements(root, workflow, past, copies, iteration)
+    _take_over_retirements(root, workflow, past, shared, copies, iteration)
     check_not_removed(root, parent)  # after the copies: a removal that begins later sees them
     key = layout.run_config_key(run)
     # compared, because the answer to our own write may have been lost
@@ -85,25 +86,28 @@ def check_unused(root: Root, run: str) -> None:
         )
 
 
-def check_past(root: Root, run: str, config_digest: str) -> None:
+def check_past(root: Root, run: str, known: Collection[str]) -> None:
     """Refuse a run that would continue from manifests of another configuration.
 
     What is under a run's name by mistake begins with iteration 0, as a fork does, so iteration 0 is checked.
 
+    Args:
+        known: digests of the configurations that the run has had: what it was started with, and those of its revisions.
+
     Raises:
-        InputError: a manifest was made under another configuration than the run's own.
+        InputError: a manifest was made under none of them.
     """
     for key in names(root, run, 0).manifests:
         if layout.revision_of(key):
             continue  # done again later, under settings that its rerun records
         manifest = load(root, key)
-        if manifest.config_digest != config_digest:
+        if manifest.config_digest not in known:
             came = f"shared with run {manifest.origin.run}" if manifest.origin else f"written by {manifest.writer}"
             raise InputError(
                 f"{manifest.stage} of iteration 0 of run {run!r} ({came}) belongs to configuration "
-                f"{manifest.config_digest}, but the run was started with {config_digest}: its past was left by "
-                f"something else, such as an interrupted fork. Start a new run with another --run, or remove "
-                f"the folder {run} from {root.url}"
+                f"{manifest.config_digest}, but the run was started with {' or '.join(sorted(known))}: its past "
+                f"was left by something else, such as an interrupted fork. Start a new run with another --run, or "
+                f"remove the folder {run} from {root.url}"
             )
 
 
@@ -126,7 +130,7 @@ def _check_begun(root: Root, run: str, copies: list[Manifest]) -> None:
 
 
 def _take_over_retirements(
-    root: Root, workflow: Workflow, past: Contents, copies: list[Manifest], iteration: int
+    root: Root, workflow: Workflow, past: Contents, shared: list[Manifest], copies: list[Manifest], iteration: int
 ) -> None:
     """Retire the copies of what the parent has retired; every other state is kept as long as its copy is.
 
@@ -138,7 +142,7 @@ def _take_over_retirements(
     recorded = names(root, past.run, revisions=past.revisions)
     states = {key: at for (at, stage), key in recorded.newest.items() if stage == workflow.holds_state}
     kept = sorted(at for key, at in states.items() if key not in recorded.retired)
-    for original, copy in zip(past.newest, copies, strict=True):
+    for original, copy in zip(shared, copies, strict=True):
         key = layout.manifest_key(past.run, original.iteration, original.stage, original.revision)
         is_last = original.iteration == iteration and original.stage == workflow.holds_state
         retired = key in recorded.retired
@@ -151,6 +155,15 @@ def _take_over_retirements(
             record = records.read(root, layout.retired_key(key), Retired)
             whole = layout.manifest_key(copy.run, copy.iteration, copy.stage, copy.revision)
             records.publish(root, layout.retired_key(whole), record.model_copy(update={"manifest": copy.digest}))
+
+
+def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:
+    """What a fork shares: of what nothing else is made from, only what was made from this past.
+
+    An evaluation of weights stays when a stage before it is done again; it is of the weights that were there first.
+    """
+    there = {one.digest for one in past.newest}
+    return [one for one in past.newest if one.stage in workflow.behind or set(one.inputs.values()) <= there]
 
 
 def _copies(shared: list[Manifest], run: str, config_digest: str) -> list[Manifest]:

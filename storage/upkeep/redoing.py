@@ -96,8 +96,8 @@ def _the_same(run: str, wanted: Wanted, begun: Rerun) -> Rerun:
         return begun
     raise InputError(
         f"{begun} of run {run!r} is being done again as revision {begun.revision} (asked by {begun.asked_by}: "
-        f"{begun.reason}) and is not finished: `ratchet run` finishes it, `ratchet choose {run} {begun.parent}` "
-        "withdraws it"
+        f"{begun.reason}) and is not finished: `ratchet run` finishes it, `ratchet choose {run} "
+        f"{begun.parent} --reason TEXT` withdraws it"
     )
 
 

@@ -122,6 +122,8 @@ def _attempts(root: Root, keys: Sequence[str]) -> Iterator[Finding]:
             records.read(root, key, Attempt)
         except (DigestMismatch, SchemaMismatch) as error:
             return Finding(fault=Problem.DAMAGED, key=key, detail=str(error))
+        except NotCommitted:  # deleted since it was listed, as its stage is committed
+            return None
         return None
 
     yield from filter(None, each(read, keys, _READERS))
@@ -180,8 +182,13 @@ def _source(root: Root, key: str, source: Source) -> Finding | None:
 
 def _archives(root: Root, run: str) -> Iterator[Finding]:
     for key in root.keys(layout.archive_folder(run)):
-        digest = bytes_digest(root.read_buffer(key))
-        if not layout.is_temporary(key) and not digest.startswith(layout.digest_in_name(key) or "?"):
+        if layout.is_temporary(key):
+            continue
+        try:
+            digest = bytes_digest(root.read_buffer(key))
+        except NotCommitted:  # another process has replaced it since it was listed
+            continue
+        if not digest.startswith(layout.digest_in_name(key) or "?"):
             yield Finding(fault=Problem.DAMAGED, key=key, detail=f"its digest is {digest}: write it again with compact")
 
 

@@ -162,18 +162,19 @@ def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
 
 
 def _continued(root: Root, run: str, config: RunConfig) -> str:
-    stored = read_config(root, run)
+    revisions = read_revisions(root, run)
+    stored = read_config(root, run, revisions)
     changed = changed_meaning(stored.config.meaning(), config.meaning())
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
-        revisions = read_revisions(root, run)
         if revisions.settings():
             lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"
         raise InputError(
             f"run {run!r} exists in {root.url} and was started with different settings:\n{lines}\n"
             "Continue it with its own configuration, or start a new run with another --run"
         )
-    check_past(root, run, stored.first)
+    # an evaluation of iteration 0 is stored there under the settings of the head
+    check_past(root, run, {stored.first, *documents(root, run, revisions)})
     return stored.digest
 
 

@@ -93,7 +93,7 @@ def test_a_run_that_is_driven_is_cleaned_beside_the_work(root: Root):
     assert root.exists(waiting)
 
 
-def test_retention_of_the_run_itself_is_applied(root: Root):
+def test_what_is_left_of_a_retired_state_is_deleted_and_no_more_is_retired(root: Root):
     config = small_config(["storage.keep_newest=1"])
     driver(root, config, Path(root.path).parent / "scratch", run="c").drive()
     part = need(root, "c", 1, Stage.TRAIN).parts[0]
@@ -101,6 +101,9 @@ def test_retention_of_the_run_itself_is_applied(root: Root):
     root.replace(part.key, b"what a kill between the record and the deletion leaves")
     assert maintain_root(root, ALL, ["c"]).runs[0].removed == 1
     assert not root.exists(part.key)
+    longer = small_config(["storage.keep_newest=20", "run.iterations=4"])
+    driver(root, longer, Path(root.path).parent / "scratch", run="c").drive()
+    assert maintain_root(root, ALL, ["c"]).runs[0].removed == 0
     assert verify(root, "c").sound
 
 

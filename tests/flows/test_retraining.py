@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from flows.cli.app import execute
 from flows.views.status import read_status
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
@@ -76,6 +77,13 @@ def test_a_retraining_trains_on_stored_samples_without_an_engine(sampled: Root, 
     assert process.done == [(0, Stage.SELECT, False)] + [(n, Stage.TRAIN, False) for n in range(1, 2 * shares + 1)]
     assert not {"warm", "generate", "receive", "score"} & set(process.workers.calls)
     assert read_status(sampled, "plain").complete
+
+
+def test_a_retraining_is_not_forked(sampled: Root, capfd):
+    begun(sampled, "unforked")
+    assert execute(["fork", "unforked", "--at=0", "--run=child", f"--root={sampled.url}"]) == 2
+    assert "trains on stored samples and cannot be forked" in capfd.readouterr().err
+    assert not sampled.exists("child/run.json")
 
 
 def test_the_first_state_is_the_one_it_starts_from(sampled: Root):

@@ -1,10 +1,13 @@
 """Archives that grow with a run."""
 
+from datetime import UTC, datetime
+
 import pyarrow.parquet as pq
 import pytest
 
 from storage import layout
 from storage.errors import DigestMismatch
+from storage.revisions import Choice, record_choice
 from storage.schema import ROLLOUT
 from storage.upkeep.chunks import compact_new
 from storage.upkeep.verify import verify
@@ -115,3 +118,14 @@ def test_two_at_once_leave_the_newer_archive():
         if finished:
             break
     assert finished
+
+
+def test_a_chunk_from_before_the_head_was_chosen_is_written_again(root):
+    make_run(root, iterations=1)
+    age_manifests(root)
+    assert new(root)
+    assert new(root) == []
+    chosen = Choice(revision=0, goes_on=0, reason="a test", asked_by="tests", time=datetime.now(UTC))
+    record_choice(root, "run", chosen, 1)
+    age(root, layout.choice_key("run", 1), days=-0.1)
+    assert new(root) == [((1, 1), GROUP)]

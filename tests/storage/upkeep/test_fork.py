@@ -162,12 +162,12 @@ def test_a_name_with_manifests_but_no_configuration_is_no_new_run(root):
 
 def test_a_past_of_another_configuration_is_refused(root):
     make_run(root, "parent", 1)
-    check_past(root, "parent", "c0")
-    check_past(root, "nobody", "c0")
+    check_past(root, "parent", {"c0"})
+    check_past(root, "nobody", {"c0"})
     fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
-    check_past(root, "child", "c1")
+    check_past(root, "child", {"c0", "c1"})
     with pytest.raises(InputError, match=r"shared with run parent\) belongs to configuration c1, .* started with c2"):
-        check_past(root, "child", "c2")
+        check_past(root, "child", {"c2"})
 
 
 def test_a_taken_over_retirement_says_which_manifest_it_is_of(root):

@@ -192,3 +192,17 @@ def test_the_end_of_an_iteration_leaves_states_of_other_revisions(root: Root):
     assert not root.exists(done[2, Stage.TRAIN].parts[0].key)
     assert root.exists(made.parts[0].key)
     assert read_revisions(root, RUN).seen(1).of(2, Stage.WEIGHT_SYNC) == synced.revision
+
+
+def test_an_evaluation_of_weights_that_were_done_again_is_not_forked(root: Root):
+    made = make_run(root, iterations=2)
+    for iteration in (1, 2):
+        trained = made[iteration, Stage.TRAIN]
+        changes = {"stage": "evaluation-ab", "parts": (), "inputs": {"train": trained.digest}}
+        commit(root, trained.model_copy(update=changes))
+    mine = again(root, 2, Stage.TRAIN, b"another state")
+    after(root, 2, Stage.WEIGHT_SYNC, mine, "train")
+    fork(root, WORKFLOW, RUN, 2, "child", "c1", DOCUMENT)
+    assert find(root, "child", 1, "evaluation-ab") is not None
+    assert find(root, "child", 2, "evaluation-ab") is None
+    assert verify(root, "child").findings == ()

@@ -1,6 +1,7 @@
 """verify names everything that is not as it was written, and nothing else."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +133,18 @@ def test_a_configuration_of_an_earlier_version_carries_no_checksum(root):
     make_run(root, iterations=0)
     root.replace(layout.run_config_key("run"), b'{"run": {"name": "run"}}')
     assert verify(root, "run").sound
+
+
+def test_what_is_gone_since_it_was_listed_is_no_fault(root):
+    make_run(root)
+    gone = [
+        layout.archive_key("run", "chunk", range(1, 3), "0" * 32),
+        layout.attempt_key("run", 1, Stage.ROLLOUT, 0, 7),
+        layout.piece_key("run", 1, Stage.ROLLOUT, 0, "left"),
+    ]
+    for key in gone:  # a link to nothing is listed, and cannot be read
+        path = Path(root.full(key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("nothing")
+        assert key in root.keys("run")
+    assert verify(root, "run").findings == ()
