@@ -202,7 +202,7 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
         ("key-value heads", "tensor"): (int(model.get("num_key_value_heads") or heads), parallel.tensor),
         ("intermediate size", "tensor"): (int(model["intermediate_size"]), parallel.tensor),
     }
-    _check_experts(parallel, experts_of(model))
+    check_experts(parallel, experts_of(model))
     for (what, field), (amount, ranks) in divisors.items():
         if amount % ranks:
             raise InputError(
@@ -216,7 +216,8 @@ def experts_of(model: Mapping[str, Any]) -> int:
     return next((int(model[name]) for name in _EXPERTS if model.get(name)), 0)
 
 
-def _check_experts(parallel: ParallelConfig, experts: int) -> None:
+def check_experts(parallel: ParallelConfig, experts: int) -> None:
+    """Refuse a layout that does not fit the `experts` of a layer, 0 if all layers are dense. Raises InputError."""
     if experts and parallel.tensor > 1 and not parallel.sequence:
         raise InputError(
             f"the model has experts, and train.parallel.tensor is {parallel.tensor}: set train.parallel.sequence = "

@@ -103,6 +103,10 @@ SETTINGS = {
         ["train.parallel.pipeline=2", "train.parallel.virtual_pipeline=2"],
         ["layers of a rank (1) cannot be divided by train.parallel.virtual_pipeline = 2"],
     ),
+    "experts of a dense model": (
+        ["train.parallel.data=2", "train.parallel.expert=2"],
+        ["the model's experts (none) cannot be divided by train.parallel.expert = 2"],
+    ),
     "cards": (
         ["device.kind=cuda", "train.parallel.data=2"],
         ["tp1 pp1 dp2 under [train.parallel] needs 2 GPUs", "1 are visible"],
