@@ -86,6 +86,26 @@ FOLDERS = {
     "no number": (models.config(hidden_size="64"), ["hidden_size in config.json is '64'"]),
     "rope": (models.config(rope_scaling={"rope_type": "longrope"}), ["rope type 'longrope'", "default, yarn"]),
     "bias": (models.config(attention_bias=True), ["attention_bias = true in config.json is not supported"]),
+    "rope of experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], rope_scaling={"rope_type": "linear"}),
+        ["rope type 'linear'", "Qwen3MoeForCausalLM"],
+    ),
+    "bias of experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], attention_bias=True),
+        ["attention_bias = true", "Qwen3MoeForCausalLM"],
+    ),
+    "bias of latent attention": (
+        models.config(architectures=["DeepseekV3ForCausalLM"], attention_bias=True),
+        ["attention_bias = true", "DeepseekV3ForCausalLM"],
+    ),
+    "dense layers among experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[0]),
+        ["mlp_only_layers = [0] in config.json is not supported"],
+    ),
+    "dense layers between experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=2),
+        ["decoder_sparse_step = 2 in config.json is not supported"],
+    ),
     "window": (
         models.config(sliding_window=16, use_sliding_window=True),
         ["train.max_length = 32 is longer than the sliding window of 16"],
