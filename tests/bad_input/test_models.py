@@ -131,6 +131,11 @@ SETTINGS = {
         ["device.kind=cuda", "train.parallel.data=2"],
         ["tp1 pp1 dp2 under [train.parallel] needs 2 GPUs", "1 are visible"],
     ),
+    "cards of an engine": (
+        ["device.kind=cuda", "engine.tensor=2"],
+        ["engine.tensor is 2, but 1 GPUs are visible"],
+    ),
+    "heads of an engine": (["engine.tensor=4"], ["attention heads", "(2) cannot be divided by engine.tensor = 4"]),
     "head size": (
         ["model={generate={hidden=64,heads=4,head_dim=16}}"],
         ["model.generate has heads of 16 (head_dim)", "[32, 64,"],
