@@ -174,7 +174,7 @@ def _device(config: RunConfig) -> Device:
         )
     if device == "cuda" and config.retrain is None and config.engine.tensor > len(settings.gpus):
         raise InputError(
-            f"engine.tensor is {config.engine.tensor}, but {len(settings.gpus)} GPUs are visible: choose a smaller one, "
-            "or make more visible (CUDA_VISIBLE_DEVICES)"
+            f"engine.tensor is {config.engine.tensor}, but {len(settings.gpus)} GPUs are visible: choose a smaller "
+            "one, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     return device
