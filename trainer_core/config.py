@@ -131,7 +131,8 @@ class ExpertsConfig(Frozen):
     """What trains the routers of a mixture of experts beside the objective; megatron-bridge would switch both on."""
 
     auxiliary_loss: float = Field(default=0.0, ge=0)
-    """Coefficient of the auxiliary loss that balances the load of experts."""
+    """Coefficient of the auxiliary loss that balances the load of experts. It is taken within each micro-batch: with it
+    `train.parallel` and `micro_batch_*` change results."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """How far each update moves the bias by which a router prefers experts with less load."""
 
