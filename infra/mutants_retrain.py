@@ -149,7 +149,7 @@ RETRAIN = (
         "retrain-without-logprobs",
         "importance is corrected with log-probabilities that are not numbers",
         "tasks/stages/select.py",
-        "    if ranges.without_logprobs and policy.needs_behaviour:\n",
+        '    if ranges.without_logprobs and policy.loss.type not in ("sft", "dpo"):\n',
         "    if False:\n",
         _LOOP,
     ),

@@ -164,12 +164,17 @@ def _check_algorithm(config: RunConfig) -> None:
 
 
 def _device(config: RunConfig) -> Device:
-    """Where the run computes; refuses a layout with more ranks than cards."""
+    """Where the run computes; refuses a layout or an engine that needs more cards than there are."""
     settings, parallel = Settings.from_environment(), config.train.parallel
     device = settings.device(config.device.kind)
     if device == "cuda" and parallel.world_size > len(settings.gpus):
         raise InputError(
             f"the layout {parallel} under [train.parallel] needs {parallel.world_size} GPUs, one a rank, but "
             f"{len(settings.gpus)} are visible: choose a smaller layout, or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+    if device == "cuda" and config.retrain is None and config.engine.tensor > len(settings.gpus):
+        raise InputError(
+            f"engine.tensor is {config.engine.tensor}, but {len(settings.gpus)} GPUs are visible: choose a smaller "
+            "one, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     return device

@@ -131,7 +131,8 @@ class ExpertsConfig(Frozen):
     """What trains the routers of a mixture of experts beside the objective; megatron-bridge would switch both on."""
 
     auxiliary_loss: float = Field(default=0.0, ge=0)
-    """Coefficient of the auxiliary loss that balances the load of experts."""
+    """Coefficient of the auxiliary loss that balances the load of experts. It is taken within each micro-batch: with it
+    `train.parallel` and `micro_batch_*` change results."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """How far each update moves the bias by which a router prefers experts with less load."""
 
@@ -202,7 +203,7 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
         ("key-value heads", "tensor"): (int(model.get("num_key_value_heads") or heads), parallel.tensor),
         ("intermediate size", "tensor"): (int(model["intermediate_size"]), parallel.tensor),
     }
-    _check_experts(parallel, experts_of(model))
+    check_experts(parallel, experts_of(model))
     for (what, field), (amount, ranks) in divisors.items():
         if amount % ranks:
             raise InputError(
@@ -216,7 +217,8 @@ def experts_of(model: Mapping[str, Any]) -> int:
     return next((int(model[name]) for name in _EXPERTS if model.get(name)), 0)
 
 
-def _check_experts(parallel: ParallelConfig, experts: int) -> None:
+def check_experts(parallel: ParallelConfig, experts: int) -> None:
+    """Refuse a layout that does not fit the `experts` of a layer, 0 if all layers are dense. Raises InputError."""
     if experts and parallel.tensor > 1 and not parallel.sequence:
         raise InputError(
             f"the model has experts, and train.parallel.tensor is {parallel.tensor}: set train.parallel.sequence = "

@@ -60,11 +60,17 @@ class StoredWeights:
             vocab_size: rows of the embedding without padding.
 
         Raises:
-            InputError: megatron-bridge does not know the architecture, or a tensor cannot be converted.
+            InputError: megatron-bridge does not know the architecture, the model has experts, or a tensor cannot be
+                converted.
         """
         with quietly():
             bridge = AutoBridge.from_hf_pretrained(str(model_dir))
             self._config = bridge.to_megatron_provider(load_weights=False)
+            if self._config.num_moe_experts:
+                raise InputError(
+                    "`ratchet export` does not know models with experts: it works for dense decoders such as Llama, "
+                    "Mistral, Qwen2 and Qwen3"
+                )
             self._registry = cast(Any, bridge)._model_bridge.mapping_registry()
         self._state, self._vocab_size = state, vocab_size
         tensors = [name for name in sorted(state.names) if state.tensor(name) and not name.startswith(OPTIMIZER_PREFIX)]

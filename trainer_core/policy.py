@@ -256,6 +256,8 @@ class PolicyConfig(Frozen):
         unused = dict.fromkeys(_NOT_USED_BY[self.loss.type], loss)
         if self.advantage.type != "grpo":
             unused["normalize_by_std"] = f'advantage.type = "{self.advantage.type}"'
+        if self.kl_coefficient == 0 and self.loss.type != "dpo":
+            unused.setdefault("kl_in", "kl_coefficient = 0")
         return [(name, why) for name, why in unused.items() if dict(self)[name] != _FIELDS[name].default]
 
 

@@ -89,7 +89,7 @@ class EvaluateSection(Section):
 
 
 class EngineSection(Section):
-    """The rollout engines. With a deterministic engine only `precision` changes results."""
+    """The rollout engines. With a deterministic engine only `precision` changes results, `tensor` their last bits."""
 
     count: int = Field(default=1, ge=1)
     """Engines (Ray actors). A rollout, and an evaluation, is spread over all of them."""
@@ -104,7 +104,8 @@ class EngineSection(Section):
     precision: Precision = "fp32"
     """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
-    """Share of the card the engine may use; the trainer needs the rest. No effect on CPU."""
+    """Share of the card the engines may use; those that share a card divide it, and the trainer needs the rest. No
+    effect on CPU."""
     cuda_graphs: bool = True
     """Capture CUDA graphs: faster steps, but a start that takes a minute longer. No effect on CPU, or with
     `device.deterministic`."""

@@ -32,7 +32,9 @@ _ROPE_TYPES: Mapping[str, frozenset[str]] = {
     "MistralForCausalLM": frozenset({"default"}),
     "Qwen2ForCausalLM": frozenset({"default", "yarn"}),
     "Qwen3ForCausalLM": frozenset({"default", "yarn"}),
+    "Qwen3MoeForCausalLM": frozenset({"default", "yarn"}),
 }
+_WITHOUT_BIASES = WITHOUT_TRANSFORMER_ENGINE | {"DeepseekV2ForCausalLM"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core assumes of llama3's scaling."""
 
@@ -80,9 +82,12 @@ def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> 
             f"{where}: num_nextn_predict_layers = {facts['num_nextn_predict_layers']} in config.json: layers that "
             "predict further tokens are not trained. Set it to 0 and leave their weights out"
         )
-    if name in LLAMA_LIKE:
+    if name in _ROPE_TYPES:
         _check_positions(facts, name, where)
+    if name in _WITHOUT_BIASES:
         _check_biases(facts, name, where)
+    if name == "Qwen3MoeForCausalLM":
+        _check_sparse(facts, where)
 
 
 def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:
@@ -122,4 +127,14 @@ def _check_biases(facts: Mapping[str, Any], name: str, where: str) -> None:
             raise InputError(
                 f"{where}: {key} = true in config.json is not supported: megatron-bridge does not convert these "
                 f"biases of {name}"
+            )
+
+
+def _check_sparse(facts: Mapping[str, Any], where: str) -> None:
+    """megatron-bridge gives every layer of a Qwen3-MoE experts."""
+    for key, accepted in (("mlp_only_layers", (None, [])), ("decoder_sparse_step", (None, 1))):
+        if facts.get(key) not in accepted:
+            raise InputError(
+                f"{where}: {key} = {facts[key]} in config.json is not supported, because megatron-bridge gives every "
+                "layer experts: use a model without dense layers"
             )

@@ -48,6 +48,12 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     """
     check_numbers(facts, where)
     check_parallel(config.train.parallel, facts)
+    heads, parts = facts["num_attention_heads"], config.engine.tensor
+    if config.retrain is None and heads % parts:
+        raise InputError(
+            f"the attention heads of {where} ({heads}) cannot be divided by engine.tensor = {parts}: choose a "
+            "smaller one"
+        )
     check_head_size(facts, device, where)
     check_window(facts, config.train.max_length, where)
     context = int(facts["max_position_embeddings"])

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from storage.errors import InputError
-from trainer_core.config import Device, ParallelConfig
+from trainer_core.config import Device, ParallelConfig, check_experts, experts_of
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on CPU has kernels for."""
@@ -65,6 +65,7 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
                 f"the model's {what} ({amount}) cannot be divided by train.parallel.{key} = {ranks}: choose one of "
                 f"{fitting}"
             )
+    check_experts(parallel, experts_of(facts))
 
 
 def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> None:

@@ -90,11 +90,10 @@ def _check_content(work: Work, prepared: Prepared, selecting: Selecting, ranges:
             f"nothing is selected: {selecting.examined} samples were examined, and retrain.where {section.where!r}, "
             f"retrain.since {section.since} and retrain.limit {section.limit} keep none of them. Change one of these"
         )
-    if ranges.without_logprobs and policy.needs_behaviour:
+    if ranges.without_logprobs and policy.loss.type not in ("sft", "dpo"):
         raise InputError(
-            f"{ranges.without_logprobs} selected samples were imported without log-probabilities, which "
-            'train.policy.old_policy and train.policy.correction need: set train.policy.loss.type = "sft", or select '
-            "others"
+            f"{ranges.without_logprobs} selected samples were imported without log-probabilities, "
+            'without which only train.policy.loss.type "sft" and "dpo" train: set one of these, or select others'
         )
     check_sampling(policy, ranges.least_top_p, "top_p of the selected samples")
     _check_fit(work, prepared, ranges)

@@ -5,6 +5,7 @@ after the run, so that the next flow process finds them; what they hold is used 
 """
 
 import logging
+import math
 from pathlib import Path
 from types import TracebackType
 
@@ -166,6 +167,8 @@ class Fleet:
         """What the engines are started with; raises as `device`."""
         section, deterministic = self._config.engine, self._config.device.deterministic
         fast = self.device == "cuda" and not deterministic
+        places = max(1, len(self._cluster.settings.gpus) // section.tensor)
+        sharing = math.ceil(section.count / places) if self.device == "cuda" else 1  # engines of one card
         return EngineSpec.model_validate(
             {
                 "model_dir": str(model_dir),
@@ -174,7 +177,7 @@ class Fleet:
                 "max_num_seqs": section.max_num_seqs,
                 "kv_cache_bytes": None if section.kv_cache_mib is None else section.kv_cache_mib << 20,
                 "device": self.device,
-                "gpu_memory_utilization": section.gpu_memory_utilization,
+                "gpu_memory_utilization": section.gpu_memory_utilization / sharing,
                 "enforce_eager": not (fast and section.cuda_graphs),
                 "async_scheduling": fast and section.async_scheduling,
                 "together": not fast,

@@ -86,6 +86,26 @@ FOLDERS = {
     "no number": (models.config(hidden_size="64"), ["hidden_size in config.json is '64'"]),
     "rope": (models.config(rope_scaling={"rope_type": "longrope"}), ["rope type 'longrope'", "default, yarn"]),
     "bias": (models.config(attention_bias=True), ["attention_bias = true in config.json is not supported"]),
+    "rope of experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], rope_scaling={"rope_type": "linear"}),
+        ["rope type 'linear'", "Qwen3MoeForCausalLM"],
+    ),
+    "bias of experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], attention_bias=True),
+        ["attention_bias = true", "Qwen3MoeForCausalLM"],
+    ),
+    "bias of latent attention": (
+        models.config(architectures=["DeepseekV3ForCausalLM"], attention_bias=True),
+        ["attention_bias = true", "DeepseekV3ForCausalLM"],
+    ),
+    "dense layers among experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], mlp_only_layers=[0]),
+        ["mlp_only_layers = [0] in config.json is not supported"],
+    ),
+    "dense layers between experts": (
+        models.config(architectures=["Qwen3MoeForCausalLM"], decoder_sparse_step=2),
+        ["decoder_sparse_step = 2 in config.json is not supported"],
+    ),
     "window": (
         models.config(sliding_window=16, use_sliding_window=True),
         ["train.max_length = 32 is longer than the sliding window of 16"],
@@ -103,10 +123,19 @@ SETTINGS = {
         ["train.parallel.pipeline=2", "train.parallel.virtual_pipeline=2"],
         ["layers of a rank (1) cannot be divided by train.parallel.virtual_pipeline = 2"],
     ),
+    "experts of a dense model": (
+        ["train.parallel.data=2", "train.parallel.expert=2"],
+        ["the model's experts (none) cannot be divided by train.parallel.expert = 2"],
+    ),
     "cards": (
         ["device.kind=cuda", "train.parallel.data=2"],
         ["tp1 pp1 dp2 under [train.parallel] needs 2 GPUs", "1 are visible"],
     ),
+    "cards of an engine": (
+        ["device.kind=cuda", "engine.tensor=2"],
+        ["engine.tensor is 2, but 1 GPUs are visible"],
+    ),
+    "heads of an engine": (["engine.tensor=4"], ["attention heads", "(2) cannot be divided by engine.tensor = 4"]),
     "head size": (
         ["model={generate={hidden=64,heads=4,head_dim=16}}"],
         ["model.generate has heads of 16 (head_dim)", "[32, 64,"],

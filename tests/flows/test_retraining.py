@@ -281,6 +281,9 @@ def test_samples_without_logprobs_serve_only_what_needs_none(sampled: Root, tmp_
     imported(sampled, tmp_path, "bare", logprobs=False)
     with pytest.raises(InputError, match="8 selected samples were imported without log-probabilities"):
         retrained(sampled, tmp_path, "uncorrected", select=["bare"])
+    with pytest.raises(InputError, match="without which only"):
+        compared = ('train.policy.old_policy="trainer"', 'train.policy.correction={type="none"}')
+        retrained(sampled, tmp_path, "compared", compared, select=["bare"])
     settings = ('train.policy.loss.type="sft"', "train.policy.kl_coefficient=0")
     retrained(sampled, tmp_path, "likely", settings, select=["bare"])
     assert read_status(sampled, "likely").complete

@@ -18,6 +18,7 @@ CORRECTIONS = [{"correction": {"type": "truncate"}}, {"correction": {"type": "ma
         ({"loss": {"type": "sft"}, "normalize_by_std": False}, "or give it its default, normalize_by_std = true"),
         ({"loss": {"type": "sft"}, "correction": {"type": "mask"}}, "correction has no effect"),
         ({"loss": {"type": "sft"}, "old_policy": "behaviour"}, "old_policy has no effect"),
+        ({"kl_in": "reward"}, "kl_in has no effect with kl_coefficient = 0"),
         ({"loss": {"type": "dpo"}, "kl_coefficient": 0.1}, "kl_coefficient has no effect"),
         ({"loss": {"type": "dpo"}, "loss_aggregation": "sequence"}, "loss_aggregation has no effect"),
         ({"advantage": {"type": "rloo"}, "normalize_by_std": False}, "normalize_by_std has no effect with advantage"),

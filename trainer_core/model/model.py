@@ -14,7 +14,10 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -207,6 +210,8 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     for module in built.modules:
         if isinstance(module, TopKRouter) and module.enable_expert_bias:
             _count_without_filling(module)
+        if isinstance(module, TopKRouter) and config.experts.auxiliary_loss > 0:
+            _balance_without_filling(module)
     check_effective(provider, wanted)
     return Model(
         bridge=bridge,
@@ -282,6 +287,24 @@ def _count_without_filling(module: Any) -> None:
         count(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))  # (T,) -> (T, 1)
 
     module._apply_expert_bias = counted
+
+
+def _balance_without_filling(module: Any) -> None:
+    """Let a batch that only fills up have an auxiliary loss of 0: upstream divides by its tokens that count."""
+
+    def finite(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def applied(
+            probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *sizes: int, with_padding_mask: bool
+        ) -> torch.Tensor:
+            if with_padding_mask:  # of tensor-parallel ranks that divide the positions, one alone may be without tokens
+                empty = reduce_from_tensor_model_parallel_region(routing_map.sum(), module.tp_cp_group) == 0
+                scores, routing_map = scores * ~empty, routing_map | empty  # (T, E) each
+            return apply(probs, scores, routing_map, *sizes, with_padding_mask=with_padding_mask)
+
+        return applied
+
+    module._apply_aux_loss = finite(module._apply_aux_loss)
+    module._apply_seq_aux_loss = finite(module._apply_seq_aux_loss)
 
 
 def _refused(error: Exception) -> InputError:

@@ -17,6 +17,9 @@ OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
 
 
+_NOT_SAVED = {"virtual_pipeline", "sequence", "expert", "expert_tensor"}
+"""Of a layout: the file stays as earlier versions wrote it, and nothing that reads it asks for these."""
+
 STATE_SCHEME = 1
 """Version of the rules by which a state gets its identity from what it holds."""
 
@@ -129,4 +132,4 @@ def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -
 
 def facts_text(facts: StateFacts) -> str:
     """The content of the file that holds the facts, beside the tensors."""
-    return facts.model_dump_json(indent=1, exclude={"parallel": {"virtual_pipeline"}})
+    return facts.model_dump_json(indent=1, exclude={"parallel": _NOT_SAVED})

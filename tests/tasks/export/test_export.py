@@ -71,6 +71,7 @@ def test_the_card_names_run_and_digests(stored, tmp_path):
         assert fact in card
     for part in need(root, "run", 0, Stage.PREPARE).parts:
         assert part.digest in card
+    assert 'tags: ["ratchet", "grpo"]' in card
     assert str(folder) not in card
     assert not Path(tmp_path / "out" / ".unfinished-export").exists()
 

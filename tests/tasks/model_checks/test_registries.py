@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,16 @@ def test_what_megatron_refuses_is_refused_before_the_start(tmp_path):
 @pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(pipeline=4)])
 def test_what_fits_is_accepted(parallel):
     assert refused(parallel, FACTS) is None
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (ParallelConfig(tensor=2), "set train.parallel.sequence = true"),
+        (ParallelConfig(data=4, expert=4), r"experts \(6\) cannot be divided by train.parallel.expert = 4"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused_before_the_start(parallel, words, key):
+    assert re.search(words, refused(parallel, {**FACTS, key: 6}) or "")
+    assert refused(ParallelConfig(tensor=2, sequence=True), {**FACTS, key: 6}) is None

@@ -152,6 +152,7 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
             {"enforce_eager": True, "async_scheduling": False, "own_core": False, "together": False},
         ),
         ({"engine": {}}, {"kv_cache_bytes": None, "tensor": 1}),
+        ({"engine": {"count": 3, "gpu_memory_utilization": 0.75}}, {"gpu_memory_utilization": 0.25}),
         ({"engine": {"kv_cache_mib": 3, "tensor": 2}}, {"kv_cache_bytes": 3 << 20, "tensor": 2}),
     ],
 )

@@ -8,6 +8,7 @@ from tests.trainer_core.models import (
     FAMILIES,
     hugging_face_logprobs,
     make_family,
+    random_samples,
     random_sequences,
     read_export,
 )
@@ -115,3 +116,16 @@ def test_experts_on_tensor_ranks_need_the_positions_divided(folders):
 def test_divisions_that_the_ranks_cannot_have(given, fact):
     with pytest.raises(ValueError, match=fact):
         ParallelConfig(**given)
+
+
+def train_on_few(trainer, samples):
+    trainer.import_model()
+    return trainer.train_policy(samples, TEMPERATURE)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_a_rank_without_samples_does_not_spoil_the_auxiliary_loss(folders, family):
+    given = configuration(ParallelConfig(data=2), micro_batch_size=1)
+    given = given.model_copy(update={"experts": ExpertsConfig(auxiliary_loss=0.1)})
+    found = run_trainers(folders(family), given, train_on_few, random_samples(groups=1, per_group=6))
+    assert all(0 < metrics["grad_norm"] < float("inf") for metrics in found)

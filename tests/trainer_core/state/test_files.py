@@ -1,6 +1,7 @@
 """Files that are laid out once and filled in place are what torch itself would have written."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -97,3 +98,9 @@ def test_an_entry_of_a_lost_rank_is_missed(files, tmp_path):
     describe(tmp_path, files[0].entries)
     with pytest.raises(StorageError, match="or not whole"):
         SavedState(tmp_path).read("matrix", Region((0, 0), (5, 7)))
+
+
+def test_facts_name_the_ranks_alone(tmp_path):
+    layout = ParallelConfig(tensor=2, pipeline=2, data=2, virtual_pipeline=2, sequence=True, expert=2, expert_tensor=1)
+    written = facts_text(FACTS.model_copy(update={"parallel": layout}))
+    assert json.loads(written)["parallel"] == {"tensor": 2, "pipeline": 2, "data": 2}
