@@ -77,8 +77,8 @@ PAGES = (
         "evaluation-settings-forgotten",
         "what decides the answers is not in the name of an evaluation",
         "tasks/stages/evaluation.py",
-        '    decides = [settings.model_dump(mode="json"), prepared, served, precision]\n',
-        "    decides = [prepared, served, precision]\n",
+        '        settings.model_dump(mode="json"),\n        prepared,',
+        "        prepared,",
         _EVALUATION,
     ),
     Mutant(
