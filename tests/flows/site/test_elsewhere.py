@@ -62,7 +62,7 @@ def test_a_schedule_that_changed_in_the_file_changes_and_what_a_person_paused_st
         assert after["nightly"].schedule.cron == "0 3 * * *"
         assert after["nightly"].parameters["more"] == 5
         assert not after["nightly"].active
-        assert after["often"].schedule == before["often"].schedule  # else each registration would begin to count anew
+        assert after["often"].schedule == before["often"].schedule  # else each registration would begin to count again
         client.delete_deployment(deployment)
 
 

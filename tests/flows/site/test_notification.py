@@ -20,7 +20,7 @@ DEADLINE_S = 120
 
 
 class Receiver:
-    """A webhook of somebody else."""
+    """A webhook of another person."""
 
     def __init__(self) -> None:
         self.told: Queue[tuple[str, dict]] = Queue()
