@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.states import Scheduled
 
 from storage.backends.root import open_root
@@ -100,7 +100,7 @@ def test_a_restart_of_the_database_loses_nothing(postgres: Postgres, site: SiteH
         done = ended(site, client, flow_run)
         assert done.state.is_completed(), done.state
         assert done.run_count == 1
-        mine = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run.id]))
+        mine = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run.id]))  # its iterations
 
         def shown() -> set[str]:  # the server writes them later, from events
             tasks = client.read_task_runs(flow_run_filter=mine)
