@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.records import TensorRecord
 
 Generators = Literal["continued", "restored", "reseeded"]
@@ -32,6 +34,28 @@ class LoadedState:
     """Updates of that optimizer."""
     identity: StateIdentity
     """Of what the ranks hold now, computed from their memory."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One rank's answer to `plan_weights`."""
+
+    digest: str
+    """Of plan, configuration and version; equal on all ranks."""
+    plan: WeightPlan | None
+    """The plan itself, on rank 0; None on the others."""
+    exchanges: int
+    """Exchanges of metadata between the ranks that it took; 0 with one rank."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One rank's answer to `send_weights`."""
+
+    digests: dict[str, str]
+    """`tensor_digest` of each tensor that this rank has sent, by name, computed from what was packed."""
+    seconds: dict[str, float]
+    """Time by what it was spent on: convert, wait, digest."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +205,32 @@ class TrainerProtocol(Protocol):
 
         Raises:
             StorageUnavailable: on rank 0, if the files cannot be written.
+        """
+        ...
+
+    def plan_weights(self, version: int, arena_bytes: int) -> Planned:
+        """Plan an update of the engines from the live weights and buffers.
+
+        Args:
+            version: weight version that it leads to.
+            arena_bytes: limit of a bucket; a larger tensor has a bucket of its own.
+
+        Raises:
+            SyncMismatch: ranks disagree about the model, or a weight has no Hugging Face name.
+        """
+        ...
+
+    def send_weights(self, digest: str, channel: Channel) -> Sent:
+        """Convert the live weights and send them as the plan says that the last `plan_weights` made.
+
+        Returns when every receiver has read everything. The plan is forgotten, however this ends.
+
+        Args:
+            digest: of that plan.
+            channel: how.
+
+        Raises:
+            SyncMismatch: there is no such plan, the model no longer fits it, or the receivers gave up.
         """
         ...
 

@@ -11,6 +11,8 @@ from pydantic import Field
 from storage.digest import value_digest
 from storage.reader import row_views
 from trainer_core.config import Device, Frozen
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.records import TensorRecord
 
 TokenIds = Sequence[int] | NDArray[np.int32]
@@ -107,6 +109,19 @@ class SyncReceipt(Frozen):
     """From the first file to the reset of the prefix cache."""
 
 
+class Arrived(Frozen):
+    """What an engine reports of an update that it has received, loaded and verified, and that is not committed yet."""
+
+    digests: dict[str, str]
+    """`tensor_digest` of each tensor by name, of what arrived; the same from every worker of the engine."""
+    landed: int
+    """Tensors that were found again in the live parameters, over all workers."""
+    bytes: int
+    """Bytes read, by one worker."""
+    seconds: dict[str, float]
+    """Time by what it was spent on, of the slowest worker: wait, load, digest, finish."""
+
+
 class Finished(NamedTuple):
     """A batch of requests that has been sampled."""
 
@@ -183,6 +198,46 @@ class EngineProtocol(Protocol):
         Raises:
             InputError: a sequence is empty or fills the whole context (the engine always samples one token more).
             SyncMismatch: the last `receive` failed, so the weights must not be used.
+        """
+        ...
+
+    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
+        """Get ready to receive; nothing is written yet, and the weights of before still serve.
+
+        Args:
+            plan: the update.
+            digest: as the trainer ranks computed it.
+            channel: how it arrives.
+            first_receiver: number of this engine's first worker among `channel.receivers`; the others follow.
+
+        Returns:
+            The digest of the plan as every worker computed it.
+
+        Raises:
+            SyncMismatch: the plan is not what the live model of a worker needs, with the names; or workers disagree.
+        """
+        ...
+
+    def receive_update(self) -> Arrived:
+        """Receive what was prepared, load it in place, and verify what landed. From the first byte that is written
+        until `commit_update` the engine refuses to generate. Called while the trainer ranks send.
+
+        Raises:
+            SyncMismatch: a tensor did not arrive, is not loaded, or landed otherwise than it was sent; with its name.
+        """
+        ...
+
+    def commit_update(self, version: int, weights_digest: str) -> None:
+        """Serve what was received: empty the prefix cache and stamp the weights.
+
+        Raises:
+            SyncMismatch: nothing was received, or not this.
+        """
+        ...
+
+    def abort_update(self, reason: str) -> bool:
+        """Forget what was prepared. Returns whether the weights of before still serve: not if they were written to;
+        then the engine refuses to generate, with that reason, until the next commit. Safe to call at any time.
         """
         ...
 

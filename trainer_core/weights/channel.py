@@ -1,0 +1,26 @@
+"""How the bytes of one weight update travel from trainer ranks to engine workers. Imports without torch."""
+
+from typing import Literal
+
+from trainer_core.frozen import Frozen
+
+Transport = Literal["memory", "cuda", "collective", "files"]
+"""`memory`: arenas in shared memory of the host. `cuda`: arenas on the card that trainer and engine share, opened by CUDA
+IPC. `collective`: broadcasts of a process group of senders and receivers (NCCL on cards, gloo on CPU). `files`:
+safetensors files in a folder or an object store that both sides reach."""
+
+
+class Channel(Frozen):
+    """One update's way; made by whoever drives the update, and the same object for every process that takes part."""
+
+    transport: Transport
+    """How bytes move."""
+    folder: str
+    """New, empty local folder in which both sides meet and tell each other how far they are; for `files` the place of
+    the files."""
+    receivers: int
+    """Engine workers that read, over all engines."""
+    arenas: int = 2
+    """Buffers of `WeightPlan.arena_bytes` of each sender."""
+    deadline_s: float = 600.0
+    """How long one side waits for the other before it gives up."""

@@ -1,0 +1,73 @@
+"""What one weight update moves: every tensor by its Hugging Face name, who sends it, and where it lies in which bucket.
+
+A plan is made anew for each update from the live model, and forgotten with it. Imports without torch.
+"""
+
+from trainer_core.frozen import Frozen
+
+ALIGNMENT = 256
+"""Bytes; every tensor begins at a multiple of it in its bucket, so that kernels and copies are aligned."""
+
+_SIZES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class PlannedTensor(Frozen):
+    """One tensor of an update."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """Element type as torch spells it, without the prefix: float32, bfloat16."""
+    shape: tuple[int, ...]
+    """Shape of the whole, unsharded tensor, without rows that only pad the vocabulary."""
+    bucket: int
+    """Number of the bucket that carries it."""
+    offset: int
+    """First byte in the bucket, a multiple of `ALIGNMENT`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        size = _SIZES[self.dtype]
+        for length in self.shape:
+            size *= length
+        return size
+
+
+class Bucket(Frozen):
+    """What is moved at once, through one arena of its sender."""
+
+    number: int
+    """Place in the order of the plan; a sender sends its buckets in this order, and receivers read all in it."""
+    sender: int
+    """Trainer rank that converts and sends it."""
+    nbytes: int
+    """Size in bytes, at most `WeightPlan.arena_bytes`."""
+
+
+class WeightPlan(Frozen):
+    """One update; equal on every trainer rank and every engine worker, which its digest proves."""
+
+    version: int
+    """Weight version that the update leads to."""
+    tensors: tuple[PlannedTensor, ...]
+    """In the order of buckets, and in each by offset."""
+    buckets: tuple[Bucket, ...]
+    """By number."""
+    arena_bytes: int
+    """Size of an arena: of the largest bucket, or of the limit that was asked for if that is smaller than a tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes, without alignment."""
+        return sum(tensor.nbytes for tensor in self.tensors)
