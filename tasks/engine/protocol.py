@@ -68,6 +68,9 @@ class EngineSpec(Frozen):
     own_core: bool = False
     """Whether vLLM's scheduler computes in a process of its own, beside the one that prepares requests and collects
     responses. Always the case with `tensor` above 1."""
+    in_flight: Literal["abort", "wait", "keep"] = "abort"
+    """What a weight update does with requests that are under way: `abort` drops them, `wait` finishes them first,
+    `keep` goes on with them under the new weights, from which their key-value cache is computed again."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 
@@ -129,6 +132,9 @@ class Finished(NamedTuple):
     """As it was queued."""
     completions: pa.RecordBatch
     """Schema `COMPLETIONS`, one row per prompt."""
+    weight_version: int | None = None
+    """Version of the weights that the engine served when it began with the batch; None if that was stamped with none.
+    Where an update keeps requests that are under way, their last tokens are of a later one."""
 
 
 class Collected(NamedTuple):
@@ -204,6 +210,8 @@ class EngineProtocol(Protocol):
     def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
         """Get ready to receive; nothing is written yet, and the weights of before still serve.
 
+        Requests that are under way are dropped, finished for `collect`, or held, as `EngineSpec.in_flight` says.
+
         Args:
             plan: the update.
             digest: as the trainer ranks computed it.
@@ -214,7 +222,8 @@ class EngineProtocol(Protocol):
             The digest of the plan as every worker computed it.
 
         Raises:
-            SyncMismatch: the plan is not what the live model of a worker needs, with the names; or workers disagree.
+            SyncMismatch: the plan is not what the live model of a worker needs, with the names; or workers disagree
+                with each other or with `digest`.
         """
         ...
 
@@ -239,6 +248,10 @@ class EngineProtocol(Protocol):
         """Forget what was prepared. Returns whether the weights of before still serve: not if they were written to;
         then the engine refuses to generate, with that reason, until the next commit. Safe to call at any time.
         """
+        ...
+
+    def withdraw(self, reason: str) -> None:
+        """Refuse to generate with the weights that were committed last, with that reason, until the next commit."""
         ...
 
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
