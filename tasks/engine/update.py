@@ -46,6 +46,8 @@ class Report:
     """Bytes read."""
     seconds: dict[str, float]
     """Time by what it was spent on."""
+    parts: dict[str, str]
+    """Digest of what the live parameters hold of each tensor, by name, if kernels use them as they were loaded."""
 
 
 class Update:
@@ -102,7 +104,8 @@ class Update:
         with self._timed("finish"):
             self._lane.finish()
         self._check_landed(loaded)
-        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds)
+        parts = {} if self._lane.keeps_views else self._expected
+        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
 
     def _tensors(self, receiver: Receiver, first: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything, while it arrives."""
