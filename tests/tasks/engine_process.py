@@ -51,7 +51,9 @@ class Reference:
         if family.startswith("deepseek"):  # transformers leaves out what it does not vary, and vLLM needs it
             path = Path(directory, "config.json")
             config = json.loads(path.read_text(encoding="utf-8"))
-            path.write_text(json.dumps(config | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}), encoding="utf-8")
+            path.write_text(
+                json.dumps(config | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}), encoding="utf-8"
+            )
 
     def logits(self, directory: str, sequence: list[int]) -> np.ndarray:
         """Logits of the next token after each position but the last, (len(sequence) - 1, VOCABULARY)."""
