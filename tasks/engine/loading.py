@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import SyncMismatch
-from tasks.engine.landing import Landing, Place, loadable_parameters, part_of
+from tasks.engine.landing import Landing, Place, loadable_parameters, named_layers, part_of
 from trainer_core.weights.digest import tensor_digests
 
 
@@ -91,7 +91,7 @@ class LayerWise:
         self._model, self._config, self._landing = model, config, landing or Landing()
         self.landed: dict[str, str] = {}
         self._tied = list(tied_layers(model))  # while an update is open it no longer shows
-        layers = dict(model.named_modules())
+        layers = named_layers(model)
         self._names: dict[torch.nn.Module, list[str]] = {}
         for name in names:
             if name in self._landing.places:
@@ -107,12 +107,7 @@ class LayerWise:
 
     def finish(self) -> None:
         """See `Lane.finish`."""
-        unprocessed = [
-            name
-            for layer, names in self._names.items()
-            if _processing(layer) is None
-            for name in names
-        ]
+        unprocessed = [name for layer, names in self._names.items() if _processing(layer) is None for name in names]
         self._close()
         self.landed |= found(self._model, self._landing, unprocessed)
 
@@ -199,7 +194,7 @@ def tied_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Quant
 
 def found(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, str]:
     """Digests of the parts of tensors that this worker's live parameters hold now."""
-    layers = dict(model.named_modules())
+    layers = named_layers(model)
     return _digests({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
 
 
