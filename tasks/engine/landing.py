@@ -283,7 +283,9 @@ def _experts(layer: RoutedExperts, name: str, tensors: dict[str, torch.Tensor]) 
     prefix = name.removesuffix(".routed_experts")
     up: Box = ((rank * real, (rank + 1) * real), (0, wide))
     down: Box = ((0, wide), (rank * real, (rank + 1) * real))
-    dealt = layer._expert_map  # (experts,), -1 where another worker holds the expert; None if this one holds all
+    dealt = vars(layer)["_buffers"][
+        "_expert_map"
+    ]  # (experts,), -1 where another worker holds the expert; None if this one holds all
     locals_ = list(range(layer.global_num_experts)) if dealt is None else dealt.tolist()
     for expert, local in enumerate(locals_):
         here = local >= 0

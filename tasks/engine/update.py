@@ -78,7 +78,7 @@ class Update:
         self._lane = lane(model, config, self._landing, names)
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
-        self._seconds = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
         self.written = False
         """Whether the model's weights of before are gone."""
 
