@@ -5,7 +5,7 @@ Imports torch and vLLM.
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import landing_of, loaded_parameters
+from tasks.engine.landing import Landing, landing_of, loaded_parameters
 from tasks.engine.loading import Lane, held_part, lane_of
 from tasks.engine.receivers.receiver import Receiver
 from trainer_core.weights.digest import tensor_digests
@@ -46,13 +46,24 @@ class Report:
     """Bytes read."""
     seconds: dict[str, float]
     """Time by what it was spent on."""
+    parts: dict[str, str]
+    """Digest of what the live parameters hold of each tensor, by name, if kernels use them as they were loaded."""
 
 
 class Update:
     """One update of one worker's model. Everything it knows of the model it has looked up for this update."""
 
-    def __init__(self, model: torch.nn.Module, config: VllmConfig, plan: WeightPlan) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: VllmConfig,
+        plan: WeightPlan,
+        lane: Callable[[torch.nn.Module, VllmConfig, Landing | None, list[str]], Lane] = lane_of,
+    ) -> None:
         """Compare a plan with the live model; nothing is written.
+
+        Args:
+            lane: chooses how tensors are loaded.
 
         Raises:
             SyncMismatch: it is not what the model needs.
@@ -64,10 +75,10 @@ class Update:
         if self._landing is not None:
             self._landing.check(plan, self._is_unused)
         self._parameters = set(loaded_parameters(model))
-        self._lane: Lane = lane_of(model, config, self._landing, names)
+        self._lane = lane(model, config, self._landing, names)
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
-        self._seconds = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
         self.written = False
         """Whether the model's weights of before are gone."""
 
@@ -95,14 +106,31 @@ class Update:
         arriving = self._tensors(receiver, first)
         before = self._seconds["wait"] + self._seconds["digest"]
         with self._timed("load"):
-            loaded = cast(_Loadable, self._model).load_weights(arriving)
+            loaded = self._load(arriving)
         self._seconds["load"] -= self._seconds["wait"] + self._seconds["digest"] - before
         for name, _ in arriving:
             raise SyncMismatch(f"the engine's loaders stopped before tensor {name}, without saying why")
         with self._timed("finish"):
             self._lane.finish()
         self._check_landed(loaded)
-        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds)
+        parts = {} if self._lane.keeps_views else self._expected
+        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
+
+    def _load(self, arriving: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Let vLLM load what arrives; what it raises becomes an error of ours, which keeps its type on its way."""
+        names: list[str] = []
+
+        def told() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in arriving:
+                names[:] = [name]
+                yield name, tensor
+
+        try:
+            return cast(_Loadable, self._model).load_weights(told())
+        except RatchetError:
+            raise
+        except Exception as error:
+            raise SyncMismatch(f"vLLM's loaders failed at tensor {names} of a weight update: {error!r}") from error
 
     def _tensors(self, receiver: Receiver, first: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything, while it arrives."""

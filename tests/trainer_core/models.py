@@ -46,14 +46,15 @@ DENSE = {
 }
 
 
-def make_family(rank, world_size, store, directory, family):
+def make_family(rank, world_size, store, directory, family, seed=0, **sizes):
     """Write a random model of four layers; the biases of routers are not zero."""
     import torch
     import transformers
 
     kind, own = {**FAMILIES, **DENSE}[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**_SHARED, **(_EXPERTS if family in FAMILIES else {}), **own})
+    torch.manual_seed(seed)
+    shared = _SHARED | (_EXPERTS if family in FAMILIES else {})
+    config = getattr(transformers, f"{kind}Config")(**(shared | own | sizes))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):
