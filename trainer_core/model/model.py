@@ -92,7 +92,7 @@ class Model:
 
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts. What Megatron computes with in
-        float32, the biases of routers, is in float32 here, also if no pass has come since it was cast with the rest.
+        float32, the biases of routers, is in float32 here, also if it was cast with the rest and no pass has come since.
 
         Raises:
             RatchetError: weights or buffers were changed where they may only be read.
@@ -127,7 +127,7 @@ class Model:
             raise
 
     def _restore_float32(self) -> None:
-        """As each forward pass of a router begins; wrapping a model of low precision has cast its buffers."""
+        """As each forward pass of a router begins: what casts a whole module to low precision casts them too."""
         if self.dtype == torch.float32 or not self.config.num_moe_experts:
             return
         for router in (one for module in self.modules for one in module.modules() if isinstance(one, TopKRouter)):
