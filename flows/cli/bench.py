@@ -1,8 +1,8 @@
-"""`ratchet bench train`, `ratchet bench rollout` and `ratchet bench overhead`."""
+"""`ratchet bench train`, `ratchet bench rollout`, `ratchet bench sync` and `ratchet bench overhead`."""
 
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from flows.cli.options import Json
 from flows.views.output import Output
 from storage.errors import InputError
-from tasks.bench.cases import CaseName
+from tasks.bench.cases import CaseName, SyncCaseName
 from tasks.bench.train import bench_train
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import child_python_path
@@ -48,6 +48,21 @@ def bench_rollout_command(
     return 0
 
 
+def bench_sync_command(
+    *,
+    case: Annotated[SyncCaseName | None, Parameter(help="What is synced; by default what suits the device.")] = None,
+    pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
+    json: Json = False,
+) -> int:
+    """Measure a weight sync of Ratchet against megatron-bridge's export into vLLM's own reload."""
+    from tasks.bench.sync import bench_sync  # imports Ray
+
+    with Output(json=json) as output:
+        found = bench_sync(case, pairs)
+        output.result(found, _lines(found))
+    return 0
+
+
 def bench_overhead_command(
     *,
     iterations: Annotated[int, Parameter(help="Iterations between two readings.", validator=Number(gte=1))] = 20,
@@ -64,7 +79,15 @@ def bench_overhead_command(
 
 
 def _lines(found: BaseModel) -> list[str]:
-    shown = {name: value for name, value in found.model_dump().items() if value is not None}
+    shown = {name: value for name, value in _flat(found.model_dump()).items() if value is not None}
     width = max(map(len, shown))
     return [f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}"
             for name, value in shown.items()]  # fmt: skip
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Values without tables: those of a table are named after it."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
