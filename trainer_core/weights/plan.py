@@ -3,6 +3,8 @@
 A plan is made anew for each update from the live model, and forgotten with it. Imports without torch.
 """
 
+import hashlib
+
 from trainer_core.frozen import Frozen
 
 ALIGNMENT = 256
@@ -66,8 +68,15 @@ class WeightPlan(Frozen):
     """By number."""
     arena_bytes: int
     """Size of an arena: of the largest bucket, or of the limit that was asked for if that is smaller than a tensor."""
+    config: str = ""
+    """Digest of what names and shapes depend on besides the model: the trainer's configuration."""
 
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes, without alignment."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def plan_digest(plan: WeightPlan) -> str:
+    """Digest of everything in a plan, 32 hexadecimal characters; trainer ranks and engine workers compute it alike."""
+    return hashlib.blake2b(plan.model_dump_json().encode(), digest_size=16).hexdigest()
