@@ -15,6 +15,10 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.records import TensorRecord
 
+InFlight = Literal["abort", "wait", "keep"]
+"""What becomes of requests that are under way when an update is prepared: they are dropped, or completed before it begins,
+or they stop and go on with the new weights."""
+
 TokenIds = Sequence[int] | NDArray[np.int32]
 """The tokens of one sequence."""
 
@@ -129,6 +133,8 @@ class Finished(NamedTuple):
     """As it was queued."""
     completions: pa.RecordBatch
     """Schema `COMPLETIONS`, one row per prompt."""
+    weight_version: int | None = None
+    """Version of the weights that sampled it, stamped when it was admitted; None before the first commit."""
 
 
 class Collected(NamedTuple):
@@ -201,7 +207,9 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
+    def prepare_update(
+        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
+    ) -> str:
         """Get ready to receive; nothing is written yet, and the weights of before still serve.
 
         Args:
@@ -209,6 +217,7 @@ class EngineProtocol(Protocol):
             digest: as the trainer ranks computed it.
             channel: how it arrives.
             first_receiver: number of this engine's first worker among `channel.receivers`; the others follow.
+            in_flight: what becomes of requests that are under way.
 
         Returns:
             The digest of the plan as every worker computed it.
@@ -238,6 +247,17 @@ class EngineProtocol(Protocol):
     def abort_update(self, reason: str) -> bool:
         """Forget what was prepared. Returns whether the weights of before still serve: not if they were written to;
         then the engine refuses to generate, with that reason, until the next commit. Safe to call at any time.
+        """
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """Refuse to generate and to score, with that reason, until the next commit: a check after the commit failed."""
+        ...
+
+    def held(self) -> dict[str, str]:
+        """`tensor_digest` by name of the weights that were committed last; {} if none were, or they are unusable.
+
+        Of the live parameters as they are now, where their layout is known; else as they arrived. What is queued stays.
         """
         ...
 
