@@ -52,17 +52,17 @@ class Core:
             leaving = Event()
             weakref.finalize(self, leaving.set)  # runs before vLLM ends its processes
             _end_with_scheduler(self._client, leaving)
-        self.workers("init_weight_transfer_engine", init_info={"model_dir": spec.model_dir})
+        self.workers("init_weight_transfer_engine", init_info={})
 
     def add(self, requests: Sequence[tuple[str, list[int], SamplingParams]]) -> None:
         """Begin with requests, each with a name of its own and its prompt."""
         held = self._together and isinstance(self._client, MPClient)
         if held:  # or the scheduler would begin with the first while the others are on their way to its process
-            self._utility("pause_scheduler", "keep", False)
+            self.hold()
         for name, prompt, how in requests:
             self._vllm.add_request(name, tokens_input(prompt), how)
         if held:
-            self._utility("resume_scheduler")
+            self.go_on()
 
     def step(self) -> list[RequestOutput]:
         """The requests that ended in the next step. There must be some under way."""
@@ -77,13 +77,23 @@ class Core:
         return self._vllm.collective_rpc(method, kwargs=options)
 
     def forget_prompts(self) -> None:
-        """Empty the prefix cache.
+        """Empty the prefix cache. What is under way computes its part of the key-value cache again.
 
         Raises:
-            SyncMismatch: requests are running.
+            SyncMismatch: vLLM refuses.
         """
-        if not self._vllm.reset_prefix_cache():
-            raise SyncMismatch("the prefix cache could not be reset: requests are running during a weight update")
+        if not self._vllm.reset_prefix_cache(reset_running_requests=True):
+            raise SyncMismatch("vLLM did not empty its prefix cache, which holds values of the old weights; sync again")
+
+    def hold(self) -> None:
+        """Stop computing what is under way, until `go_on`."""
+        if isinstance(self._client, MPClient):  # in this process nothing is computed but in `step`
+            self._utility("pause_scheduler", "keep", False)
+
+    def go_on(self) -> None:
+        """Compute again."""
+        if isinstance(self._client, MPClient):
+            self._utility("resume_scheduler")
 
     def _utility(self, method: str, *arguments: Any) -> None:
         self._client.call_utility(method, *arguments)  # pyright: ignore[reportAttributeAccessIssue] - of the client apart

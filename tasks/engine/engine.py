@@ -6,7 +6,7 @@ vLLM and torch are imported when an engine is created.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.environment import set_engine_meeting_place
 from tasks.engine.protocol import (
     COMPLETIONS,
+    Arrived,
     Collected,
     EngineIdentity,
     EngineProtocol,
@@ -29,6 +30,9 @@ from tasks.engine.protocol import (
     TokenIds,
     weights_digest,
 )
+from tasks.engine.transaction import Transaction, plan_of_export
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan, plan_digest
 from trainer_core.weights.records import TensorRecord
 
 
@@ -46,6 +50,7 @@ class Batch:
         self.number, self.prompts, self.how = number, prompts, how
         self.outputs: list[Any] = [None] * len(prompts)
         self.left = len(prompts)
+        self.weight_version: int | None = None
 
 
 class Engine(EngineProtocol):
@@ -74,6 +79,10 @@ class Engine(EngineProtocol):
         self._scoring_parameters: Callable[[], Any] = core.scoring_parameters
         self._core = core.Core(spec)
         self._held: EngineIdentity | Unusable = EngineIdentity(weight_version=None, weights_digest=None)
+        self._update: Transaction | None = None
+        self._on_hold = False
+        self._finished: list[Batch] = []  # with `_ended` responses, and not collected yet
+        self._ended = 0
 
     def identity(self) -> EngineIdentity:
         """See `EngineProtocol.identity`."""
@@ -100,18 +109,20 @@ class Engine(EngineProtocol):
     def collect(self, wait_s: float) -> Collected:
         """See `EngineProtocol.collect`."""
         deadline = time.monotonic() + wait_s
-        ended, finished = 0, []
-        while self._running and not finished:
+        finished, ended = self._finished, self._ended
+        self._finished, self._ended = [], 0
+        while self._running and not finished and not self._on_hold:
             samples, batches = self._step()
             ended += samples
-            finished += [Finished(batch.number, _completions(batch.outputs)) for batch in batches]
+            finished += batches
             if time.monotonic() >= deadline:
                 break
-        return Collected(finished, ended)
+        return Collected([_finished(batch) for batch in finished], ended)
 
     def drop(self) -> None:
         """See `EngineProtocol.drop`."""
         self._waiting.clear()
+        self._finished, self._ended = [], 0
         if self._running:
             self._core.forget(list(self._running))
             self._running.clear()
@@ -127,38 +138,118 @@ class Engine(EngineProtocol):
         self._admit()
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in self._complete()]
 
+    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
+        """See `EngineProtocol.prepare_update`."""
+        return self._begin(plan, digest, channel, first_receiver)
+
+    def receive_update(self) -> Arrived:
+        """See `EngineProtocol.receive_update`."""
+        if self._update is None:
+            raise SyncMismatch("no weight update was prepared, so none can be received; sync the weights again")
+        before, self._held = self._held, Unusable("a weight update began and did not finish")
+        try:
+            return self._update.receive()
+        except Exception as error:
+            self._held = Unusable(str(error)) if self._update.touched else before
+            raise
+
+    def commit_update(self, version: int, weights_digest: str) -> None:
+        """See `EngineProtocol.commit_update`."""
+        if self._update is None or not self._update.holds(weights_digest):
+            raise SyncMismatch(f"weights {weights_digest} were not received, so they cannot be served; sync them again")
+        self._core.forget_prompts()
+        self._held = EngineIdentity(weight_version=version, weights_digest=weights_digest)
+        self._update = None
+        self._go_on()
+
+    def abort_update(self, reason: str) -> bool:
+        """See `EngineProtocol.abort_update`."""
+        if self._update is not None:
+            update, self._update = self._update, None
+            if update.touched:
+                self._held = Unusable(reason)
+            update.forget()
+            self._go_on()
+        if isinstance(self._held, Unusable):
+            self.drop()
+        return not isinstance(self._held, Unusable)
+
+    def withdraw(self, reason: str) -> None:
+        """See `EngineProtocol.withdraw`."""
+        self.drop()
+        self._held = Unusable(reason)
+
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """See `EngineProtocol.receive`."""
         clock = time.perf_counter()
         self.drop()
-        self._held = Unusable("a weight update began and did not finish")
+        plan, files = plan_of_export(records, version)
         try:
-            digests = self._update(directory, records)
+            channel = Channel(transport="files", folder=directory, receivers=self._spec.tensor)
+            self._begin(plan, plan_digest(plan), channel, 0, files)
+            arrived = self.receive_update()
+            _same_tensors(arrived.digests, records)
         except Exception as error:
+            self.abort_update(str(error))
             self._held = Unusable(str(error))
             raise
-        identity = EngineIdentity(weight_version=version, weights_digest=weights_digest(digests))
-        self._held = identity
+        digest = weights_digest(arrived.digests)
+        self.commit_update(version, digest)
         return SyncReceipt(
             version=version,
-            digests=digests,
-            weights_digest=str(identity.weights_digest),
-            bytes=sum((Path(directory) / file).stat().st_size for file in {record.file for record in records}),
+            digests=arrived.digests,
+            weights_digest=digest,
+            bytes=sum((Path(directory) / file).stat().st_size for file in files),
             seconds=time.perf_counter() - clock,
         )
+
+    def _begin(self, plan: WeightPlan, digest: str, channel: Channel, first: int, files: Sequence[str] = ()) -> str:
+        self._update = None
+        update = Transaction(self._core.workers)
+        update.prepare(plan, digest, channel, first, files)
+        self._settle()
+        self._update = update
+        return digest
+
+    def _settle(self) -> None:
+        """Do with what is under way as `EngineSpec.in_flight` says."""
+        match self._spec.in_flight:
+            case "abort":
+                self.drop()
+            case "wait":
+                while self._running:
+                    samples, batches = self._step(admit=False)
+                    self._ended += samples
+                    self._finished += batches
+            case "keep":
+                self._core.hold()
+                self._on_hold = True
+
+    def _go_on(self) -> None:
+        """Compute again what was held, and begin with what waits."""
+        if self._on_hold:
+            self._on_hold = False
+            self._core.go_on()
+        if not isinstance(self._held, Unusable):
+            self._admit()
 
     def _admit(self) -> None:
         """Begin with what waits: all of it, or the next batch once none is under way."""
         while self._waiting and not (self._spec.together and self._running):
             batch = self._waiting.popleft()
+            batch.weight_version = self.identity().weight_version
             named = {f"{next(self._names)}": (batch, row) for row in range(len(batch.prompts))}
             self._running |= named
             # plain integers: from numpy's, vLLM would make tensors of a type that it does not accept
             prompts = [np.asarray(prompt).tolist() for prompt in batch.prompts]
             self._core.add(list(zip(named, prompts, batch.how, strict=True)))
 
-    def _step(self) -> tuple[int, list[Batch]]:
-        """Responses that ended in one step, and the batches that are finished with them."""
+    def _step(self, admit: bool = True) -> tuple[int, list[Batch]]:
+        """Responses that ended in one step, and the batches that are finished with them.
+
+        Args:
+            admit: whether to begin with what waits.
+        """
         ended, finished = 0, []
         for output in self._core.step():
             batch, row = self._running.pop(output.request_id)
@@ -167,7 +258,8 @@ class Engine(EngineProtocol):
             ended += 1
             if not batch.left:
                 finished.append(batch)
-        self._admit()
+        if admit:
+            self._admit()
         return ended, finished
 
     def _complete(self) -> list[Any]:
@@ -176,29 +268,6 @@ class Engine(EngineProtocol):
         while not finished:
             finished += self._step()[1]
         return finished[0].outputs
-
-    def _update(self, directory: str, records: Sequence[TensorRecord]) -> dict[str, str]:
-        files: dict[str, list[TensorRecord]] = {}
-        for record in records:
-            files.setdefault(record.file, []).append(record)
-        if not files:
-            raise SyncMismatch("a weight update without tensors: the trainer exported nothing")
-        self._core.workers("start_weight_update")
-        for number, (file, expected) in enumerate(files.items(), start=1):
-            update = {
-                "path": str(Path(directory) / file),
-                "records": [record.model_dump() for record in expected],
-                "final": number == len(files),
-            }
-            for refusal in self._core.workers("receive_file", update_info=update):
-                if refusal is not None:
-                    raise SyncMismatch(refusal)
-        self._core.workers("finish_weight_update")
-        self._core.forget_prompts()
-        digests, *others = self._core.workers("received_digests")
-        if any(other != digests for other in others):
-            raise SyncMismatch("the processes of the engine read different tensors from the same files")
-        return digests
 
     def _check_usable(self) -> None:
         if isinstance(self._held, Unusable):
@@ -215,6 +284,18 @@ class Engine(EngineProtocol):
                     f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit} "
                     f"(engine.max_model_len is {self._spec.max_model_len} and one token is sampled)"
                 )
+
+
+def _same_tensors(digests: Mapping[str, str], records: Sequence[TensorRecord]) -> None:
+    for record in records:
+        if digests[record.name] != record.digest:
+            raise SyncMismatch(
+                f"tensor {record.name} arrived with digest {digests[record.name]}; the trainer sent {record.digest}"
+            )
+
+
+def _finished(batch: Batch) -> Finished:
+    return Finished(batch.number, _completions(batch.outputs), batch.weight_version)
 
 
 def _completions(outputs: Sequence[Any]) -> pa.RecordBatch:

@@ -15,10 +15,6 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.records import TensorRecord
 
-InFlight = Literal["abort", "wait", "keep"]
-"""What becomes of requests that are under way when an update is prepared: they are dropped, or completed before it begins,
-or they stop and go on with the new weights."""
-
 TokenIds = Sequence[int] | NDArray[np.int32]
 """The tokens of one sequence."""
 
@@ -72,6 +68,9 @@ class EngineSpec(Frozen):
     own_core: bool = False
     """Whether vLLM's scheduler computes in a process of its own, beside the one that prepares requests and collects
     responses. Always the case with `tensor` above 1."""
+    in_flight: Literal["abort", "wait", "keep"] = "abort"
+    """What a weight update does with requests that are under way: `abort` drops them, `wait` finishes them first,
+    `keep` goes on with them under the new weights, from which their key-value cache is computed again."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 
@@ -134,7 +133,8 @@ class Finished(NamedTuple):
     completions: pa.RecordBatch
     """Schema `COMPLETIONS`, one row per prompt."""
     weight_version: int | None = None
-    """Version of the weights that sampled it, stamped when it was admitted; None before the first commit."""
+    """Version of the weights that the engine served when it began with the batch; None if that was stamped with none.
+    Where an update keeps requests that are under way, their last tokens are of a later one."""
 
 
 class Collected(NamedTuple):
@@ -207,23 +207,23 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def prepare_update(
-        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
-    ) -> str:
+    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
         """Get ready to receive; nothing is written yet, and the weights of before still serve.
+
+        Requests that are under way are dropped, finished for `collect`, or held, as `EngineSpec.in_flight` says.
 
         Args:
             plan: the update.
             digest: as the trainer ranks computed it.
             channel: how it arrives.
             first_receiver: number of this engine's first worker among `channel.receivers`; the others follow.
-            in_flight: what becomes of requests that are under way.
 
         Returns:
             The digest of the plan as every worker computed it.
 
         Raises:
-            SyncMismatch: the plan is not what the live model of a worker needs, with the names; or workers disagree.
+            SyncMismatch: the plan is not what the live model of a worker needs, with the names; or workers disagree
+                with each other or with `digest`.
         """
         ...
 
@@ -250,8 +250,8 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def refuse(self, reason: str) -> None:
-        """Refuse to generate and to score, with that reason, until the next commit: a check after the commit failed."""
+    def withdraw(self, reason: str) -> None:
+        """Refuse to generate with the weights that were committed last, with that reason, until the next commit."""
         ...
 
     def held(self) -> dict[str, str]:

@@ -11,7 +11,6 @@ from tasks.engine.protocol import (
     Collected,
     EngineIdentity,
     EngineProtocol,
-    InFlight,
     Sampling,
     SyncReceipt,
     TokenIds,
@@ -50,13 +49,9 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.score`."""
         return self._result(self.submit(EngineProtocol.score, sequences))
 
-    def prepare_update(
-        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight
-    ) -> str:
+    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
         """See `EngineProtocol.prepare_update`."""
-        return self._result(
-            self.submit(EngineProtocol.prepare_update, plan, digest, channel, first_receiver, in_flight)
-        )
+        return self._result(self.submit(EngineProtocol.prepare_update, plan, digest, channel, first_receiver))
 
     def receive_update(self) -> Arrived:
         """See `EngineProtocol.receive_update`."""
@@ -70,9 +65,9 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.abort_update`."""
         return self._result(self.submit(EngineProtocol.abort_update, reason))
 
-    def refuse(self, reason: str) -> None:
-        """See `EngineProtocol.refuse`."""
-        self._result(self.submit(EngineProtocol.refuse, reason))
+    def withdraw(self, reason: str) -> None:
+        """See `EngineProtocol.withdraw`."""
+        self._result(self.submit(EngineProtocol.withdraw, reason))
 
     def held(self) -> dict[str, str]:
         """See `EngineProtocol.held`."""

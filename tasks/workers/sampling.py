@@ -155,10 +155,10 @@ class _Shared:
 
     def _collect(self, place: int, engine: EngineHandle) -> None:
         collected = engine.collect(WAIT_S)
-        for number, completions in collected.finished:
-            self._ready(number, completions)
+        for batch in collected.finished:
+            self._ready(batch.number, batch.completions)
         with self._changed:
-            finished = {number for number, _ in collected.finished}
+            finished = {batch.number for batch in collected.finished}
             samples = sum(len(self._batches[number].prompts) for number in finished)
             self._given[place] -= finished
             self._partial[place] += collected.samples - samples

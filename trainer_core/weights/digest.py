@@ -1,6 +1,7 @@
 """A digest of tensors that costs about one read of the memory and is the same on every device."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +31,11 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         total += int(mix(part, positions).sum())
     head = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)} {total % 2**64:016x}"
     return hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
+
+
+def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """`tensor_digest` of each."""
+    return [tensor_digest(tensor) for tensor in tensors]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

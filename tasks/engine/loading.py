@@ -1,0 +1,229 @@
+"""Two ways of loading arrived tensors into vLLM's live model, and what is found in its parameters afterwards.
+
+Imports torch and vLLM.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Protocol
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from storage.errors import SyncMismatch
+from tasks.engine.landing import Landing, Place, loadable_parameters, part_of
+from trainer_core.weights.digest import tensor_digests
+
+
+class Lane(Protocol):
+    """A way of loading. `landed` is what the parameters hold, by name of the checkpoint's tensor."""
+
+    keeps_views: bool
+    """Whether loaders may look at a tensor later than at once, so that it must not lie in an arena."""
+    landed: dict[str, str]
+    """Digest of the part of each tensor that was found in a parameter; complete after `finish`."""
+
+    def begin(self) -> None:
+        """Prepare the model; from now on it must not compute."""
+        ...
+
+    def finish(self) -> None:
+        """Derive from the parameters what kernels use, and look at what they hold."""
+        ...
+
+    def abandon(self) -> None:
+        """Leave the model in a state in which the next update can begin."""
+        ...
+
+
+class InPlace:
+    """vLLM's loaders write into the live parameters, which kernels use as they are. CUDA graphs stay valid: storage is
+    never replaced."""
+
+    keeps_views = False
+
+    def __init__(self, model: torch.nn.Module, config: VllmConfig, landing: Landing, names: Collection[str]) -> None:
+        self._model, self._config, self._landing, self._names = model, config, landing, names
+        self.landed: dict[str, str] = {}
+        self._storage: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """See `Lane.begin`."""
+        self._storage = _addresses(self._model)
+
+    def finish(self) -> None:
+        """See `Lane.finish`.
+
+        Raises:
+            SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one.
+        """
+        with set_current_vllm_config(self._config):
+            latent = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, MLAAttention)}
+            for layer in latent.values():  # it multiplies by matrices that it derives from kv_b_proj
+                layer.process_weights_after_loading(self._config.model_config.dtype)
+        _check_derived(latent)
+        moved = sorted(name for name, address in _addresses(self._model).items() if address != self._storage[name])
+        if moved:
+            raise SyncMismatch(f"loading moved the parameter {moved[0]}: CUDA graphs would go on reading the old one")
+        self.landed = found(self._model, self._landing, self._names)
+
+    def abandon(self) -> None:
+        """See `Lane.abandon`: the next update writes over everything."""
+
+
+class LayerWise:
+    """vLLM's layer-wise reload: for kernels that use another form of the parameters than the checkpoint's.
+
+    A layer's parameters are looked at after its loaders and before its post-processing, which may repack or empty them.
+    """
+
+    keeps_views = True
+
+    def __init__(
+        self, model: torch.nn.Module, config: VllmConfig, landing: Landing | None, names: Collection[str]
+    ) -> None:
+        self._model, self._config, self._landing = model, config, landing or Landing()
+        self.landed: dict[str, str] = {}
+        self._tied = list(tied_layers(model))  # while an update is open it no longer shows
+        layers = dict(model.named_modules())
+        self._names: dict[torch.nn.Module, list[str]] = {}
+        for name in names:
+            if name in self._landing.places:
+                self._names.setdefault(layers[self._landing.places[name].layer], []).append(name)
+        self._observed: list[QuantizeMethodBase] = []
+
+    def begin(self) -> None:
+        """See `Lane.begin`."""
+        for layer in self._names:
+            method = vars(layer).get("quant_method")
+            if isinstance(method, QuantizeMethodBase):
+                self._observe(method)
+        initialize_layerwise_reload(self._model)
+
+    def finish(self) -> None:
+        """See `Lane.finish`."""
+        unprocessed = [
+            name
+            for layer, names in self._names.items()
+            if vars(layer).get("quant_method") not in self._observed
+            for name in names
+        ]
+        self._close()
+        self.landed |= found(self._model, self._landing, unprocessed)
+
+    def abandon(self) -> None:
+        """See `Lane.abandon`: half-filled layers would count as filled in the next update."""
+        self._close()
+
+    def _observe(self, method: QuantizeMethodBase) -> None:
+        process = method.process_weights_after_loading
+
+        def look_and_process(layer: torch.nn.Module) -> None:
+            names = self._names.get(layer, [])
+            self.landed |= _digests(dict.fromkeys(names, layer), self._landing)
+            process(layer)
+
+        self._observed.append(method)
+        vars(method)["process_weights_after_loading"] = look_and_process
+
+    def _close(self) -> None:
+        try:
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            for layer, method in self._tied:
+                method.process_weights_after_loading(layer)
+        finally:
+            for method in self._observed:
+                del vars(method)["process_weights_after_loading"]
+            self._observed = []
+
+
+def lane_of(model: torch.nn.Module, config: VllmConfig, landing: Landing | None, names: Collection[str]) -> Lane:
+    """The quickest way of loading that is right for a model."""
+    if landing is not None and model_device(model).type == "cuda" and all(map(_used_as_loaded, model.modules())):
+        return InPlace(model, config, landing, names)
+    return LayerWise(model, config, landing, names)
+
+
+def model_device(model: torch.nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next(model.parameters()).device
+
+
+def _used_as_loaded(layer: torch.nn.Module) -> bool:
+    """Whether kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
+    recorded = loadable_parameters(layer)
+    live = dict(layer.named_parameters(recurse=False))
+    if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
+        return False
+    method = vars(layer).get("quant_method")
+    if isinstance(layer, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
+        return method.unquantized_backend == UnquantizedMoeBackend.TRITON and _loadable(live)
+    if isinstance(method, QuantizeMethodBase):
+        return type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) and _loadable(live)
+    return True
+
+
+def _loadable(parameters: dict[str, torch.Tensor]) -> bool:
+    """Whether the loaders that split a tensor over workers are still there."""
+    return all(
+        callable(getattr(tensor, "weight_loader", None)) for name, tensor in parameters.items() if "weight" in name
+    )
+
+
+def tied_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, QuantizeMethodBase]]:
+    """The layers whose parameters belong to a layer before them, as the output layer's may to the embedding, each with
+    the method that derives from them what its kernel uses: on CPU a packed copy.
+
+    vLLM's reload processes only the first of both (limitation 2 of `vllm.model_executor.model_loader.reload`).
+    """
+    seen: set[int] = set()
+    for layer in model.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if own and own <= seen and isinstance(layer, VocabParallelEmbedding):
+            yield layer, layer.quant_method
+        seen |= own
+
+
+def found(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, str]:
+    """Digests of the parts of tensors that this worker's live parameters hold now."""
+    layers = dict(model.named_modules())
+    return _digests({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
+
+
+def held_part(tensor: torch.Tensor, place: Place, kind: torch.dtype) -> torch.Tensor:
+    """What a worker must hold of an arrived tensor, in the type of the parameter; itself if that is all of it."""
+    whole = all(box == (0, size) for box, size in zip(place.of, place.shape, strict=True))
+    return (tensor if whole else part_of(tensor, place.of)).to(kind)
+
+
+def _check_derived(layers: dict[str, MLAAttention]) -> None:
+    """Compare the matrices that latent attention derives from its projection with the projection as it is now."""
+    same = []
+    for layer in layers.values():
+        both = layer.kv_b_proj.weight.T.view(layer.kv_lora_rank, layer.num_heads, -1)  # (rank, heads, key + value)
+        keys, values = both.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
+        same += [(keys.permute(1, 2, 0) == layer.W_UK_T).all() & (values.transpose(0, 1) == layer.W_UV).all()]
+    for name, right in zip(layers, torch.stack(same).tolist() if same else [], strict=True):
+        if not right:
+            raise SyncMismatch(f"the matrices that {name} derives from its kv_b_proj are not those of the new weights")
+
+
+def _digests(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, str]:
+    parts: dict[str, torch.Tensor] = {}
+    for name, layer in layers.items():
+        place = landing.places[name]
+        if place.of:
+            parameter = layer.get_parameter(place.parameter)
+            parts[name] = part_of(parameter.detach(), place.into).reshape([end - start for start, end in place.of])
+    return dict(zip(parts, tensor_digests(list(parts.values())), strict=True))
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -1,0 +1,1 @@
+"""An engine worker's end of a channel: one module for each transport."""

@@ -1,0 +1,195 @@
+"""One weight update inside a worker of vLLM: what is checked before, loaded during, and found afterwards.
+
+Imports torch and vLLM.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
+
+from storage.errors import RatchetError, SyncMismatch
+from tasks.engine.landing import landing_of, loaded_parameters
+from tasks.engine.loading import Lane, held_part, lane_of
+from tasks.engine.receivers.receiver import Receiver
+from trainer_core.weights.digest import tensor_digests
+from trainer_core.weights.packing import element_type, tensors_of, view
+from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
+
+_SHOWN = 4  # names spelled out in a message
+_UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+class _Loadable(Protocol):
+    """What every vLLM model class offers besides `torch.nn.Module`."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load checkpoint tensors; returns the names of the parameters they went to."""
+        ...
+
+
+@dataclass
+class Report:
+    """What one worker reports of an update."""
+
+    digests: dict[str, str]
+    """`tensor_digest` of what arrived, by name."""
+    landed: int
+    """Tensors that were found again in the live parameters."""
+    bytes: int
+    """Bytes read."""
+    seconds: dict[str, float]
+    """Time by what it was spent on."""
+
+
+class Update:
+    """One update of one worker's model. Everything it knows of the model it has looked up for this update."""
+
+    def __init__(self, model: torch.nn.Module, config: VllmConfig, plan: WeightPlan) -> None:
+        """Compare a plan with the live model; nothing is written.
+
+        Raises:
+            SyncMismatch: it is not what the model needs.
+        """
+        _check_layout(plan)
+        self._model, self._config, self._plan = model, config, plan
+        self._landing = landing_of(model)
+        names = [tensor.name for tensor in plan.tensors]
+        if self._landing is not None:
+            self._landing.check(plan, self._is_unused)
+        self._parameters = set(loaded_parameters(model))
+        self._lane: Lane = lane_of(model, config, self._landing, names)
+        self._digests: dict[str, str] = {}
+        self._expected: dict[str, str] = {}
+        self._seconds = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
+        self.written = False
+        """Whether the model's weights of before are gone."""
+
+    def receive(self, receiver: Receiver) -> Report:
+        """Load what arrives, and compare what landed with it.
+
+        Raises:
+            SyncMismatch: see `EngineProtocol.receive_update`.
+        """
+        try:
+            with torch.no_grad():
+                return self._receive(receiver)
+        except BaseException as error:
+            receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
+            if self.written:
+                self._lane.abandon()
+            raise
+        finally:
+            receiver.close()
+
+    def _receive(self, receiver: Receiver) -> Report:
+        first = self._arena(receiver, self._plan.buckets[0])
+        self.written = True
+        self._lane.begin()
+        arriving = self._tensors(receiver, first)
+        before = self._seconds["wait"] + self._seconds["digest"]
+        with self._timed("load"):
+            loaded = cast(_Loadable, self._model).load_weights(arriving)
+        self._seconds["load"] -= self._seconds["wait"] + self._seconds["digest"] - before
+        for name, _ in arriving:
+            raise SyncMismatch(f"the engine's loaders stopped before tensor {name}, without saying why")
+        with self._timed("finish"):
+            self._lane.finish()
+        self._check_landed(loaded)
+        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds)
+
+    def _tensors(self, receiver: Receiver, first: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of everything, while it arrives."""
+        planned = tensors_of(self._plan)
+        for bucket in self._plan.buckets:
+            arena = first if bucket.number == self._plan.buckets[0].number else self._arena(receiver, bucket)
+            own = arena.clone() if self._lane.keeps_views else arena
+            arrived = {tensor.name: view(own, tensor) for tensor in planned[bucket.number]}
+            yield from arrived.items()
+            with self._timed("digest"):
+                self._note(arrived)
+            receiver.release(bucket)
+
+    def _arena(self, receiver: Receiver, bucket: Bucket) -> torch.Tensor:
+        with self._timed("wait"):
+            return receiver.arena(bucket)
+
+    def _note(self, arrived: dict[str, torch.Tensor]) -> None:
+        """Remember what arrived, and what of it this worker must hold."""
+        parts = {name: part for name, tensor in arrived.items() if (part := self._part(name, tensor)) is not None}
+        other = {name: part for name, part in parts.items() if part is not arrived[name]}
+        digests = tensor_digests([*arrived.values(), *other.values()])
+        self._digests |= dict(zip(arrived, digests, strict=False))
+        self._expected |= {name: self._digests[name] for name in parts}
+        self._expected |= dict(zip(other, digests[len(arrived) :], strict=True))
+
+    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self._landing is None or not (place := self._landing.places.get(name)) or not place.of:
+            return None
+        return held_part(tensor, place, self._landing.types[place.layer, place.parameter])
+
+    def _check_landed(self, loaded: set[str]) -> None:
+        for name, digest in self._expected.items():
+            held = self._lane.landed.get(name)
+            if held != digest:
+                place = "" if self._landing is None else f" in {self._landing.places[name].layer}"
+                raise SyncMismatch(
+                    f"tensor {name} was {'not loaded' if held is None else 'loaded otherwise than it arrived'}{place}: "
+                    f"digest {digest} arrived, and {held or 'nothing'} is in the engine's parameters. "
+                    "Sync the weights again"
+                )
+        if self._landing is None:
+            reported, held = ({_as_reported(name) for name in names} for names in (loaded, self._parameters))
+            _same_names(reported, held, "parameters that vLLM loaded")
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether a checkpoint may hold a tensor that vLLM's model has no use for."""
+        config = cast(Any, self._config.model_config.hf_text_config)
+        return name.endswith(_UNUSED) or get_spec_layer_idx_from_weight_name(config, name) is not None
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - start
+
+
+def _check_layout(plan: WeightPlan) -> None:
+    """Every tensor once, each where no other is."""
+    if not plan.tensors:
+        raise SyncMismatch("a weight update without tensors: the trainer exported nothing")
+    twice = [name for name, count in Counter(tensor.name for tensor in plan.tensors).items() if count > 1]
+    if twice:
+        raise SyncMismatch(f"tensor {twice[0]} is in the weight update twice")
+    ends = dict.fromkeys((bucket.number for bucket in plan.buckets), 0)
+    sizes = {bucket.number: bucket.nbytes for bucket in plan.buckets}
+    for tensor in plan.tensors:
+        element_type(tensor.dtype)
+        if tensor.bucket not in sizes or not ends[tensor.bucket] <= tensor.offset <= _last(sizes, tensor):
+            raise SyncMismatch(f"tensor {tensor.name} lies over another one in the weight update, or in no bucket")
+        ends[tensor.bucket] = tensor.offset + tensor.nbytes
+
+
+def _last(sizes: dict[int, int], tensor: PlannedTensor) -> int:
+    return sizes[tensor.bucket] - tensor.nbytes
+
+
+def _as_reported(parameter: str) -> str:
+    """The name by which vLLM's loader of experts calls its parameters: without the module that holds them."""
+    return parameter.replace(".experts.routed_experts.", ".experts.")
+
+
+def _same_names(found: set[str], expected: set[str], what: str) -> None:
+    missing, unknown = sorted(expected - found), sorted(found - expected)
+    if missing or unknown:
+        raise SyncMismatch(f"{what}: {_named(missing)} missing, {_named(unknown)} not expected")
+
+
+def _named(names: list[str]) -> str:
+    return f"{len(names)} {names[:_SHOWN]}" if names else "none"

@@ -1,0 +1,93 @@
+"""A sender of hand-made tensors, and the driver's part of a weight update, for tests of engines and transports."""
+
+import threading
+
+import torch
+
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.digest import dtype_name, tensor_digests
+from trainer_core.weights.packing import tensors_of, view
+from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan, plan_digest
+from trainer_core.weights.senders.sender import open_sender
+
+CPU = torch.device("cpu")
+ARENA = 64 << 10
+
+
+def plan_of(weights, version=1, arena_bytes=ARENA, senders=1):
+    """Buckets in the order of `weights`, dealt to the senders in turn."""
+    tensors, sizes = [], []
+    for name, tensor in weights.items():
+        if not sizes or sizes[-1] + tensor.nbytes > arena_bytes:
+            sizes.append(0)
+        tensors.append(
+            PlannedTensor(
+                name=name,
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
+                bucket=len(sizes) - 1,
+                offset=sizes[-1],
+            )
+        )
+        sizes[-1] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    buckets = [Bucket(number=number, sender=number % senders, nbytes=size) for number, size in enumerate(sizes)]
+    return WeightPlan(version=version, tensors=tuple(tensors), buckets=tuple(buckets), arena_bytes=max(sizes))
+
+
+class Sending(threading.Thread):
+    """Sends one rank's buckets as a trainer rank does; what it sent, or why it failed, is kept."""
+
+    def __init__(self, channel, plan, weights, rank=0, before=None):
+        """`before(bucket, arena)` is called before a bucket is published, and may change it, skip it or raise."""
+        super().__init__(daemon=True)
+        self.channel, self.plan, self.weights, self.rank, self.before = channel, plan, weights, rank, before
+        self.digests, self.error = {}, None
+        self.start()
+
+    def run(self):
+        try:
+            sender = open_sender(self.channel, self.plan, self.rank, CPU)
+        except Exception as error:
+            self.error = error
+            return
+        try:
+            self.send(sender)
+            sender.finish()
+        except Exception as error:
+            self.error = error
+            sender.fail(str(error))
+        finally:
+            sender.close()
+
+    def send(self, sender):
+        planned = tensors_of(self.plan)
+        for bucket in self.plan.buckets:
+            if bucket.sender != self.rank:
+                continue
+            arena = sender.arena(bucket)
+            packed = {tensor.name: view(arena, tensor) for tensor in planned[bucket.number]}
+            for name, place in packed.items():
+                place.copy_(self.weights[name])
+            self.digests |= dict(zip(packed, tensor_digests(list(packed.values())), strict=True))
+            if self.before is not None:
+                self.before(bucket, packed)
+            sender.publish(bucket)
+
+    def result(self):
+        self.join(120)
+        assert not self.is_alive()
+        if self.error is not None:
+            raise self.error
+        return self.digests
+
+
+def deliver(engine, folder, weights, version=1, transport="memory", before=None, receivers=1, **planning):
+    """A whole update of one engine up to the commit; what arrived, and what was sent."""
+    plan = plan_of(weights, version, **planning)
+    channel = Channel(transport=transport, folder=str(folder), receivers=receivers, deadline_s=30)
+    digest = plan_digest(plan)
+    assert engine.prepare_update(plan, digest, channel, 0) == digest
+    ranks = sorted({bucket.sender for bucket in plan.buckets})
+    senders = [Sending(channel, plan, weights, rank, before) for rank in ranks]
+    arrived = engine.receive_update()
+    return arrived, {name: digest for sender in senders for name, digest in sender.result().items()}

@@ -1,0 +1,87 @@
+"""The buckets of an update as safetensors files, in a local folder or an object store that both ends reach."""
+
+import time
+from typing import Any
+
+import fsspec.core
+import torch
+from safetensors.torch import load, save
+
+from storage.errors import StorageUnavailable, SyncMismatch
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.packing import packed, tensors_of, views
+from trainer_core.weights.plan import Bucket, WeightPlan
+from trainer_core.weights.signals import FAILED
+
+_PAUSE_S = 0.05  # an object store is asked twenty times a second
+
+
+class BucketFiles:
+    """The files of one update, from either end."""
+
+    def __init__(self, channel: Channel, plan: WeightPlan) -> None:
+        fs, folder = fsspec.core.url_to_fs(channel.folder)
+        self._fs: Any = fs
+        self._folder, self._deadline_s = str(folder), channel.deadline_s
+        self._planned = tensors_of(plan)
+        self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+    def write(self, bucket: Bucket, arena: torch.Tensor) -> None:
+        """Write a bucket.
+
+        Args:
+            arena: (bucket.nbytes,) uint8 in memory of the host.
+
+        Raises:
+            StorageUnavailable: that failed.
+        """
+        content = save({name: tensor.contiguous() for name, tensor in views(self._planned[bucket.number], arena)})
+        self._put(self._path(bucket), content)
+
+    def read(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
+        """A bucket, (bucket.nbytes,) uint8 on `device`; waits until it is there.
+
+        Raises:
+            SyncMismatch: the other end has failed, or has not written it until the deadline, or its file holds other
+                tensors than planned.
+        """
+        end = time.monotonic() + self._deadline_s
+        while not self._fs.exists(self._path(bucket)):
+            self.check()
+            if time.monotonic() > end:
+                raise SyncMismatch(
+                    f"{self._path(bucket)} did not appear within {self._deadline_s:g} s: the trainer rank "
+                    f"{bucket.sender} that writes it has died or hangs. Sync the weights again"
+                )
+            time.sleep(_PAUSE_S)
+        tensors = load(self._fs.cat_file(self._path(bucket)))
+        return packed(bucket, self._planned[bucket.number], tensors).to(device)
+
+    def check(self) -> None:
+        """Raise if the other end has failed.
+
+        Raises:
+            SyncMismatch: with its reason.
+        """
+        if self._fs.exists(f"{self._folder}/{FAILED}"):
+            raise SyncMismatch(self._fs.cat_file(f"{self._folder}/{FAILED}").decode())
+
+    def fail(self, reason: str) -> None:
+        """Tell the other end that this update will not be completed."""
+        self._put(f"{self._folder}/{FAILED}", reason.encode())
+
+    def _put(self, path: str, content: bytes) -> None:
+        """Let a file appear whole."""
+        try:
+            if self._local:
+                self._fs.pipe_file(f"{path}.part", content)
+                self._fs.mv(f"{path}.part", path)
+            else:
+                self._fs.pipe_file(path, content)
+        except OSError as error:
+            raise StorageUnavailable(
+                f"weights cannot be written to {path}: {error}; free space there or choose another folder"
+            ) from error
+
+    def _path(self, bucket: Bucket) -> str:
+        return f"{self._folder}/bucket-{bucket.number:05d}.safetensors"

@@ -1,0 +1,48 @@
+"""Process groups of one sender and all receivers, apart from any other group of their processes."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.signals import Signals
+
+
+class Meeting:
+    """The group in which one sender broadcasts: rank 0 is the sender, the receivers follow by their numbers."""
+
+    def __init__(self, channel: Channel, signals: Signals, sender: int, rank: int, device: torch.device) -> None:
+        """Meet the others. They must all come: one that does not ends it with the channel's deadline.
+
+        Raises:
+            SyncMismatch: somebody has failed or did not come.
+        """
+        self._signals = signals
+        met = signals.met[signals.place[sender]]  # (1 + R,)
+        met[rank] = 1
+        signals.wait(lambda: met.all(), f"trainer rank {sender} and all engines to meet")
+        store = dist.FileStore(str(Path(channel.folder, f"group-{sender}")), 1 + channel.receivers)
+        limit = timedelta(seconds=channel.deadline_s)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, rank, 1 + channel.receivers, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, 1 + channel.receivers, limit)
+
+    def broadcast(self, arena: torch.Tensor) -> Callable[[], bool]:
+        """Begin to send, or to receive, the bytes of an arena; the result tells whether that is done."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([arena], options).is_completed
+
+    def wait(self, done: Callable[[], bool], what: str) -> None:
+        """Return once a broadcast is done.
+
+        Raises:
+            SyncMismatch: somebody has failed, or the deadline has passed.
+        """
+        self._signals.wait(done, what)

@@ -1,0 +1,66 @@
+"""The tensors of a bucket as they lie in an arena."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from storage.errors import SyncMismatch
+from trainer_core.weights.digest import dtype_name
+from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
+
+
+def tensors_of(plan: WeightPlan) -> dict[int, list[PlannedTensor]]:
+    """The tensors of each bucket by its number, in order."""
+    found: dict[int, list[PlannedTensor]] = {bucket.number: [] for bucket in plan.buckets}
+    for tensor in plan.tensors:
+        found[tensor.bucket].append(tensor)
+    return found
+
+
+def view(arena: torch.Tensor, tensor: PlannedTensor) -> torch.Tensor:
+    """A tensor where it lies in an arena, (nbytes,) uint8; the result shares its memory."""
+    octets = arena[tensor.offset : tensor.offset + tensor.nbytes]
+    return octets.view(element_type(tensor.dtype)).view(tensor.shape)
+
+
+def views(tensors: Sequence[PlannedTensor], arena: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in a bucket, as views of its arena, (bucket.nbytes,) uint8."""
+    for tensor in tensors:
+        yield tensor.name, view(arena, tensor)
+
+
+def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A bucket of tensors in memory of the host that came one by one, (bucket.nbytes,) uint8.
+
+    Raises:
+        SyncMismatch: they are not those that are planned.
+    """
+    arena = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+    places = dict(views(planned, arena))
+    _same_names(places, tensors, bucket)
+    for name, place in places.items():
+        tensor = tensors[name]
+        if (tensor.dtype, tensor.shape) != (place.dtype, place.shape):
+            raise SyncMismatch(
+                f"tensor {name} was sent as {dtype_name(tensor.dtype)} {list(tensor.shape)}, but is planned as "
+                f"{dtype_name(place.dtype)} {list(place.shape)}"
+            )
+        place.copy_(tensor)
+    return arena
+
+
+def _same_names(planned: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], bucket: Bucket) -> None:
+    missing, unknown = sorted(planned.keys() - sent.keys()), sorted(sent.keys() - planned.keys())
+    if missing or unknown:
+        raise SyncMismatch(
+            f"bucket {bucket.number} of a weight update: {missing or 'nothing'} missing, {unknown or 'nothing'} was "
+            "sent without being planned"
+        )
+
+
+def element_type(name: str) -> torch.dtype:
+    """The element type of that name, as `dtype_name` gives it."""
+    found = vars(torch)[name]
+    if not isinstance(found, torch.dtype):
+        raise SyncMismatch(f"{name!r} is no element type")
+    return found

@@ -1,0 +1,1 @@
+"""A trainer rank's end of a channel: one module for each transport."""

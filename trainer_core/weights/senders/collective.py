@@ -1,0 +1,56 @@
+"""Sending by broadcasts of a process group of this rank and all receivers."""
+
+from collections.abc import Callable
+
+import torch
+
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.meeting import Meeting
+from trainer_core.weights.plan import Bucket, WeightPlan
+from trainer_core.weights.signals import Signals, Turns
+
+
+class CollectiveSender:
+    """Broadcasts each bucket while the next one is written."""
+
+    def __init__(self, meeting: Meeting, turns: Turns, rank: int, buffers: list[torch.Tensor]) -> None:
+        self._meeting, self._turns, self._rank, self._buffers = meeting, turns, rank, buffers
+        self._under_way: dict[int, Callable[[], bool]] = {}
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        """See `Sender.arena`."""
+        place = self._turns.place_of(bucket)
+        self._settle(place)
+        return self._buffers[place][: bucket.nbytes]
+
+    def publish(self, bucket: Bucket) -> None:
+        """See `Sender.publish`."""
+        place = self._turns.place_of(bucket)
+        self._under_way[place] = self._meeting.broadcast(self._buffers[place][: bucket.nbytes])
+        self._turns.publish(bucket)
+
+    def finish(self) -> None:
+        """See `Sender.finish`."""
+        for place in list(self._under_way):
+            self._settle(place)
+        self._turns.read_by_all(self._rank)
+
+    def fail(self, reason: str) -> None:
+        """See `Sender.fail`."""
+        self._turns.signals.fail(reason)
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        self._buffers, self._under_way = [], {}
+
+    def _settle(self, place: int) -> None:
+        if place in self._under_way:
+            self._meeting.wait(self._under_way.pop(place), f"engines to receive what rank {self._rank} sent")
+
+
+def collective_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> CollectiveSender:
+    """A sender by NCCL from a card, by gloo from memory of the host. Returns when all receivers have come."""
+    signals = Signals(channel, plan)
+    meeting = Meeting(channel, signals, rank, 0, device)
+    buffers = [torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device) for _ in range(channel.arenas)]
+    return CollectiveSender(meeting, Turns(signals, channel.arenas), rank, buffers)

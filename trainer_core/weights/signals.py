@@ -1,0 +1,155 @@
+"""How the two ends of a channel tell each other how far they are: counters in a file that all of them map.
+
+Imports without torch.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from storage.errors import SyncMismatch
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import Bucket, WeightPlan
+
+FAILED = "failed"
+"""Name of the file, in the folder of a channel, that makes everybody stop; it says why."""
+
+_COUNTERS = "counters"
+_WORD = 8  # bytes; one word is written and read as a whole
+_FIRST_PAUSE_S, _LAST_PAUSE_S, _GROWTH = 50e-6, 1e-3, 1.05  # at the last pause an end looks a thousand times a second
+
+
+def fail(folder: str | Path, reason: str) -> None:
+    """Make everybody who uses the channel in `folder` stop, with that reason; the first reason counts."""
+    place = Path(folder)
+    own = place / f"{FAILED}-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        own.write_text(reason, encoding="utf-8")
+        os.link(own, place / FAILED)  # appears whole, and only if there is none
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        return  # the channel has been removed: nobody uses it any more
+    own.unlink(missing_ok=True)
+
+
+class Signals:
+    """Counters of one update: buckets that each sender has published, and that each receiver has released of them.
+
+    Each counter has one writer. A sender's buckets are counted in its own order. `met` says who has come to the group
+    of a sender, (S, 1 + R): itself and the receivers.
+    """
+
+    def __init__(self, channel: Channel, plan: WeightPlan) -> None:
+        self._folder, self._deadline_s = Path(channel.folder), channel.deadline_s
+        senders = sorted({bucket.sender for bucket in plan.buckets})
+        self.place = {sender: place for place, sender in enumerate(senders)}
+        self.turn = _turns(plan)
+        width = 1 + channel.receivers
+        memory = _shared(self._folder / _COUNTERS, len(senders) * 2 * width * _WORD)
+        self.met, counters = np.frombuffer(memory, dtype=np.int64).reshape(2, len(senders), width)
+        self.published, self.released = counters[:, 0], counters[:, 1:]  # (S,), (S, R)
+
+    def fail(self, reason: str) -> None:
+        """See `fail`."""
+        fail(self._folder, reason)
+
+    def check(self) -> None:
+        """Raise if somebody has failed.
+
+        Raises:
+            SyncMismatch: with the reason that was given first.
+        """
+        try:
+            reason = (self._folder / FAILED).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if self._folder.is_dir():
+                return
+            reason = f"the folder {self._folder} of the weight update was removed while it was under way"
+        raise SyncMismatch(reason)
+
+    def wait(self, reached: Callable[[], bool | np.bool_], what: str) -> None:
+        """Return once `reached` is true.
+
+        Raises:
+            SyncMismatch: somebody has failed, or the deadline has passed: then everybody else is told.
+        """
+        pause, end = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
+        while not reached():
+            self.check()
+            if time.monotonic() > end:
+                reason = (
+                    f"a weight update waited {self._deadline_s:g} s for {what}; the process that it waits for has "
+                    "died or hangs. Sync the weights again"
+                )
+                self.fail(reason)
+                raise SyncMismatch(reason)
+            time.sleep(pause)
+            pause = min(pause * _GROWTH, _LAST_PAUSE_S)
+
+
+def _turns(plan: WeightPlan) -> dict[int, int]:
+    """Place of each bucket among those of its sender."""
+    counts: dict[int, int] = {}
+    turns: dict[int, int] = {}
+    for bucket in plan.buckets:
+        turns[bucket.number] = counts.get(bucket.sender, 0)
+        counts[bucket.sender] = turns[bucket.number] + 1
+    return turns
+
+
+def _shared(path: Path, size: int) -> mmap.mmap:
+    """The whole of a file of that size, mapped; whoever comes first makes it, of zeros."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except FileNotFoundError as error:
+        raise SyncMismatch(f"the folder {path.parent} of the weight update is not there: sync again") from error
+    try:
+        os.ftruncate(handle, size)
+        return mmap.mmap(handle, size)
+    finally:
+        os.close(handle)
+
+
+class Turns:
+    """What one end of a channel knows of its buckets' turns."""
+
+    def __init__(self, signals: Signals, arenas: int) -> None:
+        self.signals, self.arenas = signals, arenas
+
+    def place_of(self, bucket: Bucket) -> int:
+        """Which of its sender's arenas carries a bucket."""
+        return self.signals.turn[bucket.number] % self.arenas
+
+    def free(self, bucket: Bucket) -> None:
+        """Wait until every receiver has released what the arena of a bucket held before."""
+        earlier = self.signals.turn[bucket.number] - self.arenas + 1
+        self._until_released(bucket.sender, earlier, f"engines to read bucket {bucket.number} of the plan")
+
+    def publish(self, bucket: Bucket) -> None:
+        """Say that a bucket can be read."""
+        self.signals.published[self.signals.place[bucket.sender]] = self.signals.turn[bucket.number] + 1
+
+    def read_by_all(self, sender: int) -> None:
+        """Wait until every receiver has released everything that a sender sends."""
+        row = self.signals.place[sender]
+        self._until_released(sender, int(self.signals.published[row]), f"engines to read what rank {sender} sent")
+
+    def published(self, bucket: Bucket) -> None:
+        """Wait until a bucket can be read."""
+        row, wanted = self.signals.place[bucket.sender], self.signals.turn[bucket.number] + 1
+        counters = self.signals.published
+        what = f"trainer rank {bucket.sender} to send bucket {bucket.number} of the plan"
+        self.signals.wait(lambda: counters[row] >= wanted, what)
+
+    def release(self, bucket: Bucket, receiver: int) -> None:
+        """Say that a receiver has read a bucket."""
+        self.signals.released[self.signals.place[bucket.sender], receiver] = self.signals.turn[bucket.number] + 1
+
+    def _until_released(self, sender: int, wanted: int, what: str) -> None:
+        counters = self.signals.released[self.signals.place[sender]]  # (R,)
+        self.signals.wait(lambda: (counters >= wanted).all(), what)
