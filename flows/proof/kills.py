@@ -46,6 +46,8 @@ def _points(stage: Stage, stored: bool) -> list[Point]:
     absent = {
         Point.MID_PART: stage == Stage.WEIGHT_SYNC or (stage == Stage.ROLLOUT and stored),
         Point.UPLOAD: stage not in (Stage.TRAIN, Stage.PREPARE),
+        Point.SENT: stage != Stage.WEIGHT_SYNC,
+        Point.SERVED: stage != Stage.WEIGHT_SYNC,
     }
     return [point for point in Point if not absent.get(point, False)]
 

@@ -68,9 +68,21 @@ class RolloutSection(Section):
     """Prompt groups in one stored part."""
 
 
-class SyncSection(Section):
-    """How the arrival of weights is proved."""
+TransportChoice = Literal["auto", "memory", "cuda", "collective", "files"]
 
+
+class SyncSection(Section):
+    """How weights reach the engines, and how their arrival is proved."""
+
+    transport: TransportChoice = "auto"
+    """Shared `memory` of the host, arenas on a `cuda` card that trainer and engines share, `collective` broadcasts (NCCL,
+    or gloo on CPU), or safetensors `files`. `auto`: `cuda` if all processes share a card, `collective` if each has its
+    own, else `memory`."""
+    arena_mib: int = Field(default=256, ge=1)
+    """Weights travel in buckets of at most this size; each sender has two such buffers. MiB."""
+    in_flight: Literal["abort", "wait", "keep"] = "abort"
+    """What becomes of requests that an engine is at work on: they are dropped, or completed first, or they go on with the
+    new weights. In the loop there are none."""
     probe_sequences: int = Field(default=8, ge=1)
     """Held-out prompts with answers whose log-probabilities engine and trainer must agree on."""
     max_mean_difference: float = Field(default=1e-3, gt=0)

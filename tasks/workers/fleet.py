@@ -18,6 +18,7 @@ from tasks.engine.protocol import EngineSpec
 from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
+from tasks.workers.placement import Placement, engine_cards, placement
 from tasks.workers.ranks import RankActors, forget_rendezvous, meet, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
@@ -82,6 +83,10 @@ class Fleet:
             InputError: the configuration requests CUDA but no card is visible.
         """
         return self._cluster.settings.device(self._config.device.kind)
+
+    def placement(self) -> Placement:
+        """See `Workers.placement`."""
+        return placement(self._config, self._cluster.settings)
 
     def check_alive(self) -> None:
         """Make sure that Ray, if it was started, still answers.
@@ -182,6 +187,7 @@ class Fleet:
                 "async_scheduling": fast and section.async_scheduling,
                 "together": not fast,
                 "tensor": section.tensor,
+                "in_flight": self._config.sync.in_flight,
                 "own_core": fast if section.own_process is None else section.own_process,
             }
         )
@@ -194,7 +200,8 @@ class Fleet:
         if found is not None:
             return self._handle(found)
         settings = self._cluster.settings
-        environment = engine_environment(spec.device, engine_cards(settings.gpus, place, spec), settings.local)
+        cards = engine_cards(settings.gpus, place, spec.tensor) if spec.device == "cuda" else ()
+        environment = engine_environment(spec.device, cards, settings.local)
         names = fresh_names(prefix, 1)
         meeting_place = meet(names, settings) if spec.tensor > 1 else None
         group = RankActors(labels, spawn(names, [environment], detached=not settings.local), meeting_place)
@@ -231,17 +238,3 @@ class Fleet:
                 group.end()
         return usable
 
-
-def engine_cards(cards: tuple[str, ...], place: int, spec: EngineSpec) -> tuple[str, ...]:
-    """The cards of engine number `place`: the next `spec.tensor`, from the first again when there are no more.
-
-    Raises:
-        InputError: one engine needs more cards than there are.
-    """
-    if spec.device == "cpu":
-        return ()
-    if spec.tensor > len(cards):
-        raise InputError(f"engine.tensor is {spec.tensor}, but {len(cards)} GPUs are visible; choose a smaller one")
-    engines = len(cards) // spec.tensor
-    first = place % engines * spec.tensor
-    return cards[first : first + spec.tensor]

@@ -15,7 +15,7 @@ from tasks.config.document import parse_config
 from tasks.config.environment import Settings
 from tasks.engine.protocol import EngineSpec, Sampling, weights_digest
 from tasks.workers.cluster import Cluster
-from tasks.workers.fleet import Fleet, engine_cards
+from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
 from tasks.workers.sampling import Batch, sample
 from tests.tasks.engine.test_engine import export
@@ -162,26 +162,6 @@ def test_on_a_gpu_the_engine_is_fast_unless_it_must_repeat_itself(settings, expe
     spec = Fleet("run", config, Cluster(Settings(ray_address=None, ray_token=None, gpus=("0",)))).engine_spec(tmp_path)
     assert spec.device == "cuda"
     assert {name: value for name, value in spec.model_dump().items() if name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("cards", "tensor", "expected"),
-    [
-        ("0", 1, ["0", "0", "0"]),
-        ("012", 1, ["0", "1", "2"]),
-        ("01234", 2, ["01", "23", "01"]),
-        ("0123", 4, ["0123"] * 3),
-    ],
-)
-def test_engines_take_the_next_cards_and_share_them_when_there_are_no_more(cards, tensor, expected):
-    spec = EngineSpec(model_dir="", max_model_len=8, device="cuda", tensor=tensor)
-    assert ["".join(engine_cards(tuple(cards), place, spec)) for place in range(3)] == expected
-
-
-def test_an_engine_of_more_cards_than_there_are_is_refused():
-    spec = EngineSpec(model_dir="", max_model_len=8, device="cuda", tensor=4)
-    with pytest.raises(InputError, match=r"engine.tensor is 4, but 2 GPUs are visible"):
-        engine_cards(("0", "1"), 0, spec)
 
 
 LATER_PROCESS = """
