@@ -45,8 +45,8 @@ class SyncBench(BaseModel):
     kept_plan_seconds: float
     """With the plan of an update before: what is made afresh each time takes the difference."""
     stock_seconds: float
-    """megatron-bridge's export with fresh tasks into vLLM's own reload: on CPU by safetensors in shared memory, on a card
-    by vLLM's transfer of CUDA IPC handles. Nothing is verified."""
+    """megatron-bridge's export with fresh tasks into vLLM's own reload: on CPU by safetensors in shared memory, on a
+    card by vLLM's transfer of CUDA IPC handles. Nothing is verified."""
     speedup: float
     """Median over rounds of stock by ours."""
     gb_per_s: float

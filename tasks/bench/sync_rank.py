@@ -91,4 +91,3 @@ class SyncRank(Trainer, SyncRankProtocol):
     def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-

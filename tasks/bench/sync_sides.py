@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from storage.errors import SyncMismatch
 from tasks.bench.sync_calls import SyncEngineHandle, SyncGroup
 from tasks.bench.sync_cases import SyncCase, SyncRound
 from tasks.bench.sync_engine import SyncEngine
+from tasks.bench.sync_start import start_sync_rank
 from tasks.config.document import parse_config
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
@@ -23,11 +23,8 @@ from tasks.workers.fleet import Fleet
 from tasks.workers.placement import engine_cards, placement, transport
 from tasks.workers.ranks import RankActors, start_trainers
 from tasks.workers.scratch import scratch
-from trainer_core.config import Device, OptimizerConfig, ParallelConfig, PolicyConfig, RankSpec, TrainerConfig
+from trainer_core.config import Device, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 from trainer_core.weights.channel import Transport
-
-if TYPE_CHECKING:
-    from tasks.bench.sync_rank import SyncRank
 
 _LENGTH = 96  # tokens of a sequence of the probe
 _PROBE = 8  # sequences
@@ -39,7 +36,9 @@ _MOST_APART = 0.1  # nat, on average over the probe: the same weights differ by 
 class Sides:
     """Trainer ranks and an engine, and the ways from one to the other."""
 
-    def __init__(self, config: RunConfig, device: Device, group: SyncGroup, engine: SyncEngineHandle, way: Transport) -> None:
+    def __init__(
+        self, config: RunConfig, device: Device, group: SyncGroup, engine: SyncEngineHandle, way: Transport
+    ) -> None:
         self.device, self.transport = device, way
         self._config, self._group, self._engine = config, group, engine
         self._version = 0
@@ -120,16 +119,6 @@ def sides(model: str, case: SyncCase, device: Device, cluster: Cluster) -> Itera
             engine.end()
     finally:
         group.end()
-
-
-def start_sync_rank(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "SyncRank":
-    """As `start_trainer`."""
-    from trainer_core.platform.platform import prepare
-
-    platform = prepare(rank.device, rank.local_rank)
-    from tasks.bench.sync_rank import SyncRank  # imports Megatron, which needs the platform prepared
-
-    return SyncRank(model_dir, config, rank, platform)
 
 
 def _config(model: str, case: SyncCase, device: Device) -> RunConfig:

@@ -8,6 +8,7 @@ from storage.errors import WorkerLost
 _PATIENCE_S = 120.0
 _PAUSE_S = 2e-4
 
+
 def wait_for(path: Path) -> None:
     """Return once a file is there.
 

@@ -237,4 +237,3 @@ class Fleet:
             else:
                 group.end()
         return usable
-
