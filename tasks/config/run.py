@@ -75,20 +75,21 @@ class SyncSection(Section):
     """How weights reach the engines, and how their arrival is proved."""
 
     transport: TransportChoice = "auto"
-    """Shared `memory` of the host, arenas on a `cuda` card that trainer and engines share, `collective` broadcasts (NCCL,
-    or gloo on CPU), or safetensors `files`. `auto`: `cuda` if all processes share a card, `collective` if each has its
-    own, else `memory`."""
+    """Shared `memory` of the host, buffers on a `cuda` card that trainer and engines share, `collective` broadcasts
+    (NCCL, or gloo on CPU), or safetensors `files`. `auto`: `cuda` if all processes share a card, `collective` if each
+    has its own, else `memory`."""
     arena_mib: int = Field(default=256, ge=1)
     """Weights travel in buckets of at most this size; each sender has two such buffers. MiB."""
     in_flight: Literal["abort", "wait", "keep"] = "abort"
-    """What becomes of requests that an engine is at work on: they are dropped, or completed first, or they go on with the
-    new weights. In the loop there are none."""
+    """What becomes of requests that an engine is at work on: `abort` drops them, `wait` completes them first, with
+    `keep` they go on with the new weights. In the loop there are none."""
     probe_sequences: int = Field(default=8, ge=1)
     """Held-out prompts with answers whose log-probabilities engine and trainer must agree on."""
-    max_mean_difference: float = Field(default=1e-3, gt=0)
-    """Allowed mean |engine - trainer| over the probe tokens, nat."""
-    max_difference: float = Field(default=5e-3, gt=0)
-    """Allowed largest |engine - trainer|, nat."""
+    max_mean_difference: float | None = Field(default=None, gt=0)
+    """Allowed mean |engine - trainer| over the probe tokens, nat. By default 0.001 if both compute in fp32, else
+    0.03."""
+    max_difference: float | None = Field(default=None, gt=0)
+    """Allowed largest |engine - trainer|, nat. By default 0.005 if both compute in fp32, else 0.1."""
 
 
 class EvaluateSection(Section):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from storage.digest import value_digest
-from storage.errors import InputError, RatchetError, WorkerLost
+from storage.errors import RatchetError, WorkerLost
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
 from tasks.engine.engine import Engine

@@ -11,6 +11,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
 from tasks.workers.engines import EngineHandle
+from tasks.workers.placement import Placement
 from tasks.workers.trainers import TrainerGroup
 from tests.small.workers import SmallEngine, SmallTrainer
 
@@ -45,6 +46,9 @@ class GroupHere:
 
     def end(self) -> None:
         self._alive = False
+
+
+PLACEMENT = Placement(device="cpu", engines=())
 
 
 class WorkersHere:
@@ -82,6 +86,9 @@ class WorkersHere:
         made = [GroupHere([self._engine(str(model_dir))], self.calls.append) for _ in missing]
         self._engines += [EngineHandle(group, self._config.workers) for group in made]
         return self._engines
+
+    def placement(self) -> Placement:
+        return PLACEMENT
 
     def processes(self) -> dict[str, int]:
         return {}
