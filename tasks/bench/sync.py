@@ -92,7 +92,7 @@ def bench_sync(case_name: SyncCaseName | None, pairs: int) -> SyncBench:
     case = SYNC_CASES[name]
     with tempfile.TemporaryDirectory() as folder, Cluster(settings) as cluster:
         hollow_model(Path(folder), case.model, case.precision)
-        with sides(folder, case, device, cluster) as ways:
+        with sides(Path(folder), case, cluster) as ways:
             first, *rounds = [ways.round(number) for number in range(pairs + 1)]
             return _report(name, ways, first, rounds)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from storage.backends.root import open_root
 from storage.errors import SyncMismatch
 from tasks.bench.sync_calls import SyncEngineHandle, SyncGroup
 from tasks.bench.sync_cases import SyncCase, SyncRound
@@ -16,15 +17,16 @@ from tasks.bench.sync_start import start_sync_rank
 from tasks.config.document import parse_config
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
-from tasks.stages.transaction import Delivery, at_once, transact
+from tasks.engine.protocol import EngineSpec
+from tasks.stages.context import RunContext
+from tasks.stages.transaction import Delivery, at_once, deliver
 from tasks.workers.actors import fresh_names, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
-from tasks.workers.placement import engine_cards, placement, transport
+from tasks.workers.placement import engine_cards, transport
 from tasks.workers.ranks import RankActors, start_trainers
 from tasks.workers.scratch import scratch
 from trainer_core.config import Device, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
-from trainer_core.weights.channel import Transport
 
 _LENGTH = 96  # tokens of a sequence of the probe
 _PROBE = 8  # sequences
@@ -36,11 +38,11 @@ _MOST_APART = 0.1  # nat, on average over the probe: the same weights differ by 
 class Sides:
     """Trainer ranks and an engine, and the ways from one to the other."""
 
-    def __init__(
-        self, config: RunConfig, device: Device, group: SyncGroup, engine: SyncEngineHandle, way: Transport
-    ) -> None:
-        self.device, self.transport = device, way
-        self._config, self._group, self._engine = config, group, engine
+    def __init__(self, context: RunContext, group: SyncGroup, engine: SyncEngineHandle) -> None:
+        place = context.workers.placement()
+        self.device = place.device
+        self.transport = transport(context.config.sync.transport, place)
+        self._context, self._group, self._engine = context, group, engine
         self._version = 0
         drawn = np.random.default_rng(0).integers(3, 500, (_PROBE, _LENGTH), dtype=np.int32)
         self._probe = list(drawn)  # (S,) each
@@ -75,7 +77,7 @@ class Sides:
 
     def _ours(self) -> Delivery:
         self._version += 1
-        return transact(self._config, self.transport, [self._engine], self._group, self._version)
+        return deliver(self._context, {0: self._engine}, self._group, self._version)
 
     def _stock(self) -> None:
         with scratch(memory=True) as folder:
@@ -105,26 +107,28 @@ class Sides:
 
 
 @contextmanager
-def sides(model: str, case: SyncCase, device: Device, cluster: Cluster) -> Iterator[Sides]:
+def sides(model: Path, case: SyncCase, cluster: Cluster) -> Iterator[Sides]:
     """Start the processes; they end with the block."""
+    device = cluster.settings.device("auto")
     config = _config(model, case, device)
+    fleet = Fleet("bench", config, cluster)
+    context = RunContext("bench", open_root(str(model)), config, "", fleet, model)
     cluster.start()
     group = SyncGroup(_trainers(model, case, device, cluster, config), config.workers)
     try:
-        engine = SyncEngineHandle(_engine(model, cluster, config), config.workers)
+        engine = SyncEngineHandle(_engine(fleet.engine_spec(model), cluster, config), config.workers)
         try:
-            way = transport(config.sync.transport, placement(config, cluster.settings))
-            yield Sides(config, device, group, engine, way)
+            yield Sides(context, group, engine)
         finally:
             engine.end()
     finally:
         group.end()
 
 
-def _config(model: str, case: SyncCase, device: Device) -> RunConfig:
+def _config(model: Path, case: SyncCase, device: Device) -> RunConfig:
     return parse_config(
         {
-            "model": {"source": model},
+            "model": {"source": str(model)},
             "data": {"generate": {}},
             "engine": {
                 "max_model_len": _LENGTH + 8,
@@ -142,7 +146,7 @@ def _config(model: str, case: SyncCase, device: Device) -> RunConfig:
     )
 
 
-def _trainers(model: str, case: SyncCase, device: Device, cluster: Cluster, config: RunConfig) -> RankActors:
+def _trainers(model: Path, case: SyncCase, device: Device, cluster: Cluster, config: RunConfig) -> RankActors:
     trainer = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-6),
         policy=PolicyConfig(),
@@ -152,12 +156,11 @@ def _trainers(model: str, case: SyncCase, device: Device, cluster: Cluster, conf
     )
     deadline_s = config.workers.start_deadline_s
     return start_trainers(
-        "bench/trainers", model, trainer, device, cluster.settings, deadline_s, start=start_sync_rank
+        "bench/trainers", str(model), trainer, device, cluster.settings, deadline_s, start=start_sync_rank
     )  # fmt: skip
 
 
-def _engine(model: str, cluster: Cluster, config: RunConfig) -> RankActors:
-    spec = Fleet("bench", config, cluster).engine_spec(Path(model))
+def _engine(spec: EngineSpec, cluster: Cluster, config: RunConfig) -> RankActors:
     settings = cluster.settings
     cards = engine_cards(settings.gpus, 0, spec.tensor) if spec.device == "cuda" else ()
     # `receive_handles` is sent to vLLM's worker
