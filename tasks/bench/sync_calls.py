@@ -15,7 +15,7 @@ class SyncRankProtocol(Protocol):
         ...
 
     def keep_plan(self, keep: bool) -> None:
-        """Whether the next `plan_weights` returns what the last one returned."""
+        """Whether `plan_weights` from now on returns what it has made last, for that version."""
         ...
 
     def object_collectives(self) -> int:

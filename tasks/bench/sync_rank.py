@@ -18,6 +18,7 @@ from trainer_core.config import RankSpec, TrainerConfig
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Planned
 from trainer_core.trainer import Trainer
+from trainer_core.weights.update import Update
 
 _SPREAD = 0.02  # standard deviation of the weights
 _OBJECT_COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
@@ -30,7 +31,8 @@ class SyncRank(Trainer, SyncRankProtocol):
         super().__init__(model_dir, config, rank, platform)
         self._device = platform.device
         self._object_collectives = 0
-        self._kept: Planned | None = None
+        self._keeps = False
+        self._kept: tuple[Planned, Update] | None = None
         for name in _OBJECT_COLLECTIVES:
             setattr(torch.distributed, name, self._counted(getattr(torch.distributed, name)))
 
@@ -42,6 +44,20 @@ class SyncRank(Trainer, SyncRankProtocol):
                 for parameter in module.parameters():
                     parameter.normal_(float(parameter.ndim == 1), _SPREAD, generator=generator)
         self._settle()
+
+    def keep_plan(self, keep: bool) -> None:
+        """See `SyncRankProtocol.keep_plan`."""
+        self._keeps = keep
+
+    def plan_weights(self, version: int, arena_bytes: int) -> Planned:
+        """See `TrainerProtocol.plan_weights` and `SyncRankProtocol.keep_plan`."""
+        if self._keeps and self._kept is not None:
+            planned, self._update = self._kept
+            return planned
+        planned = super().plan_weights(version, arena_bytes)
+        assert self._update is not None  # it was just made
+        self._kept = planned, self._update
+        return planned
 
     def object_collectives(self) -> int:
         """See `SyncRankProtocol.object_collectives`."""

@@ -54,6 +54,7 @@ class Sides:
             SyncMismatch: engine and trainer disagree afterwards.
         """
         self._group.draw(2 * number)
+        self._version += 1
         delivery, seconds, object_collectives, extra = self._measured(self._ours)
         probe_s, difference = self._probed("ours")
         self._group.keep_plan(True)
@@ -76,7 +77,6 @@ class Sides:
         )
 
     def _ours(self) -> Delivery:
-        self._version += 1
         return deliver(self._context, {0: self._engine}, self._group, self._version)
 
     def _stock(self) -> None:

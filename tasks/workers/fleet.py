@@ -141,8 +141,8 @@ class Fleet:
         return self._trainers
 
     def processes(self) -> dict[str, int]:
-        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray; and what an engine
-        has started, as `inside` names it.
+        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray; and what engines
+        have started, as `inside` names it.
         """
         ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
         engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
