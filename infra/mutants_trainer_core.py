@@ -2,6 +2,7 @@
 
 from infra.mutants_known import Mutant
 
+_DIGEST = ("tests/trainer_core/weights/test_digest.py",)
 _EFFECTIVE = ("tests/trainer_core/model/test_effective.py",)
 _LAYOUTS = "tests/trainer_core/model/test_layouts.py::test_the_gradient_does_not_depend_on_the_layout"
 _PADDING = ("tests/trainer_core/model/test_padding.py",)
@@ -121,5 +122,29 @@ TRAINER_CORE = (
         "time.time() if replaces else",
         "time.time() if False else",
         ("tests/tasks/stages/test_train.py",),
+    ),
+    Mutant(
+        "digest-without-place",
+        "every chunk of a digest counts its words from the same place, so that two chunks can be swapped unseen",
+        "trainer_core/weights/digest.py",
+        "_signed(start * _K1), out=x)",
+        "_signed(0 * _K1), out=x)",
+        _DIGEST,
+    ),
+    Mutant(
+        "digest-kernel-without-the-end",
+        "on a card the bytes after the last whole word of a tensor are not part of its digest",
+        "trainer_core/weights/digest_kernel.py",
+        "(nbytes + 7) // 8)",
+        "nbytes // 8)",
+        _DIGEST,
+    ),
+    Mutant(
+        "digest-kernel-forgets-the-stride",
+        "on a card the columns of a matrix are read as if they lay one after another",
+        "trainer_core/weights/digest_kernel.py",
+        "(at // row) * stride",
+        "(at // row) * row * 8",
+        _DIGEST,
     ),
 )

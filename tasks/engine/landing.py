@@ -105,8 +105,8 @@ class Landing:
                 if name not in planned and left.get((place.layer, place.parameter)) and place.of
             )
             raise SyncMismatch(
-                f"the weight update leaves {sum(map(bool, left.values()))} parameters of the engine's model unfilled: "
-                f"{len(missing)} tensors missing {missing[:4]}; trainer and engine must have the same architecture"
+                f"the weight update does not fill {sum(map(bool, left.values()))} parameters of the engine's model: "
+                f"{len(missing)} tensors {missing[:4]} are missing; trainer and engine must have the same architecture"
             )
 
 

@@ -91,7 +91,8 @@ class Model:
         """Everything but Megatron's own passes reads and writes weights and buffers in here. Collective.
 
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
-        here the rest is gathered first, and nothing is gathered while the block lasts.
+        here the rest is gathered first, and nothing is gathered while the block lasts. What Megatron computes with in
+        float32, the biases of routers, is in float32 here, also if no pass has come since it was cast with the rest.
 
         Raises:
             RatchetError: weights or buffers were changed where they may only be read.
@@ -99,6 +100,7 @@ class Model:
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
+        self._restore_float32()
         before = self._versions()
         try:
             yield
@@ -123,6 +125,13 @@ class Model:
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
             raise
+
+    def _restore_float32(self) -> None:
+        """As each forward pass of a router begins; wrapping a model of low precision has cast its buffers."""
+        if self.dtype == torch.float32 or not self.config.num_moe_experts:
+            return
+        for router in (one for module in self.modules for one in module.modules() if isinstance(one, TopKRouter)):
+            router._maintain_float32_expert_bias()
 
     def _versions(self) -> list[int]:
         """How often each tensor was changed in place, as torch counts it."""

@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 _WORD = 8  # bytes
-_CHUNK = 1 << 22  # words; bounds the temporary memory to a few times 32 MiB
+_CHUNK = 1 << 15  # words; what is computed with stays in the processor's cache
 _K1 = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word: spreads the positions
 _K2 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 of splitmix64 as a signed word: carries each bit into the higher ones
 
@@ -23,23 +24,65 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     modulo 2**64, so swapped, moved or zeroed words change it. Signed wrap-around arithmetic is the same on CPU and GPU.
     The digest detects accidents, not adversaries.
     """
-    words = _words(tensor)
-    total = 0
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK]
-        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=words.device)
-        total += int(mix(part, positions).sum())
+    return tensor_digests([tensor])[0]
+
+
+def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """`tensor_digest` of each tensor. Those on a card take one launch of a kernel together, and one copy to the host.
+
+    Tensors need not be contiguous: on a card rows of whole words that are equally far apart, as the column slices of a
+    matrix are, are read where they lie; anything else is copied first.
+    """
+    sums = [0] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(place)
+    for device, places in by_device.items():
+        together = [tensors[place].detach() for place in places]
+        found = _sums_on_card(together) if device.type == "cuda" else [_sum_on_cpu(one) for one in together]
+        for place, total in zip(places, found, strict=True):
+            sums[place] = total
+    return [_digest(tensor, total) for tensor, total in zip(tensors, sums, strict=True)]
+
+
+def _digest(tensor: torch.Tensor, total: int) -> str:
     head = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)} {total % 2**64:016x}"
     return hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
 
 
-def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """`tensor_digest` of each."""
-    return [tensor_digest(tensor) for tensor in tensors]
+def _sums_on_card(tensors: list[torch.Tensor]) -> list[int]:
+    from trainer_core.weights.digest_kernel import sums_of_words  # imports Triton
+
+    return sums_of_words(tensors)
+
+
+def _sum_on_cpu(tensor: torch.Tensor) -> int:
+    words = _words(tensor)
+    count = min(_CHUNK, words.numel())
+    mixed, shifted = words.new_empty(count), words.new_empty(count)
+    total = 0
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK]
+        x, y = mixed[: part.numel()], shifted[: part.numel()]
+        torch.add(_spread(_CHUNK)[: part.numel()], _signed(start * _K1), out=x)  # (positions + 1) * K1
+        torch.bitwise_xor(x, part, out=x)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 32, out=y)).mul_(_K2)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 29, out=y))
+        total += int(x.sum())
+    return total
+
+
+@lru_cache(maxsize=1)
+def _spread(count: int) -> torch.Tensor:
+    return torch.arange(1, count + 1, dtype=torch.int64).mul_(_K1)
+
+
+def _signed(word: int) -> int:
+    return (word + 2**63) % 2**64 - 2**63
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # (bytes,)
+    octets = tensor.contiguous().reshape(-1).view(torch.uint8)  # (bytes,)
     missing = -octets.numel() % _WORD
     if missing:
         octets = torch.nn.functional.pad(octets, (0, missing))

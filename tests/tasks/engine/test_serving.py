@@ -32,7 +32,7 @@ def collect(engine, count):
     while len(found) < count:
         collected = engine.collect(0.0)  # a step at a time
         samples.append(collected.samples)
-        found |= dict(collected.finished)
+        found |= {batch.number: batch.completions for batch in collected.finished}
     return found, samples
 
 

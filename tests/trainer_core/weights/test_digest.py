@@ -1,9 +1,15 @@
+import hashlib
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_core.weights.digest import tensor_digest
+from tests.trainer_core.weights.digest_cases import cases
+from trainer_core.weights.digest import dtype_name, mix, tensor_digest, tensor_digests
 
 
 def tensor(count=1000, dtype=torch.float32):
@@ -56,3 +62,26 @@ def test_a_large_tensor_is_the_sum_of_its_chunks(monkeypatch):
 def test_digests_are_pinned():
     # trainer and engine may run different versions of torch or hardware; they must agree on this
     assert tensor_digest(torch.arange(5, dtype=torch.float32)) == "28f8ff657b305d5b2e8cf6d57e61c504"
+
+
+def test_many_at_once_have_the_digests_that_each_has_alone():
+    assert tensor_digests(cases()) == [tensor_digest(tensor.clone()) for tensor in cases()]
+    assert tensor_digests([]) == []
+
+
+@pytest.mark.parametrize("count", [1, 4099, 70_000])
+def test_a_digest_is_the_sum_of_its_mixed_words(count):
+    words = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(1))
+    total = int(mix(words, torch.arange(count)).sum()) % 2**64
+    head = f"{dtype_name(words.dtype)} {(count,)} {total:016x}"
+    assert tensor_digest(words) == hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
+
+
+def test_the_kernel_for_cards_finds_the_same():
+    pytest.importorskip("triton")
+    code = "from tests.trainer_core.weights.digest_cases import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
