@@ -25,6 +25,7 @@ from tasks.engine.protocol import (
     EngineProtocol,
     EngineSpec,
     Finished,
+    InFlight,
     Sampling,
     SyncReceipt,
     TokenIds,
@@ -79,6 +80,7 @@ class Engine(EngineProtocol):
         self._scoring_parameters: Callable[[], Any] = core.scoring_parameters
         self._core = core.Core(spec)
         self._held: EngineIdentity | Unusable = EngineIdentity(weight_version=None, weights_digest=None)
+        self._digests: dict[str, str] = {}  # of what was committed
         self._update: Transaction | None = None
         self._on_hold = False
         self._finished: list[Batch] = []  # with `_ended` responses, and not collected yet
@@ -138,9 +140,16 @@ class Engine(EngineProtocol):
         self._admit()
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in self._complete()]
 
-    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
+    def prepare_update(
+        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
+    ) -> str:
         """See `EngineProtocol.prepare_update`."""
-        return self._begin(plan, digest, channel, first_receiver)
+        self._update = None
+        update = Transaction(self._core.workers)
+        update.prepare(plan, digest, channel, first_receiver)
+        self._settle(in_flight)
+        self._update = update
+        return digest
 
     def receive_update(self) -> Arrived:
         """See `EngineProtocol.receive_update`."""
@@ -159,7 +168,7 @@ class Engine(EngineProtocol):
             raise SyncMismatch(f"weights {weights_digest} were not received, so they cannot be served; sync them again")
         self._core.forget_prompts()
         self._held = EngineIdentity(weight_version=version, weights_digest=weights_digest)
-        self._update = None
+        self._digests, self._update = self._update.digests, None
         self._go_on()
 
     def abort_update(self, reason: str) -> bool:
@@ -174,10 +183,19 @@ class Engine(EngineProtocol):
             self.drop()
         return not isinstance(self._held, Unusable)
 
-    def withdraw(self, reason: str) -> None:
-        """See `EngineProtocol.withdraw`."""
+    def refuse(self, reason: str) -> None:
+        """See `EngineProtocol.refuse`."""
         self.drop()
         self._held = Unusable(reason)
+
+    def held(self) -> dict[str, str]:
+        """See `EngineProtocol.held`."""
+        if self.identity().weights_digest is None:
+            return {}
+        changed: dict[str, str] = {}
+        for worker in self._core.workers("changed_tensors"):
+            changed |= worker
+        return self._digests | changed
 
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """See `EngineProtocol.receive`."""
@@ -186,7 +204,8 @@ class Engine(EngineProtocol):
         plan, files = plan_of_export(records, version)
         try:
             channel = Channel(transport="files", folder=directory, receivers=self._spec.tensor)
-            self._begin(plan, plan_digest(plan), channel, 0, files)
+            self._update = Transaction(self._core.workers)
+            self._update.prepare(plan, plan_digest(plan), channel, 0, files)
             arrived = self.receive_update()
             _same_tensors(arrived.digests, records)
         except Exception as error:
@@ -203,17 +222,9 @@ class Engine(EngineProtocol):
             seconds=time.perf_counter() - clock,
         )
 
-    def _begin(self, plan: WeightPlan, digest: str, channel: Channel, first: int, files: Sequence[str] = ()) -> str:
-        self._update = None
-        update = Transaction(self._core.workers)
-        update.prepare(plan, digest, channel, first, files)
-        self._settle()
-        self._update = update
-        return digest
-
-    def _settle(self) -> None:
-        """Do with what is under way as `EngineSpec.in_flight` says."""
-        match self._spec.in_flight:
+    def _settle(self, in_flight: InFlight) -> None:
+        """Drop, finish or hold what is under way."""
+        match in_flight:
             case "abort":
                 self.drop()
             case "wait":

@@ -10,7 +10,6 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -102,8 +101,7 @@ class LayerWise:
     def begin(self) -> None:
         """See `Lane.begin`."""
         for layer in self._names:
-            method = vars(layer).get("quant_method")
-            if isinstance(method, QuantizeMethodBase):
+            if method := _processing(layer):
                 self._observe(method)
         initialize_layerwise_reload(self._model)
 
@@ -112,7 +110,7 @@ class LayerWise:
         unprocessed = [
             name
             for layer, names in self._names.items()
-            if vars(layer).get("quant_method") not in self._observed
+            if _processing(layer) is None
             for name in names
         ]
         self._close()
@@ -162,12 +160,20 @@ def _used_as_loaded(layer: torch.nn.Module) -> bool:
     live = dict(layer.named_parameters(recurse=False))
     if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
         return False
-    method = vars(layer).get("quant_method")
-    if isinstance(layer, RoutedExperts) and isinstance(method, UnquantizedFusedMoEMethod):
-        return method.unquantized_backend == UnquantizedMoeBackend.TRITON and _loadable(live)
-    if isinstance(method, QuantizeMethodBase):
-        return type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) and _loadable(live)
-    return True
+    method = _processing(layer)
+    if method is None:
+        return True
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        kept = method.unquantized_backend == UnquantizedMoeBackend.TRITON
+    else:
+        kept = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return kept and _loadable(live)
+
+
+def _processing(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """What derives from a layer's parameters what its kernels use, if anything does."""
+    method = getattr(layer, "quant_method", None)  # an attribute, or a module of the layer
+    return method if isinstance(method, QuantizeMethodBase) else None
 
 
 def _loadable(parameters: dict[str, torch.Tensor]) -> bool:

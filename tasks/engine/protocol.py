@@ -38,6 +38,11 @@ KV_CACHE_BYTES_ON_CPU = 128 << 20
 """The key-value cache where nothing says how large it may be."""
 
 
+InFlight = Literal["abort", "wait", "keep"]
+"""What a weight update does with requests that are under way: `abort` drops them, `wait` finishes them first, `keep`
+goes on with them under the new weights, from which their key-value cache is computed again."""
+
+
 class EngineSpec(Frozen):
     """Everything an engine is started with."""
 
@@ -68,9 +73,6 @@ class EngineSpec(Frozen):
     own_core: bool = False
     """Whether vLLM's scheduler computes in a process of its own, beside the one that prepares requests and collects
     responses. Always the case with `tensor` above 1."""
-    in_flight: Literal["abort", "wait", "keep"] = "abort"
-    """What a weight update does with requests that are under way: `abort` drops them, `wait` finishes them first,
-    `keep` goes on with them under the new weights, from which their key-value cache is computed again."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 
@@ -207,16 +209,18 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
+    def prepare_update(
+        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
+    ) -> str:
         """Get ready to receive; nothing is written yet, and the weights of before still serve.
-
-        Requests that are under way are dropped, finished for `collect`, or held, as `EngineSpec.in_flight` says.
 
         Args:
             plan: the update.
             digest: as the trainer ranks computed it.
             channel: how it arrives.
             first_receiver: number of this engine's first worker among `channel.receivers`; the others follow.
+            in_flight: what becomes of requests that are under way. Those that are finished are kept for `collect`;
+                those that are kept are held until the update is committed or aborted.
 
         Returns:
             The digest of the plan as every worker computed it.
@@ -250,8 +254,14 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def withdraw(self, reason: str) -> None:
-        """Refuse to generate with the weights that were committed last, with that reason, until the next commit."""
+    def refuse(self, reason: str) -> None:
+        """Refuse to generate with the weights that are held, with that reason, until the next commit."""
+        ...
+
+    def held(self) -> dict[str, str]:
+        """Digest of each tensor of the committed weights by name: of what the live parameters hold now, where kernels
+        use them as they were loaded, else as it arrived. Empty if nothing is committed. What is queued stays.
+        """
         ...
 
     def held(self) -> dict[str, str]:

@@ -17,6 +17,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine import inside  # noqa: F401 - prepares the process of a worker
+from tasks.engine.landing import landing_of
+from tasks.engine.loading import found
 from tasks.engine.receivers.exported import ExportedFiles
 from tasks.engine.receivers.receiver import Receiver, open_receiver
 from tasks.engine.update import Report, Update
@@ -44,13 +46,13 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: RatchetInit) -> None:
-        """Nothing is held between updates."""
+        """Nothing is held between updates but what the last one reported."""
         self.forget()
+        self.report: Report | None = None
 
     def forget(self) -> None:
         """Forget what was prepared."""
         self._prepared: tuple[Update, WeightPlan, Channel, int, Sequence[str]] | None = None
-        self.report: Report | None = None
 
     def prepare(self, plan: str, channel: str, number: int, files: Sequence[str]) -> str:
         """Compare a plan with the live model; see `EngineProtocol.prepare_update`.
@@ -72,6 +74,18 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     def written(self) -> bool:
         """Whether the update that is prepared has begun to change the model."""
         return self._prepared is not None and self._prepared[0].written
+
+    def changed(self) -> dict[str, str]:
+        """Tensors of which this worker holds something else now than after the last update, by name, with the digest of
+        that. Seen only where kernels use parameters as they were loaded.
+        """
+        expected = {} if self.report is None else self.report.parts
+        landing = landing_of(self.model) if expected else None
+        if landing is None:
+            return {}
+        return {
+            name: digest for name, digest in found(self.model, landing, expected).items() if digest != expected[name]
+        }
 
     def start_weight_update(self) -> None:
         """See vLLM."""
@@ -127,7 +141,12 @@ class WorkerExtension:
         except RatchetError as refusal:
             return {"refused": str(refusal), "written": transfer.written}
         worker.finish_weight_update()
-        return dataclasses.asdict(cast(Report, transfer.report))
+        report = cast(Report, transfer.report)
+        return {key: vars(report)[key] for key in ("digests", "landed", "bytes", "seconds")} | {"written": True}
+
+    def changed_tensors(self) -> dict[str, str]:
+        """See `RatchetTransfer.changed`."""
+        return self.weight_transfer_engine.changed()
 
     def forget_update(self) -> None:
         """Forget what was prepared."""

@@ -66,6 +66,11 @@ class Transaction:
         """Let the workers forget what they prepared."""
         self._workers("forget_update")
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of each tensor that was received."""
+        return {} if self.arrived is None else self.arrived.digests
+
     def holds(self, digest: str) -> bool:
         """Whether the weights of that digest were received."""
         return self.arrived is not None and weights_digest(self.arrived.digests) == digest

@@ -46,6 +46,8 @@ class Report:
     """Bytes read."""
     seconds: dict[str, float]
     """Time by what it was spent on."""
+    parts: dict[str, str]
+    """Digest of what the live parameters hold of each tensor, by name, if kernels use them as they were loaded."""
 
 
 class Update:
@@ -95,14 +97,31 @@ class Update:
         arriving = self._tensors(receiver, first)
         before = self._seconds["wait"] + self._seconds["digest"]
         with self._timed("load"):
-            loaded = cast(_Loadable, self._model).load_weights(arriving)
+            loaded = self._load(arriving)
         self._seconds["load"] -= self._seconds["wait"] + self._seconds["digest"] - before
         for name, _ in arriving:
             raise SyncMismatch(f"the engine's loaders stopped before tensor {name}, without saying why")
         with self._timed("finish"):
             self._lane.finish()
         self._check_landed(loaded)
-        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds)
+        parts = {} if self._lane.keeps_views else self._expected
+        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
+
+    def _load(self, arriving: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        """Let vLLM load what arrives; what it raises becomes an error of ours, which keeps its type on its way."""
+        name = "of none"
+
+        def told() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal name
+            for name, tensor in arriving:  # noqa: B020, PLW2901 - so that the name is known when a loader fails
+                yield name, tensor
+
+        try:
+            return cast(_Loadable, self._model).load_weights(told())
+        except RatchetError:
+            raise
+        except Exception as error:
+            raise SyncMismatch(f"vLLM's loaders failed at tensor {name} of a weight update: {error!r}") from error
 
     def _tensors(self, receiver: Receiver, first: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything, while it arrives."""

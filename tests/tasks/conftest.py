@@ -20,10 +20,25 @@ def engines(tmp_path_factory):
             for seed, directory in enumerate(models.values()):
                 reference.make(directory, seed, tied, family)
             spec = EngineSpec(model_dir=models["old"], max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
-            engine = process.Engine(spec)
+            engine = process.FaultyEngine(spec)
             served[family, tied] = SimpleNamespace(
                 engine=engine, reference=reference, pid=process._process.pid, **models
             )
+        yield served
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory):
+    """By family: an engine that started from the model `old`, with experts, and a model `new` of the same shape."""
+    folder = tmp_path_factory.mktemp("experts")
+    with engine_process() as process:
+        reference, served = process.Reference(), {}
+        for family in ("qwen3-moe", "deepseek-v3"):
+            models = {name: str(folder / f"{name}-{family}") for name in ("old", "new")}
+            for seed, directory in enumerate(models.values()):
+                reference.make_family(directory, seed, family)
+            spec = EngineSpec(model_dir=models["old"], max_model_len=64, max_num_seqs=64, kv_cache_bytes=16 << 20)
+            served[family] = SimpleNamespace(engine=process.FaultyEngine(spec), reference=reference, **models)
         yield served
 
 

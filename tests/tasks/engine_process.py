@@ -40,6 +40,21 @@ class Reference:
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # away from ones and zeros, where mix-ups hide
         model.save_pretrained(directory)
 
+    def make_family(self, directory: str, seed: int, family: str) -> None:
+        """Write a random model with experts, of four layers."""
+        import json
+
+        from tests.trainer_core.models import make_family
+
+        latent = {"qk_nope_head_dim": 24, "v_head_dim": 32}  # vLLM's attention on CPU has kernels for heads of 32
+        make_family(0, 1, "", directory, family, seed, **({"head_dim": 32} if family == "qwen3-moe" else latent))
+        if family.startswith("deepseek"):  # transformers leaves out what it does not vary, and vLLM needs it
+            path = Path(directory, "config.json")
+            config = json.loads(path.read_text(encoding="utf-8"))
+            path.write_text(
+                json.dumps(config | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}), encoding="utf-8"
+            )
+
     def logits(self, directory: str, sequence: list[int]) -> np.ndarray:
         """Logits of the next token after each position but the last, (len(sequence) - 1, VOCABULARY)."""
         import torch
@@ -50,11 +65,59 @@ class Reference:
             return model(torch.tensor([sequence])).logits[0, :-1].numpy()
 
 
+class FaultyEngine(Engine):
+    """An engine in one process whose parameters can be spoiled, and whose loaders can be broken."""
+
+    def model(self) -> Any:
+        """vLLM's model."""
+        return self._core._vllm.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+
+    def break_loading(self, fault: str, *names: str) -> None:
+        """Until `repair`, vLLM's loaders see other tensors than those that arrived: see `_faulty`."""
+        model = self.model()
+        load = type(model).load_weights
+        vars(model)["load_weights"] = lambda weights: load(model, _faulty(weights, fault, names))
+
+    def repair(self) -> None:
+        """Undo `break_loading`."""
+        vars(self.model()).pop("load_weights", None)
+
+    def poison(self) -> int:
+        """Fill all parameters with NaN; how many are not empty."""
+        import torch
+
+        with torch.no_grad():
+            return sum(bool(parameter.fill_(float("nan")).numel()) for parameter in self.model().parameters())
+
+    def poisoned(self) -> list[str]:
+        """Parameters with a NaN in them."""
+        return [name for name, parameter in self.model().named_parameters() if bool(parameter.isnan().any())]
+
+
+def _faulty(weights: Iterator[tuple[str, Any]], fault: str, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    other = dict(zip(names, names[::-1], strict=True))
+    for name, tensor in weights:
+        if name not in names:
+            yield name, tensor
+        elif fault == "swap":
+            yield other[name], tensor
+        elif fault == "ulp":  # what a step with a small learning rate would have changed
+            yield name, tensor.nextafter(tensor + 1)
+        elif fault == "twice":
+            yield name, tensor
+            yield name, tensor + 1
+        elif fault == "raise":
+            raise OSError("a loader failed")
+        elif fault == "stop":
+            return
+
+
 class EngineProcess(BaseManager):
-    """Serves `Engine` and `Reference` to the tests over a local socket."""
+    """Serves engines and `Reference` to the tests over a local socket."""
 
 
 EngineProcess.register("Engine", Engine)
+EngineProcess.register("FaultyEngine", FaultyEngine)
 EngineProcess.register("Reference", Reference)
 
 

@@ -42,14 +42,14 @@ FAMILIES = {
 }
 
 
-def make_family(rank, world_size, store, directory, family):
+def make_family(rank, world_size, store, directory, family, seed=0, **sizes):
     """Write a random model of four layers with experts; the biases of routers are not zero."""
     import torch
     import transformers
 
     kind, own = FAMILIES[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**_SHARED, **own)
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**(_SHARED | own | sizes))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):
