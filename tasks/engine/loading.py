@@ -107,12 +107,7 @@ class LayerWise:
 
     def finish(self) -> None:
         """See `Lane.finish`."""
-        unprocessed = [
-            name
-            for layer, names in self._names.items()
-            if _processing(layer) is None
-            for name in names
-        ]
+        unprocessed = [name for layer, names in self._names.items() if _processing(layer) is None for name in names]
         self._close()
         self.landed |= found(self._model, self._landing, unprocessed)
 
