@@ -264,13 +264,6 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def held(self) -> dict[str, str]:
-        """`tensor_digest` by name of the weights that were committed last; {} if none were, or they are unusable.
-
-        Of the live parameters as they are now, where their layout is known; else as they arrived. What is queued stays.
-        """
-        ...
-
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """Replace the weights by the safetensors files in `directory`, in place, and stamp them with `version`.
 

@@ -113,7 +113,7 @@ class Update:
 
         def told() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal name
-            for name, tensor in arriving:  # noqa: B020, PLW2901 - so that the name is known when a loader fails
+            for name, tensor in arriving:
                 yield name, tensor
 
         try:

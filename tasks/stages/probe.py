@@ -91,7 +91,7 @@ def check_change(before: Logprobs, after: Logprobs) -> None:
         )
 
 
-def withdraw(engines: Sequence[EngineHandle], reason: str) -> None:
+def refuse(engines: Sequence[EngineHandle], reason: str) -> None:
     """No engine samples with what was committed, until the next weight sync."""
     for engine in engines:
-        engine.withdraw(reason)
+        engine.refuse(reason)

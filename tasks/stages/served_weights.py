@@ -1,7 +1,7 @@
 """Engines that serve the weights of an iteration: found so, or brought to it, with the same proof as a weight sync."""
 
 from tasks.stages.context import RunContext
-from tasks.stages.held_state import ensure_state, trainers
+from tasks.stages.held_state import local_copy, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
 from tasks.stages.transaction import deliver
@@ -18,8 +18,8 @@ def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
     """Engines that hold the weights that the weight-sync stage `served` recorded.
 
-    An engine that is new, or holds something else, gets them from the train state of that iteration; the others are
-    left alone.
+    An engine that is new, or holds something else, gets them from the trainer ranks, if they hold the train state of that
+    iteration, else from its stored weights alone; the ranks then hold what they held. The other engines are left alone.
 
     Raises:
         SyncMismatch: the stored state gives other weights than those recorded, or they did not arrive.
@@ -31,8 +31,12 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
         return engines
     context.outbox.settle()  # the state to load may not be stored yet
     trained = Trained(context.need(served.weight_version, Stage.TRAIN))
-    group = ensure_state(context, prepared, trained)
-    deliver(context, lacking, group, served.weight_version, expected=served.weights_digest)
+    group, version, expected = trainers(context, prepared), served.weight_version, served.weights_digest
+    if group.identity() == trained.digest:
+        deliver(context, lacking, group, version, expected)
+    else:
+        with local_copy(context, trained, weights_only=True) as folder:
+            deliver(context, lacking, group, version, expected, folder)
     return engines
 
 

@@ -63,9 +63,10 @@ def deliver(
     group: TrainerGroup,
     version: int,
     expected: str | None = None,
+    stored: Path | None = None,
     noted: Callable[[Point], object] = unnoted,
 ) -> Delivery:
-    """Bring the weights that the trainer ranks hold into all of these engines, in place.
+    """Bring the weights that the trainer ranks hold, or those of a stored state, into all of these engines, in place.
 
     Until the first commit nothing serves the new weights. An engine that was not written to serves the old ones if this
     fails; one that was refuses to, until the next delivery. A repetition is safe at any time.
@@ -73,6 +74,7 @@ def deliver(
     Args:
         engines: by number.
         expected: `weights_digest` that the weights must have; any by default.
+        stored: local folder with the weights of a saved state, to be sent in place of those that the ranks hold.
         noted: called at the points of a transaction.
 
     Raises:
@@ -83,7 +85,7 @@ def deliver(
     section = context.config.sync
     way = transport(section.transport, context.workers.placement())
     with scratch(memory=way != "files") as folder:
-        update = _Update(context, engines, group, _channel(context, way, folder, len(engines)), noted)
+        update = _Update(context, engines, group, _channel(context, way, folder, len(engines)), stored, noted)
         try:
             return update.perform(version, section.arena_mib << 20, expected)
         except BaseException as error:
@@ -120,6 +122,7 @@ class _Update:
     engines: Mapping[int, EngineHandle]
     group: TrainerGroup
     channel: Channel
+    stored: Path | None
     noted: Callable[[Point], object]
 
     def perform(self, version: int, arena_bytes: int, expected: str | None) -> Delivery:
@@ -161,10 +164,10 @@ class _Update:
                 self.context.say(f"engine {number} refuses to sample until the next weight sync: {reason}")
 
     def _prepare(self, plan: WeightPlan, digest: str) -> None:
-        tensor = self.context.config.engine.tensor
+        tensor, in_flight = self.context.config.engine.tensor, self.context.config.sync.in_flight
         computed = at_once(
             [
-                partial(engine.prepare_update, plan, digest, self.channel, place * tensor)
+                partial(engine.prepare_update, plan, digest, self.channel, place * tensor, in_flight)
                 for place, engine in enumerate(self.engines.values())
             ]
         )
@@ -179,7 +182,7 @@ class _Update:
         """Send and receive at the same time; a failure on either side makes all others stop."""
         receiving = [engine.receive_update for engine in self.engines.values()]
         sent, *arrived = at_once(
-            [partial(self.group.send_weights, digest, self.channel), *receiving],
+            [partial(self.group.send_weights, digest, self.channel, self.stored), *receiving],
             lambda error: fail(self.channel.folder, str(error)),
         )
         return sent, dict(zip(self.engines, arrived, strict=True))

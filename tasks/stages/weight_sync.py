@@ -10,7 +10,7 @@ from storage.errors import SyncMismatch
 from storage.kill_points import Point
 from tasks.stages.held_state import ensure_state
 from tasks.stages.names import Stage
-from tasks.stages.probe import Agreement, Logprobs, agree, check_change, limits, probe_sequences, withdraw
+from tasks.stages.probe import Agreement, Logprobs, agree, check_change, limits, probe_sequences, refuse
 from tasks.stages.served_weights import engines_of
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.transaction import deliver
@@ -79,7 +79,7 @@ class _Probe:
             if before is not None and self._changed(weights_digest):
                 check_change(before, theirs[0])
         except SyncMismatch as error:
-            withdraw(self._engines, str(error))
+            refuse(self._engines, str(error))
             raise
         self.seconds += time.perf_counter() - clock
         return agreement

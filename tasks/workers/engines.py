@@ -11,6 +11,7 @@ from tasks.engine.protocol import (
     Collected,
     EngineIdentity,
     EngineProtocol,
+    InFlight,
     Sampling,
     SyncReceipt,
     TokenIds,
@@ -49,9 +50,13 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.score`."""
         return self._result(self.submit(EngineProtocol.score, sequences))
 
-    def prepare_update(self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int) -> str:
+    def prepare_update(
+        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight
+    ) -> str:
         """See `EngineProtocol.prepare_update`."""
-        return self._result(self.submit(EngineProtocol.prepare_update, plan, digest, channel, first_receiver))
+        return self._result(
+            self.submit(EngineProtocol.prepare_update, plan, digest, channel, first_receiver, in_flight)
+        )
 
     def receive_update(self) -> Arrived:
         """See `EngineProtocol.receive_update`."""
@@ -65,9 +70,9 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.abort_update`."""
         return self._result(self.submit(EngineProtocol.abort_update, reason))
 
-    def withdraw(self, reason: str) -> None:
-        """See `EngineProtocol.withdraw`."""
-        self._result(self.submit(EngineProtocol.withdraw, reason))
+    def refuse(self, reason: str) -> None:
+        """See `EngineProtocol.refuse`."""
+        self._result(self.submit(EngineProtocol.refuse, reason))
 
     def held(self) -> dict[str, str]:
         """See `EngineProtocol.held`."""

@@ -199,7 +199,6 @@ class Fleet:
                 "async_scheduling": fast and section.async_scheduling,
                 "together": not fast,
                 "tensor": section.tensor,
-                "in_flight": self._config.sync.in_flight,
                 "own_core": fast if section.own_process is None else section.own_process,
             }
         )

@@ -81,9 +81,10 @@ class TrainerGroup(GroupHandle):
         """See `TrainerProtocol.plan_weights`; every rank's answer."""
         return self._results(self.submit(TrainerProtocol.plan_weights, version, arena_bytes))
 
-    def send_weights(self, digest: str, channel: Channel) -> list[Sent]:
+    def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> list[Sent]:
         """See `TrainerProtocol.send_weights`; every rank's answer."""
-        return self._results(self.submit(TrainerProtocol.send_weights, digest, channel))
+        folder = None if stored is None else str(stored)
+        return self._results(self.submit(TrainerProtocol.send_weights, digest, channel, folder))
 
     def _first[R](self, pending: Pending[list[R]]) -> R:
         return self._results(pending)[0]

@@ -196,8 +196,17 @@ class SmallTrainer(TrainerProtocol):
         self._plan = plan_of(version, self._config.parallel.world_size)
         return Planned(plan_digest(self._plan), None if self._rank else self._plan, exchanges=1)
 
-    def send_weights(self, digest, channel):
+    def send_weights(self, digest, channel, stored=None):
         plan, self._plan = self._plan, None
+        live = self.arrays["weights"]
+        if stored is not None:
+            self.arrays["weights"] = self._read(stored, "weights", read_facts(stored))
+        try:
+            return self._sent(plan, digest, channel)
+        finally:
+            self.arrays["weights"] = live
+
+    def _sent(self, plan, digest, channel):
         if plan is None or plan_digest(plan) != digest:
             raise SyncMismatch(f"rank {self._rank} has no plan {digest}")
         digests, own = {}, [bucket for bucket in plan.buckets if bucket.sender == self._rank]
@@ -240,7 +249,7 @@ class SmallEngine(EngineProtocol):
         held = None if self._unusable else self._version
         return EngineIdentity(weight_version=held, weights_digest=None if held is None else self._digest)
 
-    def prepare_update(self, plan, digest, channel, first_receiver):
+    def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
         names = sorted(tensor.name for tensor in plan.tensors)
         if names != sorted(LAYERS):
             raise SyncMismatch(f"the plan has {names}, but the model {LAYERS}")
@@ -276,7 +285,7 @@ class SmallEngine(EngineProtocol):
             self._unusable = reason if self._unusable else None
         return self._unusable is None
 
-    def withdraw(self, reason):
+    def refuse(self, reason):
         self._unusable = reason
 
     def held(self):

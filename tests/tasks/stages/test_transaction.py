@@ -27,10 +27,10 @@ class Engine(SmallEngine):
 
     fault = ""
 
-    def prepare_update(self, plan, digest, channel, first_receiver):
+    def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
         if self.fault == "refuses":
             raise SyncMismatch("engine refuses the plan: model.layers.1.weight has another shape")
-        found = super().prepare_update(plan, digest, channel, first_receiver)
+        found = super().prepare_update(plan, digest, channel, first_receiver, in_flight)
         return "0" * 32 if self.fault == "reads another plan" else found
 
     def receive_update(self):
@@ -79,10 +79,10 @@ class Rank(SmallTrainer):
             return type(planned)(plan_digest(plan), None if self._rank else plan, 1)
         return planned
 
-    def send_weights(self, digest, channel):
+    def send_weights(self, digest, channel, stored=None):
         if self.fault == "dies":
             raise WorkerLost("rank died")
-        sent = super().send_weights(digest, channel)
+        sent = super().send_weights(digest, channel, stored)
         if self.fault == "sends twice":
             return type(sent)({**sent.digests, LAYERS[0]: "0" * 32}, sent.seconds)
         return sent
