@@ -62,6 +62,7 @@ _RUNTIME_3 = {
             "gpu_memory_utilization",
             "cuda_graphs",
             "async_scheduling",
+            "sleep",
             "own_process",
         ),
         True,

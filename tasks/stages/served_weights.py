@@ -15,6 +15,18 @@ def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
     return context.workers.engines(model_directory(context, prepared))
 
 
+def rest(context: RunContext, prepared: Prepared) -> None:
+    """Let the engines give their cards' memory to the trainer, with `engine.sleep`; the next request wakes them.
+
+    A run that trains on stored samples has none.
+    """
+    if not context.config.engine.sleep or context.config.retrain is not None:
+        return
+    asleep = [engine.sleep() for engine in engines_of(context, prepared)]
+    if not all(asleep):
+        context.say("engine.sleep has no effect here: on CPU engines keep their memory")
+
+
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
     """Engines that hold the weights that the weight-sync stage `served` recorded.
 

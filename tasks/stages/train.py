@@ -4,6 +4,7 @@ import time
 
 from tasks.stages.held_state import ensure_reference, ensure_state, saved
 from tasks.stages.names import Stage
+from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rewards, Rollouts, Trained
 from trainer_core.batches.reading import read_samples
@@ -16,6 +17,7 @@ def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, 
     The data cursor travels with the state: prompts count as consumed once they are trained on.
     """
     context = work.context
+    rest(context, prepared)
     group = ensure_state(context, prepared, state)
     generators = group.generators()
     ensure_reference(context, prepared, group)

@@ -199,6 +199,7 @@ class Fleet:
                 "async_scheduling": fast and section.async_scheduling,
                 "together": not fast,
                 "tensor": section.tensor,
+                "sleeps": self.device == "cuda" and section.sleep,
                 "own_core": fast if section.own_process is None else section.own_process,
             }
         )

@@ -285,6 +285,12 @@ class SmallEngine(EngineProtocol):
             self._unusable = reason if self._unusable else None
         return self._unusable is None
 
+    def sleep(self):
+        return False
+
+    def wake(self):
+        pass
+
     def refuse(self, reason):
         self._unusable = reason
 
