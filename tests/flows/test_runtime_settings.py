@@ -40,6 +40,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "train.megatron.attention": ("auto", "flash"),
     "train.megatron.gradient_accumulation_fusion": ("false", "true"),
     "train.megatron.output_gradient_accumulation_fusion": ("false", "true"),
+    "train.megatron.cuda_graphs": ("false", "true"),
     "train.micro_batch_size": (8, 2),
     "train.micro_batch_tokens": (64, 16),
     "train.policy.kl_sample": (0, 4),

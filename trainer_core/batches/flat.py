@@ -1,5 +1,6 @@
 """The only form of a batch: sequences one after another in flat arrays, without padding between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,6 +61,37 @@ def flatten(sequences: Sequences, rows: Indices, multiple: int = 1) -> FlatBatch
     Without rows it is one position that counts nowhere: every data-parallel rank runs the same number of batches.
     """
     return _filled_up(_flattened(sequences, rows) if len(rows) else _EMPTY, multiple)
+
+
+def alike(batches: Sequence[FlatBatch]) -> list[FlatBatch]:
+    """The same batches, filled up to one shape: as many segments, positions and predicting positions in each.
+
+    What fills up counts nowhere.
+    """
+    shapes = [(len(batch.rows), len(batch.tokens), len(batch.targets)) for batch in batches]
+    if len(set(shapes)) == 1:
+        return list(batches)
+    segments, positions, predicting = (max(sizes) for sizes in zip(*shapes, strict=True))
+    return [_filled_up_to(batch, segments + 1, positions, predicting) for batch in batches]
+
+
+def _filled_up_to(batch: FlatBatch, segments: int, positions: int, predicting: int) -> FlatBatch:
+    """One segment takes the missing positions and predictions, the others are empty."""
+    missing = positions - len(batch.tokens), predicting - len(batch.targets)
+    added = segments - len(batch.rows)  # at least 1
+    lengths, responses = np.zeros((2, added), dtype=np.int64)
+    lengths[0], responses[0] = missing
+    zeros = np.zeros(missing[1], dtype=np.int64)
+    return FlatBatch(
+        rows=np.append(batch.rows, np.full(added, -1)),
+        lengths=np.append(batch.lengths, lengths),
+        response_lengths=np.append(batch.response_lengths, responses),
+        tokens=np.append(batch.tokens, np.zeros(missing[0], dtype=np.int64)),
+        positions=np.append(batch.positions, np.arange(missing[0])),
+        predicting=np.append(batch.predicting, zeros + positions - 1),
+        targets=np.append(batch.targets, zeros),
+        responses=np.append(batch.responses, zeros - 1),
+    )
 
 
 def _filled_up(batch: FlatBatch, multiple: int) -> FlatBatch:

@@ -26,7 +26,7 @@ from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.micro_batch import MicroBatch
-from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
+from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings, uses_graphs
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.telling import told
 
@@ -54,6 +54,8 @@ class Model:
     """Whether layers are built from Transformer Engine's modules."""
     effective: Effective
     """The settings that the live modules and buffers were found to have."""
+    graphs: bool
+    """Whether micro-batches of one shape may be launched as one CUDA graph each."""
 
     def forward(
         self,
@@ -136,6 +138,19 @@ class Model:
     def _versions(self) -> list[int]:
         """How often each tensor was changed in place, as torch counts it."""
         return [tensor._version for tensor in self.tensors()]
+
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Passes in here leave the sums of their micro-batches: not divided by tokens, nor reduced over replicas."""
+        reduction, self.config.finalize_model_grads_func = self.config.finalize_model_grads_func, None
+        try:
+            yield
+        finally:
+            self.config.finalize_model_grads_func = reduction
+
+    def reduce(self, tokens: torch.Tensor) -> None:
+        """End a pass in `unreduced`, over `tokens`, () int32, of this replica. Collective."""
+        finalize_model_grads(list(self.chunks), tokens)
 
     def zero_gradients(self) -> None:
         """Begin a pass: no gradients, and none reduced yet."""
@@ -231,6 +246,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
         effective=read_back(MODEL, config, built),
+        graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
     )
 
 

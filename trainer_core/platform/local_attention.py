@@ -44,7 +44,7 @@ def local_segments(lengths: NDArray[np.int64], positions: torch.Tensor) -> Local
     `lengths`, (S,), sum to T; `positions`, (T,) int64 on the model's device, count from 0 in each segment.
     """
     order = np.argsort(np.repeat(lengths, lengths), kind="stable")
-    found, counts = np.unique(lengths, return_counts=True)
+    found, counts = np.unique(lengths[lengths > 0], return_counts=True)
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     permutations = torch.from_numpy(np.stack((order, inverse))).to(positions.device)  # (2, T)
