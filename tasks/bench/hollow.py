@@ -1,33 +1,33 @@
 """A model directory of any size in no time: its file of weights is a hole, which reads as zeros and takes no room."""
 
 import json
+import math
 from pathlib import Path
 
+from tasks.bench.latent import BIAS, LatentModel
 from tasks.config.model import GeneratedModel
-from tasks.data.generated import generate_tokenizer, shapes
+from tasks.data.generated import generate_tokenizer, model_config, shapes
 from trainer_core.config import Precision
 
-_TYPES = {"fp32": ("F32", "float32", 4), "bf16": ("BF16", "bfloat16", 2)}  # safetensors' name, torch's, bytes
+_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+_STORED = {"fp32": ("F32", 4), "bf16": ("BF16", 2)}  # as safetensors calls it; bytes
 
 
-def hollow_model(directory: Path, spec: GeneratedModel, precision: Precision) -> int:
-    """Write what `generate_model` would, with weights of zero in that precision; returns their bytes.
+def hollow_model(directory: Path, spec: GeneratedModel | LatentModel, precision: Precision) -> int:
+    """Write a model with weights of zero in that precision; returns their bytes.
 
     The format is that of https://github.com/huggingface/safetensors: length of the header, header, data.
     """
-    generate_tokenizer(directory, spec)
-    stored, name, size = _TYPES[precision]
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(config | {"dtype": name}, indent=1), encoding="utf-8")
+    latent = isinstance(spec, LatentModel)
+    generate_tokenizer(directory, GeneratedModel(vocabulary=spec.vocabulary))
+    config = (spec.config() if latent else model_config(spec)) | {"dtype": _NAMES[precision]}
+    (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for weight, shape in shapes(spec):
-        begin = end
-        for length in shape:
-            size *= length
-        end, size = begin + size, _TYPES[precision][2]
-        header[weight] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
+    for name, shape in spec.shapes() if latent else shapes(spec):
+        stored, size = _STORED["fp32" if name.endswith(BIAS) else precision]
+        begin, end = end, end + size * math.prod(shape)
+        header[name] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with (directory / "model.safetensors").open("wb") as file:

@@ -43,6 +43,9 @@ class SyncRank(Trainer, SyncRankProtocol):
             for module in self._model.modules:
                 for parameter in module.parameters():
                     parameter.normal_(float(parameter.ndim == 1), _SPREAD, generator=generator)
+                for name, buffer in module.named_buffers():
+                    if name.endswith("expert_bias"):
+                        buffer.normal_(0.0, _SPREAD, generator=generator)
         self._settle()
 
     def keep_plan(self, keep: bool) -> None:

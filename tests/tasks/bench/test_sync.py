@@ -1,6 +1,7 @@
 """The bench of the weight sync: what it measures, and that a round of it is what a run does."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 
 from storage.errors import InputError
 from tasks.bench.hollow import hollow_model
+from tasks.bench.latent import LatentModel
 from tasks.bench.sync import bench_sync
 from tasks.bench.sync_cases import SYNC_CASES
 from tasks.data.generated import generate_model
@@ -18,9 +20,10 @@ KEYS = {"seconds", "stock_seconds", "kept_plan_seconds", "probe_s", "bytes", "ve
 
 
 @pytest.mark.slow
-def test_an_update_takes_one_exchange_and_no_collective_of_objects():
+@pytest.mark.parametrize("case", ["cpu", "cpu-experts"])
+def test_an_update_takes_one_exchange_and_no_collective_of_objects(case):
     done = subprocess.run(
-        [sys.executable, "-m", "flows", "bench", "sync", "--json", "--case=cpu", "--pairs=3"],
+        [sys.executable, "-m", "flows", "bench", "sync", "--json", f"--case={case}", "--pairs=3"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -37,6 +40,21 @@ def test_an_update_takes_one_exchange_and_no_collective_of_objects():
 def test_no_measurement_is_refused():
     with pytest.raises(InputError, match="0 rounds measure nothing"):
         bench_sync("cpu", 0)
+
+
+def test_the_shapes_of_a_model_with_experts_are_those_of_transformers():
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    spec = SYNC_CASES["cpu-experts"].model
+    assert isinstance(spec, LatentModel)
+    config = transformers.DeepseekV3Config.from_dict(spec.config())
+    with torch.device("meta"):
+        model = transformers.DeepseekV3ForCausalLM(config)
+    biases = spec.experts * (spec.layers - 1)
+    ours = sum(math.prod(shape) for _, shape in spec.shapes())
+    assert ours - biases == sum(parameter.numel() for parameter in model.parameters())
+    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert {name: shape for name, shape in spec.shapes() if name in found}.items() <= found.items()
+    assert len({name for name, _ in spec.shapes()} - found.keys()) == (spec.layers - 1) * spec.experts * 3
 
 
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
