@@ -239,6 +239,9 @@ class SmallTrainer(TrainerProtocol):
 class SmallEngine(EngineProtocol):
     """Its samples depend only on the weights it holds, the prompt and the seed."""
 
+    workers = 1
+    """How many receivers of an update it stands for."""
+
     def __init__(self, model_dir: str) -> None:
         self.weights = np.zeros(SIZE, np.float32)
         self._digest, self._version = None, None
@@ -266,7 +269,8 @@ class SmallEngine(EngineProtocol):
                 self._unusable = "a weight update began and did not finish"
                 for tensor in tensors_of(plan, bucket):
                     self._loaded(tensor.name, end.octets(bucket, tensor))
-                end.turns.release(bucket, number)
+                for worker in range(self.workers):
+                    end.turns.release(bucket, number + worker)
         self._arrived = Arrived(digests=self.held(), landed=len(plan.tensors), bytes=4 * SIZE, seconds={"load": 0.0})
         return self._arrived
 
