@@ -271,7 +271,7 @@ class SmallEngine(EngineProtocol):
                     self._loaded(tensor.name, end.octets(bucket, tensor))
                 for worker in range(self.workers):
                     end.turns.release(bucket, number + worker)
-        self._arrived = Arrived(digests=self.held(), landed=len(plan.tensors), bytes=4 * SIZE, seconds={"load": 0.0})
+        self._arrived = Arrived(digests=self._landed(), landed=len(plan.tensors), bytes=4 * SIZE, seconds={"load": 0.0})
         return self._arrived
 
     def _loaded(self, name, octets):
@@ -293,6 +293,10 @@ class SmallEngine(EngineProtocol):
         self._unusable = reason
 
     def held(self):
+        usable = self.identity().weight_version is not None
+        return self._landed() if usable else {}
+
+    def _landed(self):
         return {name: bytes_digest(layer.tobytes()) for name, layer in layers_of(self.weights).items()}
 
     def generate(self, prompts, seeds, sampling):
