@@ -7,6 +7,7 @@ export.
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,14 +77,7 @@ def export(
         InputError: the architecture cannot be exported.
         StorageError: a file is not what was written.
     """
-    with tempfile.TemporaryDirectory(prefix="ratchet-export-") as place:
-        folder = Path(place)
-        prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
-        model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
-        (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
-        materialize(root, trained, folder / "state", STATE, needed_for_weights)
-        state = SavedState(folder / "state")
-        weights = _weights(folder, state, int(model_config["vocab_size"]))
+    with _opened(root, chosen) as (weights, state, model_config):
         written = precision or state.facts.precision
         dtype, name = _WRITTEN[written]
         planned = [Planned(n, s, name) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)]
@@ -108,6 +102,25 @@ def export(
         bytes=sum(tensor.bytes for tensor in planned),
         files=target.digests,
     )
+
+
+def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:
+    """`tensor_digest` by name of the weights that a stored state gives; raises as `export`, but for the digests."""
+    with _opened(root, chosen) as (weights, _state, _model_config):
+        return {name: tensor_digest(tensor) for name, tensor in weights}
+
+
+@contextmanager
+def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", SavedState, dict]]:
+    """The weights of a stored state, the state, and the content of the model's config.json."""
+    with tempfile.TemporaryDirectory(prefix="ratchet-export-") as place:
+        folder = Path(place)
+        prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
+        model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
+        (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
+        materialize(root, trained, folder / "state", STATE, needed_for_weights)
+        state = SavedState(folder / "state")
+        yield _weights(folder, state, int(model_config["vocab_size"])), state, model_config
 
 
 def _weights(folder: Path, state: SavedState, vocab_size: int) -> "StoredWeights":

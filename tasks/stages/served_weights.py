@@ -30,8 +30,9 @@ def rest(context: RunContext, prepared: Prepared) -> None:
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
     """Engines that hold the weights that the weight-sync stage `served` recorded.
 
-    An engine that is new, or holds something else, gets them from the trainer ranks, if they hold the train state of that
-    iteration, else from its stored weights alone; the ranks then hold what they held. The other engines are left alone.
+    An engine that is new, or holds something else, gets them from the trainer ranks, if they hold the train state of
+    that iteration, else from its stored weights alone: the ranks still hold what they held before. The other engines
+    are left alone.
 
     Raises:
         SyncMismatch: the stored state gives other weights than those recorded, or they did not arrive.

@@ -83,7 +83,10 @@ class WorkersHere:
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
         missing = range(len(self._engines), self._config.engine.count)
-        made = [GroupHere([self._engine(str(model_dir))], self.calls.append) for _ in missing]
+        members = [self._engine(str(model_dir)) for _ in missing]
+        for member in members:
+            member.workers = self._config.engine.tensor
+        made = [GroupHere([member], self.calls.append) for member in members]
         self._engines += [EngineHandle(group, self._config.workers) for group in made]
         return self._engines
 

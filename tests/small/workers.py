@@ -239,6 +239,9 @@ class SmallTrainer(TrainerProtocol):
 class SmallEngine(EngineProtocol):
     """Its samples depend only on the weights it holds, the prompt and the seed."""
 
+    workers = 1
+    """How many receivers of an update it stands for."""
+
     def __init__(self, model_dir: str) -> None:
         self.weights = np.zeros(SIZE, np.float32)
         self._digest, self._version = None, None
@@ -266,8 +269,9 @@ class SmallEngine(EngineProtocol):
                 self._unusable = "a weight update began and did not finish"
                 for tensor in tensors_of(plan, bucket):
                     self._loaded(tensor.name, end.octets(bucket, tensor))
-                end.turns.release(bucket, number)
-        self._arrived = Arrived(digests=self.held(), landed=len(plan.tensors), bytes=4 * SIZE, seconds={"load": 0.0})
+                for worker in range(self.workers):
+                    end.turns.release(bucket, number + worker)
+        self._arrived = Arrived(digests=self._landed(), landed=len(plan.tensors), bytes=4 * SIZE, seconds={"load": 0.0})
         return self._arrived
 
     def _loaded(self, name, octets):
@@ -295,6 +299,10 @@ class SmallEngine(EngineProtocol):
         self._unusable = reason
 
     def held(self):
+        usable = self.identity().weight_version is not None
+        return self._landed() if usable else {}
+
+    def _landed(self):
         return {name: bytes_digest(layer.tobytes()) for name, layer in layers_of(self.weights).items()}
 
     def generate(self, prompts, seeds, sampling):

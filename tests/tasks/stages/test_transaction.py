@@ -1,5 +1,5 @@
-"""A weight update reaches all engines or none: each way in which it can go wrong, what the engines serve afterwards, and
-that a repetition repairs it."""
+"""A weight update reaches all engines or none: each way in which it can go wrong, what the engines serve afterwards,
+and that a repetition repairs it."""
 
 from types import SimpleNamespace
 
@@ -162,8 +162,8 @@ BOTH_OLD, BOTH_UNUSABLE = (OLD, OLD), (None, None)
         ("engine", "reads another plan", "engine 1 has computed 00000000", BOTH_OLD),
         ("engine", "flips a bit", r"engine 1 has received model.layers.2.weight with digest \w{32}, but \w{32}",
          BOTH_UNUSABLE),
-        ("engine", "loads two layers into each other's place", r"1 has received model.layers.2.weight .*1 more: model.layers.3.weight",
-         BOTH_UNUSABLE),
+        ("engine", "loads two layers into each other's place",
+         r"1 has received model.layers.2.weight .*1 more: model.layers.3.weight", BOTH_UNUSABLE),
         ("engine", "drops the last tensor", "model.layers.3.weight not received by engine 1", BOTH_UNUSABLE),
         ("engine", "makes up a tensor", "model.norm.weight received by engine 1, though not sent", BOTH_UNUSABLE),
         ("engine", "finds fewer", "engine 1 has found 3 tensors again", BOTH_UNUSABLE),
@@ -212,7 +212,7 @@ def test_a_death_is_told_as_such_and_the_others_stop_with_it(who, fault, after, 
 
 def test_an_engine_that_serves_something_else_than_was_committed_is_noticed(run):
     run.engines[1].fault = "keeps the old version"
-    with pytest.raises(SyncMismatch, match="engine 1 serves weight_version=0 .* after weight_version=1"):
+    with pytest.raises(SyncMismatch, match=r"engine 1 serves weight_version=0 .* after weight_version=1"):
         run.sync()
 
 

@@ -13,7 +13,7 @@ import ray
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings
-from tasks.engine.protocol import EngineSpec, Sampling, weights_digest
+from tasks.engine.protocol import Sampling, weights_digest
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
