@@ -110,6 +110,8 @@ ENGINE = (
         "if several or engine.own_process else 0",
         "if False else 0",
         ("tests/flows/proof/test_kills.py",),
+    ),
+    Mutant(
         "landed-is-not-compared",
         "what vLLM's loaders left in the parameters is not compared with what arrived",
         "tasks/engine/update.py",
