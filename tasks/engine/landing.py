@@ -114,7 +114,7 @@ def landing_of(model: torch.nn.Module) -> Landing | None:
     """The table of a model; None if it has a parameter in a module that is not known here."""
     table = Landing()
     owned: set[int] = set()
-    for name, layer in model.named_modules():
+    for name, layer in named_layers(model).items():
         own = {parameter: id(tensor) for parameter, tensor in layer.named_parameters(recurse=False)}
         shared = {parameter for parameter, identity in own.items() if identity in owned}
         owned |= set(own.values())
@@ -135,6 +135,11 @@ def landing_of(model: torch.nn.Module) -> Landing | None:
         for part in found:
             _enter(table, part)
     return table
+
+
+def named_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """All modules by all of their names: the output layer may be the embedding itself."""
+    return dict(model.named_modules(remove_duplicate=False))
 
 
 def loaded_parameters(model: torch.nn.Module) -> Iterator[str]:
@@ -278,7 +283,9 @@ def _experts(layer: RoutedExperts, name: str, tensors: dict[str, torch.Tensor]) 
     prefix = name.removesuffix(".routed_experts")
     up: Box = ((rank * real, (rank + 1) * real), (0, wide))
     down: Box = ((0, wide), (rank * real, (rank + 1) * real))
-    dealt = layer._expert_map  # (experts,), -1 where another worker holds the expert; None if this one holds all
+    dealt = vars(layer)["_buffers"][
+        "_expert_map"
+    ]  # (experts,), -1 where another worker holds the expert; None if this one holds all
     locals_ = list(range(layer.global_num_experts)) if dealt is None else dealt.tolist()
     for expert, local in enumerate(locals_):
         here = local >= 0

@@ -4,7 +4,7 @@ Imports torch and vLLM.
 """
 
 from collections.abc import Collection, Iterator
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import SyncMismatch
-from tasks.engine.landing import Landing, Place, loadable_parameters, part_of
+from tasks.engine.landing import Landing, Place, loadable_parameters, named_layers, part_of
 from trainer_core.weights.digest import tensor_digests
 
 
@@ -91,7 +91,7 @@ class LayerWise:
         self._model, self._config, self._landing = model, config, landing or Landing()
         self.landed: dict[str, str] = {}
         self._tied = list(tied_layers(model))  # while an update is open it no longer shows
-        layers = dict(model.named_modules())
+        layers = named_layers(model)
         self._names: dict[torch.nn.Module, list[str]] = {}
         for name in names:
             if name in self._landing.places:
@@ -152,7 +152,7 @@ def model_device(model: torch.nn.Module) -> torch.device:
 def _used_as_loaded(layer: torch.nn.Module) -> bool:
     """Whether kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
     recorded = loadable_parameters(layer)
-    live = dict(layer.named_parameters(recurse=False))
+    live: dict[str, torch.Tensor] = dict(layer.named_parameters(recurse=False))
     if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
         return False
     method = _processing(layer)
@@ -194,7 +194,7 @@ def tied_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Quant
 
 def found(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, str]:
     """Digests of the parts of tensors that this worker's live parameters hold now."""
-    layers = dict(model.named_modules())
+    layers = named_layers(model)
     return _digests({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
 
 
@@ -206,11 +206,14 @@ def held_part(tensor: torch.Tensor, place: Place, kind: torch.dtype) -> torch.Te
 
 def _check_derived(layers: dict[str, MLAAttention]) -> None:
     """Compare the matrices that latent attention derives from its projection with the projection as it is now."""
-    same = []
+    same: list[torch.Tensor] = []
     for layer in layers.values():
-        both = layer.kv_b_proj.weight.T.view(layer.kv_lora_rank, layer.num_heads, -1)  # (rank, heads, key + value)
+        weight = cast(torch.Tensor, layer.kv_b_proj.weight)
+        both = weight.T.view(layer.kv_lora_rank, layer.num_heads, -1)  # (rank, heads, key + value)
         keys, values = both.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=-1)
-        same += [(keys.permute(1, 2, 0) == layer.W_UK_T).all() & (values.transpose(0, 1) == layer.W_UV).all()]
+        derived = cast(Any, layer)  # by post-processing
+        pairs = ((keys.permute(1, 2, 0), derived.W_UK_T), (values.transpose(0, 1), derived.W_UV))
+        same.append(torch.stack([(ours == theirs).all() for ours, theirs in pairs]).all())
     for name, right in zip(layers, torch.stack(same).tolist() if same else [], strict=True):
         if not right:
             raise SyncMismatch(f"the matrices that {name} derives from its kv_b_proj are not those of the new weights")

@@ -5,7 +5,7 @@ Imports torch and vLLM.
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import landing_of, loaded_parameters
+from tasks.engine.landing import Landing, landing_of, loaded_parameters
 from tasks.engine.loading import Lane, held_part, lane_of
 from tasks.engine.receivers.receiver import Receiver
 from trainer_core.weights.digest import tensor_digests
@@ -53,8 +53,17 @@ class Report:
 class Update:
     """One update of one worker's model. Everything it knows of the model it has looked up for this update."""
 
-    def __init__(self, model: torch.nn.Module, config: VllmConfig, plan: WeightPlan) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: VllmConfig,
+        plan: WeightPlan,
+        lane: Callable[[torch.nn.Module, VllmConfig, Landing | None, list[str]], Lane] = lane_of,
+    ) -> None:
         """Compare a plan with the live model; nothing is written.
+
+        Args:
+            lane: chooses how tensors are loaded.
 
         Raises:
             SyncMismatch: it is not what the model needs.
@@ -66,10 +75,10 @@ class Update:
         if self._landing is not None:
             self._landing.check(plan, self._is_unused)
         self._parameters = set(loaded_parameters(model))
-        self._lane: Lane = lane_of(model, config, self._landing, names)
+        self._lane = lane(model, config, self._landing, names)
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
-        self._seconds = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
         self.written = False
         """Whether the model's weights of before are gone."""
 
@@ -109,11 +118,11 @@ class Update:
 
     def _load(self, arriving: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Let vLLM load what arrives; what it raises becomes an error of ours, which keeps its type on its way."""
-        name = "of none"
+        names: list[str] = []
 
         def told() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal name
             for name, tensor in arriving:
+                names[:] = [name]
                 yield name, tensor
 
         try:
@@ -121,7 +130,7 @@ class Update:
         except RatchetError:
             raise
         except Exception as error:
-            raise SyncMismatch(f"vLLM's loaders failed at tensor {name} of a weight update: {error!r}") from error
+            raise SyncMismatch(f"vLLM's loaders failed at tensor {names} of a weight update: {error!r}") from error
 
     def _tensors(self, receiver: Receiver, first: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything, while it arrives."""

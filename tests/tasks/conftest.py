@@ -22,7 +22,7 @@ def engines(tmp_path_factory):
             spec = EngineSpec(model_dir=models["old"], max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
             engine = process.FaultyEngine(spec)
             served[family, tied] = SimpleNamespace(
-                engine=engine, reference=reference, pid=process._process.pid, **models
+                engine=engine, reference=reference, pid=process._process.pid, process=process, **models
             )
         yield served
 
@@ -40,6 +40,21 @@ def experts(tmp_path_factory):
             spec = EngineSpec(model_dir=models["old"], max_model_len=64, max_num_seqs=64, kv_cache_bytes=16 << 20)
             served[family] = SimpleNamespace(engine=process.FaultyEngine(spec), reference=reference, **models)
         yield served
+
+
+@pytest.fixture(scope="session")
+def split(tmp_path_factory):
+    """An engine over two workers, each with half of every layer of the model `old`."""
+    folder = tmp_path_factory.mktemp("split")
+    meeting_place = folder / "meeting"
+    meeting_place.mkdir()
+    with engine_process() as process:
+        reference, models = process.Reference(), {name: str(folder / name) for name in ("old", "new")}
+        for seed, directory in enumerate(models.values()):
+            reference.make_family(directory, seed, "qwen3-moe", moe_intermediate_size=64)
+        spec = EngineSpec(model_dir=models["old"], max_model_len=64, max_num_seqs=64, kv_cache_bytes=16 << 20, tensor=2)
+        engine = process.Engine(spec, str(meeting_place))
+        yield SimpleNamespace(engine=engine, reference=reference, **models)
 
 
 @pytest.fixture

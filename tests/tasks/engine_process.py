@@ -13,6 +13,9 @@ import numpy as np
 
 from tasks.config.environment import engine_environment
 from tasks.engine.engine import Engine
+from tasks.engine.protocol import EngineSpec
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan
 
 VOCABULARY = 32
 EOS = 1
@@ -40,14 +43,15 @@ class Reference:
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # away from ones and zeros, where mix-ups hide
         model.save_pretrained(directory)
 
-    def make_family(self, directory: str, seed: int, family: str) -> None:
+    def make_family(self, directory: str, seed: int, family: str, **sizes: int) -> None:
         """Write a random model with experts, of four layers."""
         import json
 
         from tests.trainer_core.models import make_family
 
-        latent = {"qk_nope_head_dim": 24, "v_head_dim": 32}  # vLLM's attention on CPU has kernels for heads of 32
-        make_family(0, 1, "", directory, family, seed, **({"head_dim": 32} if family == "qwen3-moe" else latent))
+        # vLLM's attention on CPU has kernels for heads of 32
+        heads = {"head_dim": 32} if family == "qwen3-moe" else {"qk_nope_head_dim": 24, "v_head_dim": 32}
+        make_family(0, 1, "", directory, family, seed, **heads, **sizes)
         if family.startswith("deepseek"):  # transformers leaves out what it does not vary, and vLLM needs it
             path = Path(directory, "config.json")
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -94,6 +98,44 @@ class FaultyEngine(Engine):
         return [name for name, parameter in self.model().named_parameters() if bool(parameter.isnan().any())]
 
 
+class InPlaceEngine(FaultyEngine):
+    """An engine on CPU whose kernels use parameters as they were loaded, as those on a card do."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import _custom_ops
+
+        supported, _custom_ops._supports_onednn = _custom_ops._supports_onednn, False
+        try:
+            super().__init__(spec)
+        finally:
+            _custom_ops._supports_onednn = supported
+
+    def load(self, plan: WeightPlan, channel: Channel) -> tuple[dict[str, str], int]:
+        """Receive an update by vLLM's loaders alone; digests of what arrived, and how many tensors landed."""
+        import torch
+
+        from tasks.engine.loading import InPlace
+        from tasks.engine.receivers.receiver import open_receiver
+        from tasks.engine.update import Update
+
+        update = Update(self.model(), self._core._vllm.vllm_config, plan, InPlace)
+        report = update.receive(open_receiver(channel, plan, 0, torch.device("cpu")))
+        self._core.forget_prompts()
+        return report.digests, report.landed
+
+    def move(self, name: str) -> None:
+        """Let the loader of a layer replace its parameter's storage."""
+        model = self.model()
+        load, layer = type(model).load_weights, model.get_submodule(name)
+
+        def load_and_move(weights: Iterator[tuple[str, Any]]) -> set[str]:
+            loaded = load(model, weights)
+            layer.weight.data = layer.weight.data.clone()
+            return loaded
+
+        vars(model)["load_weights"] = load_and_move
+
+
 def _faulty(weights: Iterator[tuple[str, Any]], fault: str, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     other = dict(zip(names, names[::-1], strict=True))
     for name, tensor in weights:
@@ -118,6 +160,7 @@ class EngineProcess(BaseManager):
 
 EngineProcess.register("Engine", Engine)
 EngineProcess.register("FaultyEngine", FaultyEngine)
+EngineProcess.register("InPlaceEngine", InPlaceEngine)
 EngineProcess.register("Reference", Reference)
 
 

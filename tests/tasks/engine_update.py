@@ -4,6 +4,7 @@ import threading
 
 import torch
 
+from storage.errors import RatchetError
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digests
 from trainer_core.weights.packing import tensors_of, view
@@ -47,13 +48,13 @@ class Sending(threading.Thread):
     def run(self):
         try:
             sender = open_sender(self.channel, self.plan, self.rank, CPU)
-        except Exception as error:
+        except RatchetError as error:
             self.error = error
             return
         try:
             self.send(sender)
             sender.finish()
-        except Exception as error:
+        except (RatchetError, ValueError) as error:
             self.error = error
             sender.fail(str(error))
         finally:
@@ -81,12 +82,14 @@ class Sending(threading.Thread):
         return self.digests
 
 
-def deliver(engine, folder, weights, version=1, transport="memory", before=None, receivers=1, **planning):
+def deliver(
+    engine, folder, weights, version=1, transport="memory", before=None, receivers=1, in_flight="abort", **planning
+):
     """A whole update of one engine up to the commit; what arrived, and what was sent."""
     plan = plan_of(weights, version, **planning)
     channel = Channel(transport=transport, folder=str(folder), receivers=receivers, deadline_s=30)
     digest = plan_digest(plan)
-    assert engine.prepare_update(plan, digest, channel, 0) == digest
+    assert engine.prepare_update(plan, digest, channel, 0, in_flight) == digest
     ranks = sorted({bucket.sender for bucket in plan.buckets})
     senders = [Sending(channel, plan, weights, rank, before) for rank in ranks]
     arrived = engine.receive_update()

@@ -7,12 +7,13 @@ the first opening costs tens of milliseconds.
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.bindings import runtime
+from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue] - compiled, without stubs
 
 from storage.errors import StorageUnavailable
 from trainer_core.weights.channel import Channel
@@ -47,7 +48,7 @@ def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (index, plan.arena_bytes, channel.arenas)
-    with torch.cuda.device(index):
+    with _on(index):
         if key not in _exported:
             _free_exported()
             _exported[key] = [_reserved(plan.arena_bytes) for _ in range(channel.arenas)]
@@ -65,7 +66,7 @@ def open_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.d
         StorageUnavailable: they cannot be opened from this card.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    with torch.cuda.device(index):
+    with _on(index):
         addresses = [_address(handle) for handle in _handles(channel, sender)]
     return [_tensor(address, plan.arena_bytes, index) for address in addresses]
 
@@ -87,6 +88,14 @@ def _free_exported() -> None:
         for address in addresses:
             runtime.cudaFree(address)
     _exported.clear()
+
+
+@contextmanager
+def _on(index: int) -> Iterator[None]:
+    """On that card, for torch and for the library below, which has a current card of its own."""
+    with torch.cuda.device(index):
+        runtime.cudaSetDevice(index)
+        yield
 
 
 def _reserved(size: int) -> int:

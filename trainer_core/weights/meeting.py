@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store
 
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.signals import Signals
@@ -24,14 +26,9 @@ class Meeting:
         met = signals.met[signals.place[sender]]  # (1 + R,)
         met[rank] = 1
         signals.wait(lambda: met.all(), f"trainer rank {sender} and all engines to meet")
-        store = dist.FileStore(str(Path(channel.folder, f"group-{sender}")), 1 + channel.receivers)
+        store = FileStore(str(Path(channel.folder, f"group-{sender}")), 1 + channel.receivers)
         limit = timedelta(seconds=channel.deadline_s)
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, rank, 1 + channel.receivers, options)
-        else:
-            self._group = dist.ProcessGroupGloo(store, rank, 1 + channel.receivers, limit)
+        self._group: Any = _group(store, rank, 1 + channel.receivers, limit, device)
 
     def broadcast(self, arena: torch.Tensor) -> Callable[[], bool]:
         """Begin to send, or to receive, the bytes of an arena; the result tells whether that is done."""
@@ -46,3 +43,12 @@ class Meeting:
             SyncMismatch: somebody has failed, or the deadline has passed.
         """
         self._signals.wait(done, what)
+
+
+def _group(store: Store, rank: int, size: int, limit: timedelta, device: torch.device) -> Any:
+    """A process group of its own: NCCL between cards, gloo between memories of hosts."""
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)

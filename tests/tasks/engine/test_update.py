@@ -1,21 +1,35 @@
 """A weight update in four steps on a real vLLM: what is refused, what is found, and what serves afterwards."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from storage.errors import SyncMismatch
-from tasks.engine.protocol import weights_digest
-from tests.tasks.engine.test_engine import PLAIN, PROMPTS, SEEDS, assert_agrees
-from tests.tasks.engine_process import weights_of
-from tests.tasks.engine_update import deliver
+from tasks.engine.protocol import EngineSpec, Sampling, weights_digest
+from tests.tasks.engine.test_engine import PLAIN, PROMPTS, SEEDS, assert_agrees, responses
+from tests.tasks.engine_process import CONTEXT, log_softmax, weights_of
+from tests.tasks.engine_update import Sending, deliver, plan_of
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.digest import tensor_digest
+from trainer_core.weights.plan import plan_digest
 
 
 def tensors_of_model(directory):
     return {name: torch.from_numpy(array) for name, array in weights_of(directory).items()}
 
 
-@pytest.mark.parametrize("transport", ["memory"])
-@pytest.mark.parametrize("model", [("qwen3", False), ("qwen3", True), ("llama", True)])
+@pytest.mark.parametrize(
+    ("model", "transport"),
+    [
+        (("qwen3", False), "memory"),
+        (("qwen3", True), "memory"),
+        (("llama", True), "memory"),
+        (("qwen3", False), "collective"),
+        (("qwen3", True), "files"),
+    ],
+)
 def test_what_was_committed_is_served(engines, tmp_path, model, transport):
     served = engines[model]
     for which, version in (("new", 5), ("old", 6)):
@@ -129,3 +143,268 @@ def test_a_fault_at_an_expert_or_in_latent_attention_fails_with_the_name(experts
     finally:
         served.engine.repair()
     assert served.engine.identity().weight_version is None
+
+
+def flip(name):
+    def damage(bucket, packed):
+        if name in packed:
+            packed[name].view(torch.int32).view(-1)[3] ^= 1
+
+    return damage
+
+
+def drop(name):
+    def damage(bucket, packed):
+        if name in packed:
+            packed[name].zero_()
+
+    return damage
+
+
+def exchange(name, other):
+    def damage(bucket, packed):
+        if name in packed and other in packed:
+            packed[name].copy_(packed.pop(other))
+
+    return damage
+
+
+LAST = "model.norm.weight"
+GATE, UP = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [(flip(GATE), GATE), (drop(LAST), LAST), (exchange(GATE, UP), GATE)],
+    ids=["flip", "drop", "swap"],
+)
+def test_what_is_damaged_on_the_way_has_another_digest_and_is_not_committed(served, tmp_path, damage, name):
+    serve(served, tmp_path / "before", "old")
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    arrived, sent = deliver(served.engine, folder, tensors_of_model(served.new), before=damage, arena_bytes=1 << 20)
+    assert [key for key in sent if arrived.digests[key] != sent[key]] == [name]
+    with pytest.raises(SyncMismatch, match="were not received"):
+        served.engine.commit_update(9, weights_digest(sent))
+    assert_unusable(served.engine)
+    assert not served.engine.abort_update(f"{name} arrived otherwise than it was sent")
+    with pytest.raises(SyncMismatch, match=f"{name} arrived otherwise"):
+        served.engine.generate(PROMPTS, SEEDS, PLAIN)
+    serve(served, tmp_path / "after")
+    assert_agrees(served, "new")
+
+
+def changed_shape(weights):
+    return weights | {GATE: weights[GATE][:-1]}
+
+
+def without(name):
+    return lambda weights: {key: tensor for key, tensor in weights.items() if key != name}
+
+
+def beside(name):
+    return lambda weights: weights | {name: torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (changed_shape, f"tensor {GATE} .*has shape \\[127, 64\\]"),
+        (without(UP), f"1 tensors .*{UP}.* missing"),
+        (without("lm_head.weight"), "1 tensors .*lm_head.weight.* missing"),
+        (beside("model.layers.0.mlp.bias"), "tensor model.layers.0.mlp.bias .*no place"),
+        (beside("model.layers.2.input_layernorm.weight"), "no place"),
+    ],
+    ids=["shape", "missing", "no-output-layer", "unknown", "another-layer"],
+)
+def test_a_plan_that_does_not_fit_is_refused_and_the_weights_of_before_serve(served, tmp_path, change, match):
+    serve(served, tmp_path / "before", "old", 3)
+    refused(served.engine, tmp_path / "refused", change(tensors_of_model(served.new)), SyncMismatch, match)
+    assert served.engine.abort_update("refused")
+    assert served.engine.identity().weight_version == 3
+    assert_agrees(served, "old")
+
+
+def test_tensors_that_the_engine_has_no_use_for_are_let_through(served, tmp_path):
+    weights = tensors_of_model(served.new) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    arrived, sent = deliver(served.engine, tmp_path, weights)
+    assert arrived.digests == sent
+    assert arrived.landed == len(weights) - 1
+
+
+def test_an_output_layer_that_is_sent_though_it_is_tied_must_equal_the_embedding(engines, tmp_path):
+    served = engines["qwen3", True]
+    weights = tensors_of_model(served.new)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    (tmp_path / "equal").mkdir()
+    assert deliver(served.engine, tmp_path / "equal", weights)[0].landed == len(weights)
+    weights["lm_head.weight"][0, 0] += 1
+    refused(served.engine, tmp_path / "other", weights, SyncMismatch, r"tensor lm_head\.weight was loaded otherwise")
+
+
+def test_another_digest_is_refused(served, tmp_path):
+    plan = plan_of(tensors_of_model(served.new))
+    channel = Channel(transport="memory", folder=str(tmp_path), receivers=1)
+    with pytest.raises(SyncMismatch, match="the trainer planned the weight update 0000"):
+        served.engine.prepare_update(plan, "0000", channel, 0)
+    twice = plan.model_copy(update={"tensors": (*plan.tensors, plan.tensors[0])})
+    with pytest.raises(SyncMismatch, match="in the weight update twice"):
+        served.engine.prepare_update(twice, plan_digest(twice), channel, 0)
+    over = plan.tensors[1].model_copy(update={"offset": 0})
+    twice = plan.model_copy(update={"tensors": (plan.tensors[0], over, *plan.tensors[2:])})
+    with pytest.raises(SyncMismatch, match="lies over another"):
+        served.engine.prepare_update(twice, plan_digest(twice), channel, 0)
+
+
+def test_what_was_not_prepared_or_received_is_refused(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    assert served.engine.abort_update("nothing is under way")
+    with pytest.raises(SyncMismatch, match="no weight update was prepared"):
+        served.engine.receive_update()
+    with pytest.raises(SyncMismatch, match="were not received"):
+        served.engine.commit_update(5, served.engine.identity().weights_digest)
+    assert served.engine.identity().weight_version == 4
+    assert_agrees(served, "old")
+
+
+def test_an_update_that_stops_before_its_first_byte_leaves_the_weights_of_before(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+
+    def fail(bucket, packed):
+        raise ValueError("a rank has other weights")
+
+    match = "a rank has other weights"
+    refused(served.engine, tmp_path / "stopped", tensors_of_model(served.new), SyncMismatch, match, before=fail)
+    assert served.engine.abort_update("a rank has other weights")
+    assert served.engine.identity().weight_version == 4
+    assert_agrees(served, "old")
+
+
+def test_an_update_that_stops_in_the_middle_is_repaired_by_the_next(served, tmp_path):
+    def fail(bucket, packed):
+        if bucket.number == 2:
+            raise ValueError("out of memory")
+
+    serve(served, tmp_path / "before", "old", 4)
+    weights = tensors_of_model(served.new)
+    refused(served.engine, tmp_path / "stopped", weights, SyncMismatch, "out of memory", before=fail)
+    assert_unusable(served.engine)
+    assert not served.engine.abort_update("out of memory")
+    serve(served, tmp_path / "after")
+    assert_agrees(served, "new")
+
+
+def test_weights_that_are_refused_after_the_commit_serve_no_more(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    assert served.engine.held() == {
+        name: tensor_digest(tensor) for name, tensor in tensors_of_model(served.old).items()
+    }
+    served.engine.refuse("the probe disagrees")
+    assert_unusable(served.engine)
+    assert served.engine.held() == {}
+    with pytest.raises(SyncMismatch, match="the probe disagrees"):
+        served.engine.generate(PROMPTS, SEEDS, PLAIN)
+
+
+def test_weights_of_another_type_land_converted(served, tmp_path):
+    weights = {name: tensor.bfloat16() for name, tensor in tensors_of_model(served.new).items()}
+    arrived, sent = deliver(served.engine, tmp_path, weights)
+    assert (arrived.digests, arrived.landed) == (sent, len(weights))
+
+
+def test_requests_under_way_are_finished_first(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    alone = served.engine.generate(PROMPTS[:6], SEEDS[:6], PLAIN)
+    for number in (0, 1):
+        served.engine.enqueue(number, PROMPTS[:6], SEEDS[:6], PLAIN)
+    served.engine.collect(0.0)
+    (tmp_path / "after").mkdir()
+    _, sent = deliver(served.engine, tmp_path / "after", tensors_of_model(served.new), 5, in_flight="wait")
+    served.engine.commit_update(5, weights_digest(sent))
+    (first,), (second,) = served.engine.collect(60).finished, served.engine.collect(60).finished
+    assert (first.number, first.weight_version) == (0, 4)
+    assert first.completions.equals(alone)
+    assert (second.number, second.weight_version) == (1, 5)
+    assert second.completions.equals(served.engine.generate(PROMPTS[:6], SEEDS[:6], PLAIN))
+
+
+def test_requests_under_way_go_on_under_the_new_weights(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    how = Sampling(max_tokens=8, temperature=0.0)
+    old = served.engine.generate(PROMPTS[:6], SEEDS[:6], how)["response_tokens"].to_pylist()
+    served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], how)
+    for _ in range(3):
+        served.engine.collect(0.0)
+    (tmp_path / "after").mkdir()
+    _, sent = deliver(served.engine, tmp_path / "after", tensors_of_model(served.new), 5, in_flight="keep")
+    served.engine.commit_update(5, weights_digest(sent))
+    (batch,) = served.engine.collect(60).finished
+    assert batch.weight_version == 4
+    for prompt, before, (after, logprobs) in zip(PROMPTS[:6], old, responses(batch.completions), strict=True):
+        assert after[:3] == before[:3]
+        likely = served.reference.logits(served.new, prompt + after)[len(prompt) - 1 :]
+        assert likely.argmax(axis=-1).tolist()[3:] == after[3:]
+        np.testing.assert_allclose(logprobs[3:], log_softmax(likely)[np.arange(3, 8), after[3:]], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_workers_hold_their_parts(split, tmp_path):
+    for which, version in (("new", 5), ("old", 6)):
+        (tmp_path / which).mkdir()
+        weights = tensors_of_model(vars(split)[which])
+        arrived, sent = deliver(split.engine, tmp_path / which, weights, version, receivers=2)
+        assert (arrived.digests, arrived.landed) == (sent, 2 * len(weights))
+        split.engine.commit_update(version, weights_digest(sent))
+        assert_agrees(split, which, prompts=PROMPTS[:6])
+    weights = tensors_of_model(split.new)
+    folder = tmp_path / "refused"
+    refused(split.engine, folder, without(EXPERT.format(1, "up"))(weights), SyncMismatch, "missing", receivers=2)
+    assert split.engine.abort_update("refused")
+
+
+@pytest.fixture(scope="module")
+def in_place(engines):
+    """An engine that loads into the parameters that its kernels use."""
+    served = engines["qwen3", False]
+    spec = EngineSpec(model_dir=served.old, max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
+    return SimpleNamespace(**{**vars(served), "engine": served.process.InPlaceEngine(spec)})
+
+
+def load_in_place(served, folder, weights, **more):
+    folder.mkdir()
+    plan = plan_of(weights)
+    channel = Channel(transport="memory", folder=str(folder), receivers=1, deadline_s=30)
+    sending = Sending(channel, plan, weights, **more)
+    try:
+        return (*served.engine.load(plan, channel), sending.result())
+    finally:
+        sending.join(30)
+
+
+def test_loading_in_place_fills_the_parameters_that_kernels_use(in_place, tmp_path):
+    weights = tensors_of_model(in_place.new)
+    assert in_place.engine.poison() > 10
+    arrived, landed, sent = load_in_place(in_place, tmp_path / "new", weights)
+    assert (arrived, landed) == (sent, len(weights))
+    assert in_place.engine.poisoned() == []
+    assert_agrees(in_place, "new")
+
+
+@pytest.mark.parametrize(("fault", "names", "said"), LOADING)
+def test_a_fault_of_the_loaders_in_place_fails_with_the_name(in_place, tmp_path, fault, names, said):
+    load_in_place(in_place, tmp_path / "old", tensors_of_model(in_place.old))
+    in_place.engine.break_loading(fault, *names)
+    try:
+        with pytest.raises(SyncMismatch, match="stopped" if fault == "stop" else "|".join(names)):
+            load_in_place(in_place, tmp_path / "broken", tensors_of_model(in_place.new))
+    finally:
+        in_place.engine.repair()
+
+
+def test_a_parameter_that_moves_is_refused_because_of_cuda_graphs(in_place, tmp_path):
+    in_place.engine.move("model.layers.1.mlp.down_proj")
+    try:
+        with pytest.raises(SyncMismatch, match=r"moved the parameter model\.layers\.1\.mlp\.down_proj\.weight"):
+            load_in_place(in_place, tmp_path / "moved", tensors_of_model(in_place.new))
+    finally:
+        in_place.engine.repair()
