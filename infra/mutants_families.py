@@ -3,6 +3,8 @@
 from infra.mutants_known import Mutant
 
 _FAMILIES = ("tests/trainer_core/model/test_families.py",)
+_COMPUTES = "tests/trainer_core/model/test_families.py::test_a_layout_computes_what_transformers_and_one_rank_do"
+_CONTEXT = ("tests/trainer_core/model/test_context.py",)
 
 FAMILIES = (
     Mutant(
@@ -17,7 +19,7 @@ FAMILIES = (
         "filling-is-routed",
         "positions that fill up a batch count for the biases of experts",
         "trainer_core/model/micro_batch.py",
-        "filling.unsqueeze(0) if (host.rows < 0).any() else None",
+        "filling.unsqueeze(0) if host.filling.any() or group is not None else None",
         "None",
         _FAMILIES,
     ),

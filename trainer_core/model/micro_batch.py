@@ -31,7 +31,8 @@ class MicroBatch:
     packing: PackedSeqParams
     """Where segments begin and end, for the attention."""
     filling: torch.Tensor | None
-    """(1, T) bool, positions that experts and their router must not count; None if there are none."""
+    """(1, T) bool, positions that experts and their router must not count; None if there are none. Context-parallel
+    ranks all have one, because with it routers exchange more."""
     predicting: torch.Tensor
     """(R,) int64, positions that predict response tokens."""
     targets: torch.Tensor
@@ -98,7 +99,7 @@ def place(
             tokens=tokens.unsqueeze(0),
             positions=own.unsqueeze(0),
             packing=packing,
-            filling=filling.unsqueeze(0) if host.filling.any() else None,
+            filling=filling.unsqueeze(0) if host.filling.any() or group is not None else None,
             predicting=predicting,
             targets=targets,
             segments=Segments(lengths, group),
