@@ -91,5 +91,5 @@ def test_an_empty_batch_has_two_positions_on_each_rank():
 def test_every_holder_of_a_position_finds_it_again():
     held = np.full(24, 8)
     ranks, places = Context(3).holders(np.arange(24), held)
-    found = [Context(3, rank).positions(np.array([place]), np.array([8]))[0] for rank, place in zip(ranks, places)]
-    assert found == list(range(24))
+    found = [Context(3, rank).positions(place, np.array(8)) for rank, place in zip(ranks, places, strict=True)]
+    assert np.array(found).tolist() == list(range(24))

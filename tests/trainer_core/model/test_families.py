@@ -1,5 +1,7 @@
 """The families of models: the numbers of transformers and of one rank, on every layout of the matrix."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,8 @@ from tests.trainer_core.models import (
     read_export,
 )
 from tests.trainer_core.ranks import run_ranks, run_trainers
+from trainer_core.batches.flat import flatten
+from trainer_core.batches.sharing import Limits, share
 from trainer_core.config import ExpertsConfig, ParallelConfig
 
 CASES = [
@@ -135,6 +139,32 @@ def test_divisions_that_the_ranks_cannot_have(given, fact):
 def train_on_few(trainer, samples):
     trainer.import_model()
     return trainer.train_policy(samples, TEMPERATURE)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3-moe", SINGLE),
+        ("qwen3-moe", "cp2-ep2"),
+        pytest.param("deepseek-v3", "tp2-sp-cp2-ep2-etp1", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", "pp2-vpp2-cp2-ep2", marks=pytest.mark.slow),
+    ],
+)
+def test_without_advantages_routers_have_no_gradient(folders, family, layout):
+    samples = random_samples()
+    equal = dataclasses.replace(samples, rewards=np.ones_like(samples.rewards))
+    experts = ExpertsConfig(bias_update_rate=0.01 if "deepseek" in family else 0.0)
+    given = configuration(MATRIX[family][layout]).model_copy(update={"experts": experts})
+    found = run_trainers(folders(family), given, train_on_few, equal)
+    assert all(metrics["grad_norm"] == 0 for metrics in found)
+
+
+def test_micro_batches_of_the_walks_differ_in_width():
+    """Stages of a pipeline tell each other how wide the next one is, with virtual stages too."""
+    samples, given = random_samples(), configuration(ParallelConfig())
+    limits = Limits(given.micro_batch_tokens, given.micro_batch_size)
+    (rounds,) = share(samples.positions, np.flatnonzero(samples.usable), 1, limits)
+    assert len({len(flatten(samples, rows).tokens) for rows in rounds}) > 1
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(data=2), ParallelConfig(context=2, data=2)], ids=str)
