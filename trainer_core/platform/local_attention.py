@@ -74,7 +74,7 @@ def local_segments(
         order=permutations[0],
         inverse=permutations[1],
         blocks=tuple(zip(counts.tolist(), found.tolist(), strict=True)),
-        cp_group=group,
+        cp_group=cast(Any, group),
         gathered=torch.from_numpy(_gathered(lengths, context)).to(positions.device) if several else None,
         visible=tuple(_visible(length, context).to(positions.device) for length in found) if several else (),
     )

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.trainer_core.model.matrix import DENSE, EXPERTS, MATRIX, MOST, QUICK, fitting, layers, pairs
+from tests.trainer_core.model.matrix import DENSE, EXPERTS, MATRIX, MOST, QUICK, SINGLE, fitting, layers, pairs
 from tests.trainer_core.model.test_layouts import TEMPERATURE, configuration, import_score_step
 from tests.trainer_core.models import (
     FAMILIES,
