@@ -147,7 +147,7 @@ class SmallTrainer(TrainerProtocol):
             (folder / f"held-{self._rank}").unlink(missing_ok=True)
             os.link(folder / names["weights"], folder / f"held-{self._rank}")
             return SavedFiles(tuple(names.values()), self._identified())
-        optimizer, parallel = self._config.optimizer, self._config.parallel
+        optimizer, parallel = self._config.optimizer, self._config.parallel.ranks
         facts = StateFacts(
             step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32"
         )
@@ -161,7 +161,7 @@ class SmallTrainer(TrainerProtocol):
         self._step, self._lessons = common["step"], common["lessons"]
         for array in ARRAYS:
             self.arrays[array] = self._read(directory, array, facts)
-        self._generators = "restored" if facts.parallel == self._config.parallel else "reseeded"
+        self._generators = "restored" if facts.parallel == self._config.parallel.ranks else "reseeded"
         return LoadedState(
             facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, self._identified()
         )

@@ -23,7 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from storage.errors import InputError, NumericsError, RatchetError
 from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
-from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
+from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings, uses_graphs
@@ -220,6 +220,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     config = _decided(config, platform, deterministic)
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
+    _check_attention(config)
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
@@ -245,7 +246,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         vocabulary=_vocabulary(bridge),
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
-        effective=read_back(MODEL, config, built),
+        effective=read_back(MODEL, config, built) | read_layers(config.parallel, built),
         graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
     )
 
@@ -260,6 +261,14 @@ def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> 
         # segments of some 20 positions on an H100
         decided["attention"] = "unfused"
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=decided)})
+
+
+def _check_attention(config: TrainerConfig) -> None:
+    if config.parallel.context > 1 and config.megatron.attention == "unfused":
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context}, which Transformer Engine's unfused attention cannot "
+            "compute: set train.megatron.attention to another, and device.deterministic = false"
+        )
 
 
 def _bridge(model_dir: str) -> AutoBridge:

@@ -110,14 +110,14 @@ class Passes:
     def _batches(
         self, sequences: Sequences, rows: NDArray[np.int64], weights: Vector, values: Mapping[str, Vector]
     ) -> list[MicroBatch]:
-        shares = share(sequences.positions, rows, self.mesh.parallel.data, self.limits, self.mesh.parallel.rounds)[
-            self.mesh.data_rank
-        ]
-        multiple = self.mesh.parallel.tensor if self.mesh.parallel.sequence else 1
-        batches = [flatten(sequences, chosen, multiple) for chosen in shares]
+        mesh, parallel = self.mesh, self.mesh.parallel
+        held = mesh.context.held(sequences.positions)
+        shares = share(held, rows, parallel.data, self.limits, parallel.rounds)[mesh.data_rank]
+        multiple = parallel.tensor if parallel.sequence else 1
+        batches = [flatten(sequences, chosen, multiple, mesh.context) for chosen in shares]
         if self.record is not None:
             batches = alike(batches)
-        return place(batches, weights, values, self.mesh.device, self.model.transformer_engine)
+        return place(batches, weights, values, mesh, self.model.transformer_engine)
 
     def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Report]:
         schedule = partial(self._scheduled, finish=finish, forward_only=forward_only)
@@ -173,8 +173,8 @@ class Passes:
         """As `_scored`, with the loss."""
         logprobs, entropy = self._logprobs(batch, logits, objective.temperature, objective.entropy)
         result = objective.loss(batch, logprobs, entropy)
-        total = (batch.segments.sum(result.loss) * batch.weights).sum()
-        clipped = (batch.segments.sum(result.clipped) * (batch.weights != 0)).sum()
+        total = (batch.segments.own_sum(result.loss) * batch.weights).sum()
+        clipped = (batch.segments.own_sum(result.clipped) * (batch.weights != 0)).sum()
         report = {
             "values": torch.stack((logprobs.detach(), entropy.detach())),
             "sums": torch.stack((total.detach(), clipped)),

@@ -6,13 +6,11 @@ in it outlives the tensors that it names.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
 from storage.errors import RatchetError
 from trainer_core.model.micro_batch import MicroBatch
-from trainer_core.model.segments import Segments
 from trainer_core.telling import told
 
 FEWEST = 4
@@ -66,8 +64,7 @@ def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Record) -> list[
 def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
     """All that differs between micro-batches of one shape."""
     fixed = (batch.tokens, batch.positions, batch.predicting, batch.targets, batch.weights, batch.count)
-    ends = [batch.packing.cu_seqlens_q] if batch.filling is None else [batch.packing.cu_seqlens_q, batch.filling]
-    return list(chain(fixed, ends, [batch.segments.lengths], batch.values.values()))
+    return [*fixed, batch.packing.cu_seqlens_q, batch.segments.lengths, *batch.values.values()]
 
 
 def _copied(batch: MicroBatch) -> MicroBatch:
@@ -77,10 +74,10 @@ def _copied(batch: MicroBatch) -> MicroBatch:
         tokens=batch.tokens.clone(),
         positions=batch.positions.clone(),
         packing=replace(batch.packing, cu_seqlens_q=ends, cu_seqlens_kv=ends),
-        filling=None if batch.filling is None else batch.filling.clone(),
+        filling=None,  # only routers read it, and models with experts are not recorded
         predicting=batch.predicting.clone(),
         targets=batch.targets.clone(),
-        segments=Segments(batch.segments.lengths.clone()),
+        segments=replace(batch.segments, lengths=batch.segments.lengths.clone()),
         weights=batch.weights.clone(),
         count=batch.count.clone(),
         values={name: value.clone() for name, value in batch.values.items()},

@@ -43,6 +43,7 @@ def model_settings(config: TrainerConfig, platform: Platform, deterministic: boo
     dtype = dtype_of(config)
     settings: dict[str, Any] = {
         "sequence_parallel": config.parallel.sequence,
+        "context_parallel_size": config.parallel.context,
         "expert_model_parallel_size": config.parallel.expert,
         "expert_tensor_parallel_size": config.parallel.expert_tensor or config.parallel.tensor,
         "params_dtype": dtype,
@@ -85,6 +86,8 @@ def _of_pipeline(config: TrainerConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_first_pipeline_stage": config.parallel.layers_first_stage,
+        "num_layers_in_last_pipeline_stage": config.parallel.layers_last_stage,
         "variable_seq_lengths": config.parallel.pipeline > 1,  # flat batches differ in length
         # of two ranks each is the next and the previous of the other: batched exchanges of both directions get mixed up
         "batch_p2p_comm": virtual is None,
