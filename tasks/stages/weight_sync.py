@@ -12,6 +12,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
 from tasks.stages.served_weights import deliver, engines_of
 from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.turns import release, together
 from tasks.stages.views import Prepared, Served, Trained
 
 Logprobs = list[np.ndarray]
@@ -22,11 +23,13 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
     """Load the weights of `trained` into every engine, prove it by digests and by log-probabilities, and commit."""
     context, version = work.context, work.iteration
     group = ensure_state(context, prepared, trained)
+    given_up = [release(context, group, weights=False)]
     engines = engines_of(context, prepared)
     probe = probe_sequences(context, prepared)
     before = engines[0].score(probe) if engines[0].identity().weight_version == version - 1 else None
     delivery = deliver(engines, group, version)
     ours: Logprobs = group.logprobs(probe)
+    given_up.append(release(context, group))
     agreement = [agree(engine.score(probe), ours, work.config.sync) for engine in engines]
     previous = context.find(version - 1, Stage.WEIGHT_SYNC) if version else None
     if before is not None and previous is not None:
@@ -43,6 +46,7 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
             "bytes": float(delivery.bytes),
             "probe_diff_mean": max(found.mean for found in agreement),
             "probe_diff_max": max(found.largest for found in agreement),
+            **together(given_up),
         },
     )
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tasks.config.run import WorkersSection
 from tasks.workers.group import Group, GroupHandle, Pending
 from trainer_core.batches.sequences import Samples, SupervisedExamples
-from trainer_core.config import OptimizerConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig
 from trainer_core.protocol import Generators, LoadedState, SavedFiles, TrainerProtocol
 from trainer_core.weights.records import TensorRecord
 
@@ -75,6 +75,14 @@ class TrainerGroup(GroupHandle):
     def export(self, directory: Path) -> list[TensorRecord]:
         """See `TrainerProtocol.export`; what rank 0 wrote."""
         return self._first(self.submit(TrainerProtocol.export, str(directory)))
+
+    def release(self, memory: MemoryConfig) -> int:
+        """See `TrainerProtocol.release`; the bytes of all ranks together."""
+        return sum(self._results(self.submit(TrainerProtocol.release, memory)))
+
+    def resume(self) -> None:
+        """See `TrainerProtocol.resume`."""
+        self._results(self.submit(TrainerProtocol.resume))
 
     def _first[R](self, pending: Pending[list[R]]) -> R:
         return self._results(pending)[0]
