@@ -162,6 +162,22 @@ class ExpertsConfig(Frozen):
     """How far each update moves the bias by which a router prefers experts with less load."""
 
 
+class MemoryConfig(Frozen):
+    """What the trainer gives up while the engines sample, until it is needed again. No result depends on it."""
+
+    offload_parameters: bool = False
+    """Keep the weights in page-locked host memory meanwhile, frozen ones too."""
+    drop_gradients: bool = False
+    """Give up the gradient buffers, which hold nothing between two updates."""
+    offload_optimizer: bool = False
+    """Keep moments, and fp32 main weights where they are not the weights themselves, in page-locked host memory."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything is given up."""
+        return self.offload_parameters or self.drop_gradients or self.offload_optimizer
+
+
 class TrainerConfig(Frozen):
     """Everything a trainer rank needs to know besides its place and its model."""
 
@@ -173,6 +189,8 @@ class TrainerConfig(Frozen):
     """Objective of the policy phase."""
     megatron: MegatronConfig = MegatronConfig()
     """How Megatron runs a step."""
+    memory: MemoryConfig = MemoryConfig()
+    """What the trainer gives up while the engines sample."""
     experts: ExpertsConfig = ExpertsConfig()
     """Of a model with experts."""
     micro_batch_tokens: int = Field(default=8192, ge=1)

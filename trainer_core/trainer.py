@@ -11,7 +11,7 @@ from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
 from trainer_core.batches.sharing import Limits
-from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
 from trainer_core.model.model import build_model
@@ -180,6 +180,14 @@ class Trainer(TrainerProtocol):
             return self._send_stored(update, digest, channel, stored)
         with self._model.weights("readable"):
             return self._send(update, digest, channel)
+
+    def release(self, memory: MemoryConfig) -> int:
+        """See `TrainerProtocol.release`."""
+        return self._model.release(memory)
+
+    def resume(self) -> None:
+        """See `TrainerProtocol.resume`."""
+        self._model.residence.resume()
 
     def close(self) -> None:
         """See `TrainerProtocol.close`."""

@@ -22,9 +22,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from storage.errors import InputError, NumericsError, RatchetError
-from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
+from trainer_core.config import MegatronConfig, MemoryConfig, TrainerConfig, check_layout
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
 from trainer_core.model.fusion import fuse_accumulation
+from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings, uses_graphs
 from trainer_core.platform.platform import Platform, quietly
@@ -56,6 +57,8 @@ class Model:
     """The settings that the live modules and buffers were found to have."""
     graphs: bool
     """Whether micro-batches of one shape may be launched as one CUDA graph each."""
+    residence: Residence
+    """What of parameters, gradients and optimizer is on the device."""
 
     def forward(
         self,
@@ -94,11 +97,13 @@ class Model:
 
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts. What Megatron computes with in
-        float32, the biases of routers, is in float32 here, also if no pass has come since it was cast with the rest.
+        float32, the biases of routers, is in float32 here, also if no pass has come since it was cast with the rest. Weights
+        that were given up are put back.
 
         Raises:
             RatchetError: weights or buffers were changed where they may only be read.
         """
+        self.residence.resume("parameters")
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -115,6 +120,16 @@ class Model:
                 "trained: start again from the last state, and report this"
             )
 
+    def release(self, wanted: MemoryConfig) -> int:
+        """Give up what is wanted until it is needed again; returns the bytes. Collective.
+
+        Raises:
+            AccumulationPending: see `Residence.release`.
+        """
+        gathering = wanted.offload_parameters and self.residence.has("parameters")
+        with self.weights("readable") if gathering else contextlib.nullcontext():
+            return self.residence.release(wanted)
+
     @contextlib.contextmanager
     def buffers_kept_on_failure(self) -> Iterator[None]:
         """If the block fails for its numbers, buffers are as before: passes move some, as the biases of routers."""
@@ -123,6 +138,7 @@ class Model:
         try:
             yield
         except NumericsError:
+            self.residence.accumulating = False  # these gradients are never used
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
@@ -153,7 +169,9 @@ class Model:
         finalize_model_grads(list(self.chunks), tokens)
 
     def zero_gradients(self) -> None:
-        """Begin a pass: no gradients, and none reduced yet."""
+        """Begin a pass that accumulates gradients: there are none, and none is reduced yet."""
+        self.residence.resume("gradients")
+        self.residence.accumulating = True
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
@@ -248,6 +266,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         transformer_engine=platform.transformer_engine,
         effective=read_back(MODEL, config, built) | read_layers(config.parallel, built),
         graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
+        residence=Residence(chunks, platform.device),
     )
 
 

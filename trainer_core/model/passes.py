@@ -120,6 +120,7 @@ class Passes:
         return place(batches, weights, values, mesh, self.model.transformer_engine)
 
     def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Report]:
+        self.model.residence.resume("parameters")
         schedule = partial(self._scheduled, finish=finish, forward_only=forward_only)
         if self.record is None or len(batches) < FEWEST:
             return schedule(batches, self.model.sources(batches))

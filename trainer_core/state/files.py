@@ -12,7 +12,6 @@ import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from storage.errors import RatchetError, StorageUnavailable
+from trainer_core.platform.pinning import pin, unpin
 from trainer_core.state.boxes import Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.pickles import COMMON_FILE, METADATA_FILE
@@ -97,7 +97,7 @@ class MappedFiles:
         """Release pinned memory; the files remain."""
         if self._pins:
             for mapped in self._maps.values():
-                torch.cuda.check_error(_runtime().cudaHostUnregister(mapped.data_ptr()))
+                unpin(mapped.data_ptr())
 
     def _mapped(self, name: str, entries: list[Entry]) -> torch.Tensor:
         path = self.directory / name
@@ -112,7 +112,7 @@ class MappedFiles:
             _put(mapped, entry.offset, around.head)
             _put(mapped, entry.offset + entry.length - len(around.tail), around.tail)
         if self._pins:
-            torch.cuda.check_error(_runtime().cudaHostRegister(mapped.data_ptr(), size, 0))
+            pin(mapped)
         return mapped
 
 
@@ -173,10 +173,6 @@ def _reserve(path: Path, size: int) -> None:
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     os.link(path, second)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 def _put(mapped: torch.Tensor, offset: int, content: bytes) -> None:
