@@ -37,4 +37,20 @@ FAMILIES = (
         "    norm.weight.sequence_parallel = False ",
         _FAMILIES,
     ),
+    Mutant(
+        "export-rounds-biases",
+        "an export in bf16 rounds the biases of routers",
+        "tasks/export/export.py",
+        '_WRITTEN["fp32" if e.in_fp32 else written]',
+        "_WRITTEN[written]",
+        ("tests/tasks/export/test_experts.py",),
+    ),
+    Mutant(
+        "export-repeats-an-expert",
+        "an export has the first expert in the place of each",
+        "trainer_core/hugging_face.py",
+        "            region = Region((*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest))\n",
+        "            region = Region((*numbers[:1], *(0 for _ in size[1:])), (*(1 for _ in numbers), *rest))\n",
+        ("tests/tasks/export/test_experts.py",),
+    ),
 )
