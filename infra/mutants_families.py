@@ -46,11 +46,11 @@ FAMILIES = (
         ("tests/tasks/export/test_experts.py",),
     ),
     Mutant(
-        "export-repeats-an-expert",
-        "an export has the first expert in the place of each",
+        "export-swaps-experts",
+        "an export has two experts in each other's place",
         "trainer_core/hugging_face.py",
-        "            region = Region((*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest))\n",
-        "            region = Region((*numbers[:1], *(0 for _ in size[1:])), (*(1 for _ in numbers), *rest))\n",
+        "{found['after']}{next(rest)}",
+        "{found['after']}{next(rest) ^ 1}",
         ("tests/tasks/export/test_experts.py",),
     ),
 )
