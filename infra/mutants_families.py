@@ -104,4 +104,20 @@ FAMILIES = (
         "    norm.weight.sequence_parallel = False ",
         _FAMILIES,
     ),
+    Mutant(
+        "export-rounds-biases",
+        "an export in bf16 rounds the biases of routers",
+        "tasks/export/export.py",
+        '_WRITTEN["fp32" if e.in_fp32 else written]',
+        "_WRITTEN[written]",
+        ("tests/tasks/export/test_experts.py",),
+    ),
+    Mutant(
+        "export-swaps-experts",
+        "an export has two experts in each other's place",
+        "trainer_core/hugging_face.py",
+        "{found['after']}{next(rest)}",
+        "{found['after']}{next(rest) ^ 1}",
+        ("tests/tasks/export/test_experts.py",),
+    ),
 )
