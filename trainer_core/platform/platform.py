@@ -2,11 +2,14 @@
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -59,6 +62,7 @@ def _prepare_cuda(local_rank: int) -> Platform:
     if not torch.cuda.is_available():
         raise InputError('the trainer\'s device is "cuda", but torch sees no GPU; use device = "cpu"')
     torch.cuda.set_device(local_rank)
+    torch.cuda.set_stream(torch.cuda.Stream())  # kernels on the default stream cannot be recorded as CUDA graphs
     _import_megatron()
     return Platform(torch.device("cuda", local_rank), "nccl", transformer_engine=not te_absent.is_absent())
 
@@ -79,6 +83,9 @@ def _import_megatron() -> None:
     with quietly():
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.bridge")
+    if importlib.util.find_spec("modelopt") is None:
+        # the bridge looks for it at each conversion of a weight; this spares the search through all folders
+        sys.modules["modelopt.torch.opt.dynamic"] = cast(Any, None)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ owners of an earlier moment; receivers that are sized by them take garbage witho
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,11 +22,14 @@ from megatron.core import parallel_state
 
 from storage.errors import SyncMismatch
 from trainer_core.model.model import Model
+from trainer_core.model.parts import named_parts
 from trainer_core.weights.digest import dtype_name
 from trainer_core.weights.lanes import is_known
 from trainer_core.weights.table import Named, Row
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
+Tensors = dict[str, torch.Tensor]
+"""By Hugging Face name."""
 
 
 class _Alone:
@@ -67,7 +70,7 @@ class Conversion:
     """The live parameter or buffer."""
     gathers: bool
     """Whether the shards of the tensor-parallel ranks are put together."""
-    convert: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    convert: Callable[[torch.Tensor], Tensors]
     """The live tensor -> whole tensors by Hugging Face name, inside `gathered_by`."""
 
     def changed(self) -> str | None:
@@ -123,6 +126,7 @@ class _Source:
         self._names = set(self._origin.state.source.get_all_keys())
         self._tied = bool(self._bridge._share_embeddings_and_output_weights(model.config))
         self._settings = _Settings(model.config)
+        self._splits: dict[Hashable, tuple[list[torch.Tensor], bool | None]] = {}
 
     def conversion(self, stage: int, name: str, module: torch.nn.Module, attribute: str) -> Conversion | Row | None:
         """How one tensor is converted; a row if only the bridge's export knows, None if it is not exported at all.
@@ -155,42 +159,63 @@ class _Source:
 
     def _tried(self, task: WeightConversionTask[Any], attribute: str) -> Conversion | Row | None:
         """Convert once without data, which tells names, types and shapes."""
-        convert = self._converter(task)
-        hollow = torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta")
-        asked: list[torch.Tensor] = []
-
-        def gather(shard: torch.Tensor) -> list[torch.Tensor]:
-            asked.append(shard)
-            return [shard] * task.mapping.tp_size
-
-        with gathered_by(gather):
-            found = convert(hollow)
+        _with_settings(task.mapping, self._settings)
+        finish = self._finisher(task)
+        mapped, gathered = self._mapped(task, attribute)
+        found = finish(mapped)
         if not found:
             return None
         tensors = tuple(
-            Named(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
-            for name, tensor in found.items()
+            Named(name=name, dtype=dtype_name(part.dtype), shape=tuple(part.shape)) for name, part in found.items()
         )
         row = Row(name=task.global_param_name, expert=task.mapping.is_expert, tensors=tensors)
-        if len(asked) > 1 or any(shard is not hollow for shard in asked):
-            return row.model_copy(update={"tensors": ()})  # gathers something of its own
+        if gathered is None:
+            return row.model_copy(update={"tensors": ()})
         module, tensor = cast(torch.nn.Module, task.megatron_module), cast(torch.Tensor, task.param_weight)
-        return Conversion(row, module, attribute, tensor, gathers=bool(asked), convert=convert)
+        convert = task.mapping.megatron_to_hf
+        return Conversion(row, module, attribute, tensor, gathered, lambda whole: finish(convert(whole, module)))
 
-    def _converter(self, task: WeightConversionTask[Any]) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
+    def _mapped(self, task: WeightConversionTask[Any], attribute: str) -> tuple[Tensors, bool | None]:
+        """What the mapping alone makes of the tensor, without data, and whether it gathers its shards; None if it
+        gathers something else. What splits a tensor is tried once for all layers that are alike."""
+        hollow = torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta")
+        kind = type(task.mapping), type(task.megatron_module), task.mapping.is_expert
+        alike = (*kind, attribute.rstrip("0123456789"), hollow.dtype, hollow.shape)
+        names = _names_of(task.mapping)
+        if alike in self._splits:
+            parts, gathered = self._splits[alike]
+            return dict(zip(names, parts, strict=True)), gathered
+        found, gathered = _tried_mapping(task, hollow)
+        if len(names) > 1 and tuple(found) == names:
+            self._splits[alike] = list(found.values()), gathered
+        return found, gathered
+
+    def _finisher(self, task: WeightConversionTask[Any]) -> Callable[[Tensors], Tensors]:
+        """What an export does to the result of a mapping."""
         alias = self._bridge._get_tied_output_hf_name(task, self._registry) if self._tied else None
         alias = alias if alias in self._names else None
-        _with_settings(task.mapping, self._settings)
         rows, vocabulary = self._model.vocab_size, self._model.vocabulary
 
-        def convert(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-            found = task.mapping.megatron_to_hf(tensor, task.megatron_module)
+        def finish(found: Tensors) -> Tensors:
             found = dict(self._bridge.maybe_modify_converted_hf_weight(task, found, self._origin.state))
             if alias is not None:
                 found[alias] = found[task.mapping.hf_param]
             return {name: part[:rows] if name in vocabulary else part for name, part in found.items()}
 
-        return convert
+        return finish
+
+
+def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> tuple[Tensors, bool | None]:
+    asked: list[torch.Tensor] = []
+
+    def gather(shard: torch.Tensor) -> list[torch.Tensor]:
+        asked.append(shard)
+        return [shard] * task.mapping.tp_size
+
+    with gathered_by(gather):
+        found = task.mapping.megatron_to_hf(hollow, task.megatron_module)
+    own = len(asked) <= 1 and all(shard is hollow for shard in asked)
+    return found, bool(asked) if own else None
 
 
 def _groups() -> SimpleNamespace:
@@ -214,15 +239,12 @@ def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
     """Every parameter and persistent buffer of this rank: chunk, name in it, the module that owns it, name there."""
     seen: set[int] = set()
     for stage, chunk in enumerate(unwrap_model(list(model.chunks))):
-        for path, module in chunk.named_modules():
-            own: Mapping[str, torch.Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-            own |= {
-                name: buffer
-                for name, buffer in module.named_buffers(recurse=False)
-                if name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            }
+        for path, module in named_parts(chunk):
+            passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            buffers = {name: buffer for name, buffer in module._buffers.items() if name not in passing}
+            own = {**module._parameters, **buffers}
             for attribute, tensor in own.items():
-                if id(tensor) not in seen:
+                if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield stage, f"{path}.{attribute}" if path else attribute, module, attribute
 

@@ -4,6 +4,7 @@ A plan is made anew for each update from the live model, and forgotten with it. 
 """
 
 import hashlib
+import math
 
 from trainer_core.frozen import Frozen
 
@@ -23,6 +24,11 @@ _SIZES = {
 }
 
 
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    return _SIZES[dtype] * math.prod(shape)
+
+
 class PlannedTensor(Frozen):
     """One tensor of an update."""
 
@@ -40,10 +46,7 @@ class PlannedTensor(Frozen):
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        size = _SIZES[self.dtype]
-        for length in self.shape:
-            size *= length
-        return size
+        return size_of(self.dtype, self.shape)
 
 
 class Bucket(Frozen):

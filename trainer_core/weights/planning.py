@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from storage.errors import SyncMismatch
-from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan
+from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan, size_of
 from trainer_core.weights.table import Named, Place, Row, Rows, Table
 
 _LAYER = re.compile(r"^(?P<part>\w+)\.layers\.(?P<layer>\d+)\.")
@@ -174,14 +174,12 @@ class _Packer:
             self.senders.append(sender)
             self.sizes.append(0)
         number = self._open[sender]
-        self.tensors.append(_placed(tensor, number, self.sizes[number]))
+        offset = self.sizes[number]
+        placed = PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, bucket=number, offset=offset)
+        self.tensors.append(placed)
         self.sizes[number] += room
-
-
-def _placed(tensor: Named, bucket: int, offset: int) -> PlannedTensor:
-    return PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, bucket=bucket, offset=offset)
 
 
 def _room(tensor: Named) -> int:
     """Bytes with those that align the next one."""
-    return -(-_placed(tensor, 0, 0).nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-size_of(tensor.dtype, tensor.shape) // ALIGNMENT) * ALIGNMENT

@@ -37,6 +37,8 @@ SLOW = [
     ("llama-tied", "dp2", "bf16"),
     ("qwen2", "tp2-pp2", "bf16"),
     ("qwen2", "tp2", "fp32"),
+    ("qwen3", "pp2", "bf16"),
+    ("llama", "tp2", "bf16"),
     ("qwen3-moe", "pp2-dp2-ep2", "bf16"),
     ("qwen3-moe", "tp2-sp-ep2-etp1", "fp32"),
     ("deepseek-v3", "pp2-vpp2-dp2-ep2", "bf16"),
