@@ -200,18 +200,22 @@ class Trainer(TrainerProtocol):
             unfit = SyncMismatch(f"an update of digest {digest} is to be sent, but {held}: plan it again")
         elif (problem := update.problem()) is not None:
             unfit = SyncMismatch(f"{problem}: plan the update again")
-        try:
-            agree(unfit, self._mesh)
-        except RatchetError as error:
-            fail(channel.folder, str(error))
-            raise
+        self._agree(unfit, channel)
         assert update is not None  # all ranks agree that there is one
         outbox = update.send(channel)
         return Sent(outbox.digests, outbox.seconds)
 
+    def _agree(self, failure: RatchetError | None, channel: Channel) -> None:
+        """Go on if all ranks can; else fail on every rank, and let the receivers know."""
+        try:
+            agree(failure, self._mesh)
+        except RatchetError as error:
+            fail(channel.folder, str(error))
+            raise
+
     def _send_stored(self, update: Update | None, digest: str, channel: Channel, directory: str) -> Sent:
         weights = self._stored_weights(directory)
-        agree(weights if isinstance(weights, RatchetError) else None, self._mesh)
+        self._agree(weights if isinstance(weights, RatchetError) else None, channel)
         assert isinstance(weights, Reference)  # all ranks agree that they have read them
         identity, self._identity = self._identity, None
         with weights.in_place():

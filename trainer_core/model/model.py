@@ -98,8 +98,8 @@ class Model:
 
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts. What Megatron computes with in
-        float32, the biases of routers, is in float32 here, also if something has cast it with the rest. Weights that were
-        given up are put back.
+        float32, the biases of routers, is in float32 here, also if something has cast it with the rest.
+        Weights that were given up are put back.
 
         Raises:
             RatchetError: weights or buffers were changed where they may only be read.

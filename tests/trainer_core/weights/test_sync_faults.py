@@ -1,5 +1,7 @@
 """What must stop an update, on every rank and with the name of the tensor; the trainer can send the next one."""
 
+from pathlib import Path
+
 import pytest
 
 from storage.errors import InputError, RatchetError, SyncMismatch
@@ -236,6 +238,7 @@ def send_stored(trainer, folder):
     found["failed"] = told(lambda: sync(trainer, folder, 2, stored=f"{folder}/state", spoil=fail))
     found["back-again"] = oracle(trainer, f"{folder}/again") == before and trainer.identity() == "later"
     found["nowhere"] = told(lambda: sync(trainer, folder, 3, stored=f"{folder}/nowhere"))
+    found["receivers"] = Path(folder, "update-3", "failed").exists()
     found["still"] = oracle(trainer, f"{folder}/still") == before and trainer.identity() == "later"
     return found
 
@@ -249,6 +252,7 @@ def test_the_weights_of_a_stored_state_are_sent_and_the_live_ones_come_back(mode
         assert found["failed"][0] is SyncMismatch
         assert found["back-again"]
         assert found["nowhere"][0] is not None
+        assert found["receivers"]  # they were told, and need not wait for the deadline
         assert found["still"]
 
 
