@@ -23,6 +23,7 @@ from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
 from infra.mutants_memory import MEMORY
 from infra.mutants_pages import PAGES
+from infra.mutants_plan import PLAN
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
@@ -38,6 +39,7 @@ MUTANTS = (
     *FAMILIES,
     *MEMORY,
     *PAGES,
+    *PLAN,
     *RETRAIN,
     *REVISIONS,
     *REWARDS,

@@ -145,7 +145,7 @@ class Model:
             raise
 
     def _restore_float32(self) -> None:
-        """As each forward pass of a router begins; wrapping a model of low precision has cast its buffers."""
+        """As each forward pass of a router begins: what casts a whole module to low precision casts them too."""
         if self.dtype == torch.float32 or not self.config.num_moe_experts:
             return
         for router in (one for module in self.modules for one in module.modules() if isinstance(one, TopKRouter)):
