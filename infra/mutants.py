@@ -22,6 +22,7 @@ from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
 from infra.mutants_pages import PAGES
+from infra.mutants_plan import PLAN
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
@@ -37,6 +38,7 @@ MUTANTS = (
     *ENGINE,
     *FAMILIES,
     *PAGES,
+    *PLAN,
     *RETRAIN,
     *REVISIONS,
     *REWARDS,

@@ -3,6 +3,15 @@
 from infra.mutants_known import Mutant
 
 _SERVING = ("tests/tasks/engine/test_serving.py",)
+_UPDATE = "tests/tasks/engine/test_update.py::test_"
+_TRANSPORTS = ("tests/tasks/engine/receivers/test_transports.py",)
+_LOADERS = (f"{_UPDATE}a_fault_of_the_loaders_fails_with_the_name_and_the_next_update_repairs_it",)
+_IN_PLACE = (
+    f"{_UPDATE}a_fault_of_the_loaders_in_place_fails_with_the_name",
+    f"{_UPDATE}a_parameter_that_moves_is_refused_because_of_cuda_graphs",
+)
+_EXPERTS = (f"{_UPDATE}a_fault_at_an_expert_or_in_latent_attention_fails_with_the_name",)
+_SERVED = (f"{_UPDATE}what_was_committed_is_served",)
 _DEALING = ("tests/tasks/workers/test_sampling.py",)
 
 ENGINE = (
@@ -18,9 +27,9 @@ ENGINE = (
         "old-requests-under-new-weights",
         "requests that were under way go on when the weights change",
         "tasks/engine/engine.py",
-        "        self.drop()\n        self._held = Unusable(",
-        "        self._held = Unusable(",
-        _SERVING,
+        '            case "abort":\n                self.drop()\n',
+        '            case "abort":\n                pass\n',
+        (f"{_UPDATE}requests_under_way_are_dropped",),
     ),
     Mutant(
         "requests-run-on",
@@ -85,5 +94,133 @@ ENGINE = (
         "math.ceil(len(batch.prompts) / len(engines))",
         "len(batch.prompts)",
         _DEALING,
+    ),
+    Mutant(
+        "landed-is-not-compared",
+        "what vLLM's loaders left in the parameters is not compared with what arrived",
+        "tasks/engine/update.py",
+        "            if held != digest:\n",
+        "            if False:\n",
+        (*_LOADERS, *_EXPERTS),
+    ),
+    Mutant(
+        "landed-of-what-is-processed-by-itself",
+        "parameters without post-processing, such as norms, are not looked at",
+        "tasks/engine/loading.py",
+        " if _processing(layer) is None for name in names]",
+        " if False for name in names]",
+        _SERVED,
+    ),
+    Mutant(
+        "reload-is-not-finished",
+        "vLLM's reload is left open, so that layers keep no weights or the old packed ones",
+        "tasks/engine/loading.py",
+        "            finalize_layerwise_reload(self._model, self._config.model_config)\n",
+        "            pass\n",
+        _SERVED,
+    ),
+    Mutant(
+        "tied-output-layer-is-stale",
+        "an output layer that is tied to the embedding keeps its packed copy of the old weights",
+        "tasks/engine/loading.py",
+        "            for layer, method in self._tied:\n",
+        "            for layer, method in self._tied[:0]:\n",
+        ("tests/tasks/engine/test_engine.py::test_new_weights_are_served_in_place",),
+    ),
+    Mutant(
+        "arena-released-before-it-is-read",
+        "a deferred loader looks into an arena that the sender may write again",
+        "tasks/engine/update.py",
+        "arena.clone() if self._lane.keeps_views else arena",
+        "arena",
+        _SERVED,
+    ),
+    Mutant(
+        "moved-storage-is-not-seen",
+        "a parameter gets new storage while CUDA graphs read the old one",
+        "tasks/engine/loading.py",
+        "        if moved:\n",
+        "        if False:\n",
+        _IN_PLACE,
+    ),
+    Mutant(
+        "a-plan-may-leave-parameters-unfilled",
+        "an update that lacks a tensor is begun",
+        "tasks/engine/landing.py",
+        "        if any(left.values()):\n",
+        "        if False:\n",
+        (f"{_UPDATE}a_plan_that_does_not_fit_is_refused_and_the_weights_of_before_serve",),
+    ),
+    Mutant(
+        "experts-are-taken-for-one-another",
+        "the table of landed experts has two of them at one place",
+        "tasks/engine/landing.py",
+        "    for expert, local in enumerate(locals_):\n",
+        "    for expert, local in enumerate([*locals_[:2][::-1], *locals_[2:]]):\n",
+        (f"{_UPDATE}experts_and_latent_attention_land_and_are_served",),
+    ),
+    Mutant(
+        "any-weights-are-committed",
+        "an engine serves what arrived, though the trainer sent something else",
+        "tasks/engine/engine.py",
+        "        if self._update is None or not self._update.holds(weights_digest):\n",
+        "        if self._update is None:\n",
+        (f"{_UPDATE}what_is_damaged_on_the_way_has_another_digest_and_is_not_committed",),
+    ),
+    Mutant(
+        "half-written-weights-serve",
+        "an engine that was written to goes on with what it holds after a failed update",
+        "tasks/engine/engine.py",
+        "            self._held = Unusable(str(error)) if self._update.touched else before\n",
+        "            self._held = before\n",
+        (f"{_UPDATE}an_update_that_stops_in_the_middle_is_repaired_by_the_next",),
+    ),
+    Mutant(
+        "prefix-cache-of-old-weights",
+        "prompts that the engine has seen under the old weights are not computed again",
+        "tasks/engine/engine.py",
+        "        self._core.forget_prompts()\n",
+        "",
+        ("tests/tasks/engine/test_engine.py::test_new_weights_are_served_in_place",),
+    ),
+    Mutant(
+        "held-requests-are-forgotten",
+        "requests that an update finished first are not handed out",
+        "tasks/engine/engine.py",
+        "                    self._finished += batches\n",
+        "                    pass\n",
+        (f"{_UPDATE}requests_under_way_are_finished_first",),
+    ),
+    Mutant(
+        "plan-digest-is-not-compared",
+        "an engine receives by another plan than the trainer sends by",
+        "tasks/engine/transaction.py",
+        "        if computed != {digest}:\n",
+        "        if False:\n",
+        (f"{_UPDATE}another_digest_is_refused",),
+    ),
+    Mutant(
+        "arena-written-before-it-is-read",
+        "a sender does not wait until every receiver has read what an arena held",
+        "trainer_core/weights/signals.py",
+        "        self._until_released(bucket.sender, earlier,",
+        "        self._until_released(bucket.sender, 0 * earlier,",
+        _TRANSPORTS,
+    ),
+    Mutant(
+        "one-reader-is-enough",
+        "a sender writes an arena again when the first receiver has read it",
+        "trainer_core/weights/signals.py",
+        "(counters >= wanted).all()",
+        "(counters >= wanted).any()",
+        _TRANSPORTS,
+    ),
+    Mutant(
+        "nobody-looks-for-failures",
+        "an end of a channel waits for its deadline though another has failed",
+        "trainer_core/weights/signals.py",
+        "            self.check()\n",
+        "",
+        _TRANSPORTS,
     ),
 )

@@ -223,8 +223,8 @@ class TrainerProtocol(Protocol):
     def send_weights(self, digest: str, channel: Channel, stored: str | None = None) -> Sent:
         """Convert the live weights and send them as the plan says that the last `plan_weights` made.
 
-        Returns when every receiver has read everything that this rank sends. The plan is forgotten, however this ends, and by everything
-        that changes weights.
+        Returns when every receiver has read everything that this rank sends. The plan is forgotten, however this ends,
+        and by everything that changes weights.
 
         Args:
             digest: of that plan.

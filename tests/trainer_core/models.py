@@ -53,8 +53,8 @@ def make_family(rank, world_size, store, directory, family, seed=0, **sizes):
 
     kind, own = {**FAMILIES, **DENSE}[family]
     torch.manual_seed(seed)
-    experts = _EXPERTS if family in FAMILIES else {}
-    config = getattr(transformers, f"{kind}Config")(**{**_SHARED, **experts, **own, **sizes})
+    shared = _SHARED | (_EXPERTS if family in FAMILIES else {})
+    config = getattr(transformers, f"{kind}Config")(**(shared | own | sizes))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):

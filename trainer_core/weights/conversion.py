@@ -100,12 +100,13 @@ def conversions(model: Model) -> tuple[list[Conversion], list[Row]]:
 @contextlib.contextmanager
 def gathered_by(gather: Gather) -> Iterator[None]:
     """Mappings get the shards of the tensor-parallel ranks from `gather` instead of exchanging them one by one."""
-    original = MegatronParamMapping.gather_from_tp_ranks
-    MegatronParamMapping.gather_from_tp_ranks = lambda _, tensor: gather(tensor)  # mappings make others, all get it
+    every: Any = MegatronParamMapping  # mappings make others, which must get them too
+    original = every.gather_from_tp_ranks
+    every.gather_from_tp_ranks = lambda _, tensor: gather(tensor)
     try:
         yield
     finally:
-        MegatronParamMapping.gather_from_tp_ranks = original
+        every.gather_from_tp_ranks = original
 
 
 class _Source:

@@ -100,4 +100,4 @@ def _copy(found: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor])
             )
         by_type.setdefault(tensor.dtype, []).append((place, tensor))
     for pairs in by_type.values():
-        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])
+        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])  # pyright: ignore[reportPrivateImportUsage]

@@ -26,7 +26,7 @@ class Shards:
         rooms = [-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in octets]
         own = torch.empty(sum(rooms), dtype=torch.uint8, device=octets[0].device)  # (bytes,)
         places = [place[: part.numel()] for place, part in zip(own.split(rooms), octets, strict=True)]
-        torch._foreach_copy_(places, octets)
+        torch._foreach_copy_(places, octets)  # pyright: ignore[reportPrivateImportUsage]
         everyones = own.new_empty(group.size() * own.numel())
         dist.all_gather_into_tensor(everyones, own, group=group)
         for rank in everyones.view(group.size(), -1):  # (tp, bytes)

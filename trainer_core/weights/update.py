@@ -56,7 +56,8 @@ class Update:
     def send(self, channel: Channel) -> Outbox:
         """Convert and send, inside `model.weights`; all ranks have made sure that none has a problem. Collective.
 
-        Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is collective.
+        Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is
+        collective.
 
         Raises:
             RatchetError: what failed first on this rank.
@@ -139,7 +140,7 @@ def _place(mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int, pr
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         expert=parallel_state.get_expert_model_parallel_rank(),
-        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_tensor=group_of(expert=True).rank(),
         expert_replica=parallel_state.get_expert_data_parallel_rank(),
         version=version,
         arena_bytes=arena_bytes,

@@ -157,6 +157,7 @@ def one_replica_differs(trainer, folder):
     return spoiled(trainer, folder, 1, other_type, "before")
 
 
+@pytest.mark.slow
 def test_a_replica_with_another_type_stops_the_update_before_a_byte_moves(model_dir, tmp_path):
     ranks = run_trainers(model_dir, configuration(data=2), one_replica_differs, str(tmp_path))
     for found, _ in ranks:
@@ -251,6 +252,7 @@ def save_and_export(trainer, folder):
     return oracle(trainer, f"{folder}/exported")
 
 
+@pytest.mark.slow
 def test_a_trainer_that_holds_nothing_sends_a_stored_state_without_its_optimizer(model_dir, tmp_path):
     expected = run_trainers(model_dir, configuration(), save_and_export, str(tmp_path))[0]
     for path in (tmp_path / "state").glob("optimizer*"):
@@ -264,6 +266,7 @@ def send_stored_of_other_precision(trainer, folder):
     return told(lambda: sync(trainer, folder, 9, stored=f"{folder}/state"))
 
 
+@pytest.mark.slow
 def test_a_stored_state_of_another_precision_is_refused(model_dir, tmp_path):
     run_trainers(model_dir, configuration(), save_and_export, str(tmp_path))
     found = run_trainers(model_dir, configuration("fp32"), send_stored_of_other_precision, str(tmp_path))[0]
@@ -284,7 +287,11 @@ def by_the_bridge(trainer, folder, unknown):
     return alone, exported
 
 
-@pytest.mark.parametrize("unknown", [["GatedMLPMapping"], ["GatedMLPMapping", "AutoMapping"]], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "unknown",
+    [["GatedMLPMapping"], pytest.param(["GatedMLPMapping", "AutoMapping"], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
 def test_what_the_mappings_alone_cannot_do_goes_through_the_bridge_with_the_same_bytes(model_dir, tmp_path, unknown):
     given = configuration(pipeline=2, data=2, expert=2)
     ranks = run_trainers(model_dir, given, by_the_bridge, str(tmp_path), unknown)
@@ -312,6 +319,7 @@ def joined_again(trainer, folder, model_dir, config, rank_folder):
     return found
 
 
+@pytest.mark.slow
 def test_groups_that_were_made_again_in_the_same_process(model_dir, tmp_path):
     given = configuration(pipeline=2)
     first, second = run_trainers(model_dir, given, joined_again, str(tmp_path), model_dir, given, str(tmp_path))[0]

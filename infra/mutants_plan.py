@@ -1,0 +1,111 @@
+"""Faults in how a trainer plans and sends an update of the engines that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_PLANNING = ("tests/trainer_core/weights/test_planning.py",)
+_IMPORTED = "tests/trainer_core/weights/test_sync.py::test_what_was_imported_arrives_bit_for_bit"
+_FAULTS = "tests/trainer_core/weights/test_sync_faults.py::test_"
+_NOT_WHOLE = (f"{_FAULTS}a_model_that_is_not_whole_stops_all_ranks_with_the_name",)
+_STORED = (f"{_FAULTS}the_weights_of_a_stored_state_are_sent_and_the_live_ones_come_back",)
+_FLOAT32 = (f"{_IMPORTED}[deepseek-v3-pp2-bf16]",)
+_SHARDS = (f"{_IMPORTED}[llama-tied-tp2-pp2-fp32]",)
+_EXPERTS = (f"{_IMPORTED}[deepseek-v3-tp2-sp-dp2-ep2-fp32]",)
+
+PLAN = (
+    Mutant(
+        "conversions-are-kept",
+        "what the first update found of the model is used for the later ones",
+        "trainer_core/weights/update.py",
+        "        found, others, problem = _found(model)\n",
+        '        found, others, problem = vars(mesh).setdefault("found", _found(model))\n',
+        _NOT_WHOLE,
+    ),
+    Mutant(
+        "everything-in-one-type",
+        "all tensors are cast to the type of the weights on their way out",
+        "trainer_core/weights/conversion.py",
+        "part[:rows] if name in vocabulary else part for name",
+        "(part[:rows] if name in vocabulary else part).to(self._model.dtype) for name",
+        _FLOAT32,
+    ),
+    Mutant(
+        "biases-stay-rounded",
+        "the biases of routers are not put back to float32 before weights are read and written",
+        "trainer_core/model/model.py",
+        "        self._restore_float32()\n",
+        "",
+        _FLOAT32,
+    ),
+    Mutant(
+        "padding-is-sent",
+        "rows that only pad the vocabulary are sent too",
+        "trainer_core/weights/conversion.py",
+        "part[:rows] if name in vocabulary else part for name",
+        "part for name",
+        _SHARDS,
+    ),
+    Mutant(
+        "shards-in-another-order",
+        "the shards of tensor-parallel ranks are put together in the wrong order",
+        "trainer_core/weights/shards.py",
+        "everyones.view(group.size(), -1):",
+        "everyones.view(group.size(), -1).flip(0):",
+        _SHARDS,
+    ),
+    Mutant(
+        "experts-by-their-local-numbers",
+        "a rank sends its experts under the numbers that they have on it",
+        "trainer_core/weights/conversion.py",
+        "        whole_name = _megatron_local_name_to_global(self._chunks, self._model.config, name, stage)\n",
+        "        whole_name = name\n",
+        _EXPERTS,
+    ),
+    Mutant(
+        "every-owner-sends",
+        "what two pipeline stages hold is sent by both",
+        "trainer_core/weights/planning.py",
+        "                if row.name not in seen:\n",
+        "                if row.tensors:\n",
+        _PLANNING,
+    ),
+    Mutant(
+        "replicas-are-not-compared",
+        "ranks that hold different models send what the first one holds",
+        "trainer_core/weights/planning.py",
+        "                _check_equal(first, other, expert)\n",
+        "                pass\n",
+        _PLANNING,
+    ),
+    Mutant(
+        "layers-by-their-digits",
+        "layers are sent in the order of their numbers as text",
+        "trainer_core/weights/planning.py",
+        'int(numbered["layer"])',
+        'ord(numbered["layer"][0])',
+        _PLANNING,
+    ),
+    Mutant(
+        "absent-weights-are-sent",
+        "weights that were moved away are planned and sent as they are",
+        "trainer_core/weights/conversion.py",
+        "    if tensor.numel() == 0 or tensor.untyped_storage()",
+        "    if name is None and tensor.untyped_storage()",
+        _NOT_WHOLE,
+    ),
+    Mutant(
+        "borrowed-weights-under-the-old-identity",
+        "while stored weights are in place, the trainer says that it holds the state of before",
+        "trainer_core/trainer.py",
+        "        identity, self._identity = self._identity, None\n        with weights.in_place():\n",
+        "        identity = self._identity\n        with weights.in_place():\n",
+        _STORED,
+    ),
+    Mutant(
+        "a-plan-outlives-training",
+        "weights are sent by a plan from before the training",
+        "trainer_core/trainer.py",
+        "        self._identity = None\n        self._update = None\n",
+        "        self._identity = None\n",
+        (f"{_FAULTS}nothing_is_sent_without_a_plan_of_the_weights_of_now",),
+    ),
+)
