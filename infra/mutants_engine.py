@@ -29,7 +29,7 @@ ENGINE = (
         "tasks/engine/engine.py",
         '            case "abort":\n                self.drop()\n',
         '            case "abort":\n                pass\n',
-        _SERVING,
+        (f"{_UPDATE}requests_under_way_are_dropped",),
     ),
     Mutant(
         "requests-run-on",
@@ -123,8 +123,8 @@ ENGINE = (
         "landed-of-what-is-processed-by-itself",
         "parameters without post-processing, such as norms, are not looked at",
         "tasks/engine/loading.py",
-        "            if _processing(layer) is None\n",
-        "            if False\n",
+        " if _processing(layer) is None for name in names]",
+        " if False for name in names]",
         _SERVED,
     ),
     Mutant(

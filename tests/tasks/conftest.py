@@ -51,7 +51,7 @@ def split(tmp_path_factory):
     with engine_process() as process:
         reference, models = process.Reference(), {name: str(folder / name) for name in ("old", "new")}
         for seed, directory in enumerate(models.values()):
-            reference.make_family(directory, seed, "qwen3-moe", moe_intermediate_size=64)
+            reference.make_family(directory, seed, "qwen3-moe", moe_intermediate_size=64, num_key_value_heads=1)
         spec = EngineSpec(model_dir=models["old"], max_model_len=64, max_num_seqs=64, kv_cache_bytes=16 << 20, tensor=2)
         engine = process.Engine(spec, str(meeting_place))
         yield SimpleNamespace(engine=engine, reference=reference, **models)

@@ -15,11 +15,20 @@ class SharedArenas:
     """The arenas of one sender, as seen from one end."""
 
     def __init__(self, file: mmap.mmap, arena_bytes: int) -> None:
-        self._file = file
-        self.buffers = list(torch.frombuffer(file, dtype=torch.uint8).split(arena_bytes))  # (arena_bytes,) each
+        self._whole = torch.frombuffer(file, dtype=torch.uint8)  # keeps the mapping
+        self.buffers = list(self._whole.split(arena_bytes))  # (arena_bytes,) each
+        self._pinned = False
+
+    def pin(self) -> None:
+        """Let cards copy from and to the arenas at the speed of the link. Where that is refused they copy slowly."""
+        code = torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), self._whole.nbytes, 0)
+        self._pinned = int(code) == 0
 
     def close(self) -> None:
         """Forget the mapping, which ends with the last tensor that shows some of it."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._whole.data_ptr())
+            self._pinned = False
         self.buffers = []
 
 

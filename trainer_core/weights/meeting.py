@@ -36,6 +36,10 @@ class Meeting:
         options.rootRank = 0
         return self._group.broadcast([arena], options).is_completed
 
+    def close(self) -> None:
+        """End the group, whether or not everything was sent: an update that failed may have broadcasts under way."""
+        self._group.abort()
+
     def wait(self, done: Callable[[], bool], what: str) -> None:
         """Return once a broadcast is done.
 

@@ -41,4 +41,6 @@ class CollectiveReceiver:
 
     def close(self) -> None:
         """See `Receiver.close`."""
+        for group in self._groups.values():
+            group.close()
         self._groups, self._buffer = {}, self._buffer[:0]

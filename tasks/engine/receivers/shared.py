@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer_core.weights.arenas import open_arenas
+from trainer_core.weights.arenas import SharedArenas, open_arenas
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.signals import Signals, Turns
@@ -15,6 +15,7 @@ class SharedReceiver:
         self._channel, self._plan, self._number, self._device = channel, plan, number, device
         self._turns = Turns(Signals(channel, plan), channel.arenas)
         self._buffers: dict[int, list[torch.Tensor]] = {}
+        self._arenas: list[SharedArenas] = []
         self._failed = False
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
@@ -39,6 +40,8 @@ class SharedReceiver:
     def close(self) -> None:
         """See `Receiver.close`. Arenas on a card stay open for the next update, unless this one has failed."""
         self._buffers = {}
+        for arenas in self._arenas:
+            arenas.close()
         if self._channel.transport == "cuda":
             from trainer_core.weights import card
 
@@ -47,7 +50,11 @@ class SharedReceiver:
 
     def _open(self, sender: int) -> list[torch.Tensor]:
         if self._channel.transport == "memory":
-            return open_arenas(self._channel, self._plan, sender).buffers
+            arenas = open_arenas(self._channel, self._plan, sender)
+            if self._device.type == "cuda":
+                arenas.pin()
+            self._arenas.append(arenas)
+            return arenas.buffers
         from trainer_core.weights import card  # its library comes with torch for CUDA only
 
         if not self._buffers:

@@ -312,6 +312,15 @@ def test_weights_of_another_type_land_converted(served, tmp_path):
     assert (arrived.digests, arrived.landed) == (sent, len(weights))
 
 
+def test_requests_under_way_are_dropped(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    for number in (0, 1):
+        served.engine.enqueue(number, PROMPTS[:6], SEEDS[:6], PLAIN)
+    served.engine.collect(0.0)
+    serve(served, tmp_path / "after")
+    assert served.engine.collect(0.0) == ([], 0)
+
+
 def test_requests_under_way_are_finished_first(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     alone = served.engine.generate(PROMPTS[:6], SEEDS[:6], PLAIN)
@@ -328,23 +337,34 @@ def test_requests_under_way_are_finished_first(served, tmp_path):
     assert second.completions.equals(served.engine.generate(PROMPTS[:6], SEEDS[:6], PLAIN))
 
 
-def test_requests_under_way_go_on_under_the_new_weights(served, tmp_path):
-    serve(served, tmp_path / "before", "old", 4)
-    how = Sampling(max_tokens=8, temperature=0.0)
+def assert_goes_on(served, tmp_path, receivers=1):
+    """What was under way has tokens of the old weights up to the update, and then those of the new ones."""
+    how, version = Sampling(max_tokens=40, temperature=0.0), served.engine.identity().weight_version
     old = served.engine.generate(PROMPTS[:6], SEEDS[:6], how)["response_tokens"].to_pylist()
     served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], how)
     for _ in range(3):
         served.engine.collect(0.0)
     (tmp_path / "after").mkdir()
-    _, sent = deliver(served.engine, tmp_path / "after", tensors_of_model(served.new), 5, in_flight="keep")
-    served.engine.commit_update(5, weights_digest(sent))
+    weights, more = tensors_of_model(served.new), {"in_flight": "keep", "receivers": receivers}
+    _, sent = deliver(served.engine, tmp_path / "after", weights, version + 1, **more)
+    served.engine.commit_update(version + 1, weights_digest(sent))
     (batch,) = served.engine.collect(60).finished
-    assert batch.weight_version == 4
+    assert batch.weight_version == version
+    kept = []
     for prompt, before, (after, logprobs) in zip(PROMPTS[:6], old, responses(batch.completions), strict=True):
-        assert after[:3] == before[:3]
+        same = next((place for place in range(40) if before[place] != after[place]), 40)
         likely = served.reference.logits(served.new, prompt + after)[len(prompt) - 1 :]
-        assert likely.argmax(axis=-1).tolist()[3:] == after[3:]
-        np.testing.assert_allclose(logprobs[3:], log_softmax(likely)[np.arange(3, 8), after[3:]], atol=1e-4)
+        assert likely.argmax(axis=-1).tolist()[same:] == after[same:]
+        expected = log_softmax(likely)[np.arange(40), after]
+        np.testing.assert_allclose(logprobs[same:], expected[same:], atol=1e-4)
+        kept.append(same)
+    return kept
+
+
+def test_requests_under_way_go_on_under_the_new_weights(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    kept = assert_goes_on(served, tmp_path)
+    assert all(3 <= same < 40 for same in kept)
 
 
 @pytest.mark.slow
@@ -356,6 +376,7 @@ def test_two_workers_hold_their_parts(split, tmp_path):
         assert (arrived.digests, arrived.landed) == (sent, 2 * len(weights))
         split.engine.commit_update(version, weights_digest(sent))
         assert_agrees(split, which, prompts=PROMPTS[:6])
+    assert_goes_on(split, tmp_path, receivers=2)
     weights = tensors_of_model(split.new)
     folder = tmp_path / "refused"
     refused(split.engine, folder, without(EXPERT.format(1, "up"))(weights), SyncMismatch, "missing", receivers=2)

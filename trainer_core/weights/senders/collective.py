@@ -41,6 +41,7 @@ class CollectiveSender:
 
     def close(self) -> None:
         """See `Sender.close`."""
+        self._meeting.close()
         self._buffers, self._under_way = [], {}
 
     def _settle(self, place: int) -> None:
