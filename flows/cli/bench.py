@@ -1,7 +1,8 @@
-"""`ratchet bench train`, `ratchet bench rollout`, `ratchet bench sync` and `ratchet bench overhead`."""
+"""`ratchet bench train`, `memory`, `rollout`, `sync` and `overhead`."""
 
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -12,6 +13,7 @@ from flows.cli.options import Json
 from flows.views.output import Output
 from storage.errors import InputError
 from tasks.bench.cases import CaseName, SyncCaseName
+from tasks.bench.memory import bench_memory
 from tasks.bench.train import bench_train
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import child_python_path
@@ -28,6 +30,18 @@ def bench_train_command(
     """Measure a training step of Ratchet against the plain one of megatron-core."""
     with Output(json=json) as output:
         found = bench_train(case, pairs)
+        output.result(found, _lines(found))
+    return 0
+
+
+def bench_memory_command(
+    *,
+    case: Annotated[CaseName | None, Parameter(help="Model; by default what suits the device.")] = None,
+    json: Json = False,
+) -> int:
+    """Measure what the trainer can give up while engines sample, and that its updates stay the same."""
+    with Output(json=json) as output:
+        found = bench_memory(case)
         output.result(found, _lines(found))
     return 0
 
@@ -79,15 +93,15 @@ def bench_overhead_command(
 
 
 def _lines(found: BaseModel) -> list[str]:
-    shown = {name: value for name, value in _flat(found.model_dump()).items() if value is not None}
+    shown = {name: value for name, value in _flat(found.model_dump()) if value is not None}
     width = max(map(len, shown))
     return [f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}"
             for name, value in shown.items()]  # fmt: skip
 
 
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Values without tables: those of a table are named after it."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
+def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", one) for inner, one in _flat(value))
+        else:
+            yield name, value

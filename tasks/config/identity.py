@@ -43,6 +43,7 @@ _RUNTIME_2 = {
     "train": {
         "parallel": True,
         "megatron": True,
+        "memory": True,
         "micro_batch_size": True,
         "micro_batch_tokens": True,
         "policy": {"kl_sample": True},

@@ -56,7 +56,8 @@ class Update:
     def send(self, channel: Channel) -> Outbox:
         """Convert and send, inside `model.weights`; all ranks have made sure that none has a problem. Collective.
 
-        Returns when every receiver has read everything. A rank that fails goes on with what is collective.
+        Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is
+        collective.
 
         Raises:
             RatchetError: what failed first on this rank.

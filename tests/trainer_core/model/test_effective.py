@@ -37,7 +37,7 @@ def spoiled(trainer):
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from trainer_core.model.effective import MODEL, OPTIMIZER, Built, check_effective, read_back
+    from trainer_core.model.effective import MODEL, OPTIMIZER, Built, check_effective, read_back, read_layers
 
     trainer.import_model()
     model, optimizer = trainer._model, trainer._optimizer
@@ -45,11 +45,14 @@ def spoiled(trainer):
     linear = model.modules[0].decoder.layers[0].mlp.linear_fc1
     (chunk,), (part,) = model.chunks, optimizer.parts
     first = lambda kind: next(module for module in modules if isinstance(module, kind))  # noqa: E731
+    several = types.SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     group, block = part.optimizer.param_groups[0], first(TransformerBlock)
     parts = {
-        "parallel.tensor": (vars(linear), "tp_group", types.SimpleNamespace(size=lambda: 2)),
-        "parallel.pipeline": (block._modules, "layers", torch.nn.ModuleList(list(block.layers)[:2])),
-        "parallel.data": (vars(chunk.buffers[0]), "data_parallel_world_size", 2),
+        "parallel.tensor": (vars(linear), "tp_group", several),
+        "parallel.pipeline": (vars(block), "pg_collection", types.SimpleNamespace(pp=several)),
+        "layers of this rank": (block._modules, "layers", torch.nn.ModuleList(list(block.layers)[:2])),
+        "parallel.context": (vars(first(Attention)), "pg_collection", types.SimpleNamespace(cp=several)),
+        "parallel.data times context": (vars(chunk.buffers[0]), "data_parallel_world_size", 2),
         "precision of gradients": (vars(next(chunk.parameters())), "main_grad", torch.zeros(1).bfloat16()),
         "parallel.sequence": (vars(linear), "sequence_parallel", True),
         "hidden_dropout": (vars(first(TransformerLayer)), "hidden_dropout", 0.1),
@@ -75,7 +78,9 @@ def spoiled(trainer):
 
     def complaint():
         try:
-            read_back(MODEL, trainer._config, Built(model.chunks, model.config.num_layers))
+            live = Built(model.chunks, model.config.num_layers)
+            read_back(MODEL, trainer._config, live)
+            read_layers(trainer._config.parallel, live)
             read_back(OPTIMIZER, optimizer.config, optimizer.parts)
             check_effective(model.config, {"sequence_parallel": False})
         except InputError as error:

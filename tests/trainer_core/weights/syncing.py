@@ -1,12 +1,13 @@
 """One weight update of a trainer's ranks, read by a plain receiver in rank 0's process."""
 
 import contextlib
-import os
 import threading
 from collections import Counter
+from pathlib import Path
 
 import torch
 
+from storage.errors import RatchetError
 from tasks.engine.receivers.receiver import open_receiver
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digests
@@ -29,7 +30,7 @@ class Reading(threading.Thread):
     def run(self):
         try:
             self.read(open_receiver(self.channel, self.plan, 0, CPU))
-        except Exception as error:
+        except RatchetError as error:
             self.error = error
 
     def read(self, receiver):
@@ -72,9 +73,9 @@ def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=Non
     """Plan, send and receive. Returns a dictionary: received digests, types and shapes by name (on rank 0), digests as
     sent by this rank, exchanges, object collectives, and the plan's digest.
     """
-    place = os.path.join(folder, f"update-{version}")
-    os.makedirs(place, exist_ok=True)
-    channel = Channel(transport="memory", folder=place, receivers=1, deadline_s=60)
+    place = Path(folder, f"update-{version}")
+    place.mkdir(exist_ok=True)
+    channel = Channel(transport="memory", folder=str(place), receivers=1, deadline_s=60)
     with counted() as calls:
         planned = trainer.plan_weights(version, arena_bytes)
         if between is not None:
