@@ -28,6 +28,7 @@ from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
 from infra.mutants_site import SITE
+from infra.mutants_sync import SYNC
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
 from infra.mutants_upkeep import UPKEEP
@@ -44,6 +45,7 @@ MUTANTS = (
     *REVISIONS,
     *REWARDS,
     *SITE,
+    *SYNC,
     *TRAINER,
     *TRAINER_CORE,
     *UPKEEP,

@@ -115,7 +115,7 @@ ENGINE = (
         "landed-is-not-compared",
         "what vLLM's loaders left in the parameters is not compared with what arrived",
         "tasks/engine/update.py",
-        "            if held != digest:\n",
+        "            if landed != digest:\n",
         "            if False:\n",
         (*_LOADERS, *_EXPERTS),
     ),

@@ -4,6 +4,7 @@ from infra.mutants_known import Mutant
 
 _FAMILIES = ("tests/trainer_core/model/test_families.py",)
 _COMPUTES = "tests/trainer_core/model/test_families.py::test_a_layout_computes_what_transformers_and_one_rank_do"
+_COUNTS = "tests/trainer_core/model/test_families.py::test_routers_count_what_belongs_to_samples_and_nothing_else"
 _CONTEXT = (f"{_COMPUTES}[qwen3-moe-cp2-ep2]",)
 _OBJECTIVES = ("tests/trainer_core/algorithms/test_objectives.py::test_a_step_is_that_of_a_plain_implementation",)
 
@@ -22,7 +23,7 @@ FAMILIES = (
         "trainer_core/model/micro_batch.py",
         "filling.unsqueeze(0) if host.filling.any() or group is not None else None",
         "None",
-        _FAMILIES,
+        (_COUNTS,),
     ),
     Mutant(
         "outputs-summed-twice",
@@ -62,7 +63,7 @@ FAMILIES = (
         "trainer_core/batches/flat.py",
         "tokens, filling = np.zeros_like(positions), np.ones_like(real)\n",
         "tokens, filling = np.zeros_like(positions), np.zeros_like(real)\n",
-        (f"{_COMPUTES}[deepseek-v3-cp2]",),
+        (_COUNTS,),
     ),
     Mutant(
         "keys-in-the-order-of-ranks",

@@ -93,6 +93,7 @@ def bench_sync(case_name: SyncCaseName | None, pairs: int) -> SyncBench:
     with tempfile.TemporaryDirectory() as folder, Cluster(settings) as cluster:
         hollow_model(Path(folder), case.model, case.precision)
         with sides(Path(folder), case, cluster) as ways:
+            ways.wait_until_ready()
             first, *rounds = [ways.round(number) for number in range(pairs + 1)]
             return _report(name, ways, first, rounds)
 

@@ -47,6 +47,11 @@ class Sides:
         drawn = np.random.default_rng(0).integers(3, 500, (_PROBE, _LENGTH), dtype=np.int32)
         self._probe = list(drawn)  # (S,) each
 
+    def wait_until_ready(self) -> None:
+        """Wait until all processes have started, so that the first round measures itself alone."""
+        self._group.draw(0)
+        self._engine.score(self._probe)
+
     def round(self, number: int) -> SyncRound:
         """Each way once. The weights are others each time, but the kept plan moves the same ones again.
 

@@ -201,6 +201,7 @@ class SmallTrainer(TrainerProtocol):
         return Planned(plan_digest(self._plan), None if self._rank else self._plan, exchanges=1)
 
     def send_weights(self, digest, channel, stored=None):
+        self._need("weights")
         plan, self._plan = self._plan, None
         live = self.arrays["weights"]
         if stored is not None:

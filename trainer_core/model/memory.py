@@ -86,7 +86,8 @@ class Residence:
             self._gradients_dropped = False
 
     def _drop_gradients(self) -> int:
-        buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        kinds = ("buffers", "expert_parallel_buffers")  # the wrapper's, not the module's
+        buffers = [buffer for chunk in self._chunks for kind in kinds for buffer in vars(chunk)[kind]]
         size = sum(_storage(buffer.grad_data).nbytes() for buffer in buffers)
         for chunk in self._chunks:
             chunk.offload_grad_buffers(synchronize=True, empty_cache=False)

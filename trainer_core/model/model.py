@@ -242,7 +242,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     config = _decided(config, platform, deterministic)
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
-    _check_attention(config)
+    _check_attention(config, platform)
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
@@ -286,8 +286,16 @@ def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> 
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=decided)})
 
 
-def _check_attention(config: TrainerConfig) -> None:
-    if config.parallel.context > 1 and config.megatron.attention == "unfused":
+def _check_attention(config: TrainerConfig, platform: Platform) -> None:
+    """Refuse context parallelism where Transformer Engine has no kernel for it."""
+    if config.parallel.context == 1 or not platform.transformer_engine:
+        return
+    if config.precision != "bf16":
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context} and train.precision {config.precision!r}, but "
+            'Transformer Engine divides sequences in bf16 alone: set train.precision = "bf16" or the other to 1'
+        )
+    if config.megatron.attention == "unfused":
         raise InputError(
             f"train.parallel.context is {config.parallel.context}, which Transformer Engine's unfused attention cannot "
             "compute: set train.megatron.attention to another, and device.deterministic = false"

@@ -1,4 +1,4 @@
-"""Trainer ranks give up memory before engines sample, keep the weights until they are exported, and take all back."""
+"""Trainer ranks give up memory before engines sample, keep the weights until they are sent, and take all back."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ from tests.small.workers import SIZE, SmallTrainer
 
 EVERYTHING = ["train.memory.offload_parameters=true", "train.memory.drop_gradients=true"]
 EVERYTHING += ["train.memory.offload_optimizer=true"]
-WATCHED = ("release", "resume", "train_policy", "export", "receive", "logprobs", "enqueue")
+WATCHED = ("release", "resume", "train_policy", "send_weights", "logprobs", "enqueue")
 
 
 class Watching(SmallTrainer):
@@ -76,9 +76,9 @@ def test_without_a_switch_nobody_is_asked(opened):
 def test_engines_sample_while_the_memory_is_given_up(opened):
     context = opened(EVERYTHING)
     _, order = done(context)
-    # the weights stay until they are exported and the probe is scored; evaluating asks again
-    assert order[:9] == [
-        "release", "enqueue", "resume", "train_policy", "release", "export", "receive", "logprobs", "release",
+    # the weights stay until they are sent and the probe is scored; evaluating asks again
+    assert order[:8] == [
+        "release", "enqueue", "resume", "train_policy", "release", "send_weights", "logprobs", "release",
     ]  # fmt: skip
     assert "warm" not in context.workers.calls
     (first, *_), last = context.workers.ranks[0].asked, context.workers.ranks[0].asked[-1]
@@ -110,5 +110,5 @@ def test_ranks_that_are_new_give_up_their_memory_before_engines_sample(opened):
     ensure_served(fresh, after.prepared, after.served)
     calls = fresh.workers.calls
     assert calls[0] == "release"  # before the first engine is made
-    assert calls.index("load") < len(calls) - 1 - calls[::-1].index("release")
+    assert calls.index("send_weights") < len(calls) - 1 - calls[::-1].index("release")
     assert not fresh.workers.ranks[0].arrays

@@ -7,6 +7,7 @@ import collections
 import operator
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,20 @@ def test_members_that_are_out_of_step_are_ended(make_group, tmp_path):
     assert not group.alive()
     with pytest.raises(WorkerLost, match="next attempt"):
         group.submit("exists", "key").wait(WAIT_S)
+
+
+def test_members_that_end_differently_are_kept_if_the_call_changes_nothing(make_group, tmp_path):
+    """Of ranks that send weights only those notice a failure that still send."""
+    (tmp_path / "key").write_text("here")
+    group = make_group(
+        lambda url: SimpleNamespace(send_weights=open_root(url).read_bytes),
+        [(f"file://{tmp_path}",), (f"file://{tmp_path}/other",)],
+    )
+    with pytest.raises(NotCommitted, match="member 1"):
+        group.submit("send_weights", "key").wait(WAIT_S)
+    assert group.alive()
+    with pytest.raises(NotCommitted, match="member 0"):
+        group.submit("send_weights", "nothing").wait(WAIT_S)
 
 
 def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_from(make_group):

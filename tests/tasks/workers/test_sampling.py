@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.errors import InputError, WorkerLost
+from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.run import WorkersSection
 from tasks.engine.protocol import COMPLETIONS, Collected, Sampling
 from tasks.workers.engines import EngineHandle
@@ -134,6 +134,22 @@ def test_any_other_failure_ends_the_work_of_all_engines(error):
     with pytest.raises(error, match="the engine died"):
         sampled(engines, batches(2000), ahead=1)
     assert engines[1].collected < 1900
+
+
+@pytest.mark.parametrize(("version", "refused"), [(None, False), (3, False), (2, True)])
+def test_samples_of_another_weight_version_are_refused(version, refused):
+    engine, ready = Echo(), []
+    engine._version = 3
+
+    def work():
+        sample(handles(engine), batches(2), HOW, lambda number, _found: ready.append(number), version=version)
+
+    if refused:
+        with pytest.raises(SyncMismatch, match="version 3, but those of version 2 were asked for"):
+            work()
+    else:
+        work()
+    assert ready == ([] if refused else [0, 1])
 
 
 def test_what_an_earlier_caller_left_is_not_answered():

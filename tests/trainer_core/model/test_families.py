@@ -141,6 +141,37 @@ def train_on_few(trainer, samples):
     return trainer.train_policy(samples, TEMPERATURE)
 
 
+def counted_by_routers(trainer, samples):
+    """Choices of experts that this rank's routers have counted in a pass, by layer."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    trainer.import_model()
+    model, found = trainer._model, []
+    modules = [module for chunk in model.modules for module in chunk.modules()]
+    finalize = model.config.finalize_model_grads_func
+
+    def looked_at(*args, **kwargs):  # which begins a new count
+        found.append([int(one.local_tokens_per_expert.sum()) for one in modules if isinstance(one, TopKRouter)])
+        finalize(*args, **kwargs)
+
+    model.config.finalize_model_grads_func = looked_at
+    trainer.train_policy(samples, TEMPERATURE)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [SINGLE, "tp2-sp", "cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp4", "cp2-dp2-ep4"))],
+)
+def test_routers_count_what_belongs_to_samples_and_nothing_else(folders, layout):
+    given = configuration(MATRIX["deepseek-v3"][layout], micro_batch_size=1)
+    given = given.model_copy(update={"experts": ExpertsConfig(bias_update_rate=0.01)})
+    samples, chosen = random_samples(), 2
+    counts = np.array(run_trainers(folders("deepseek-v3"), given, counted_by_routers, samples))  # (ranks, layers)
+    assert counts.shape[1] == 3
+    assert (counts.sum(0) == chosen * samples.positions[samples.usable].sum()).all()
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

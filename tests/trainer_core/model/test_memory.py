@@ -292,10 +292,11 @@ def on_a_late_device(trainer):
     before = [tensor.clone() for tensor in (*trainer._model.tensors(), *trainer._optimizer._tensors())]
     torch.Tensor.copy_, torch.cuda.synchronize = copy_later, arrive
     try:
-        for _ in range(2):
-            trainer.release(ALL)
+        for wanted in COMBINATIONS:
+            trainer.release(wanted)
             assert not late
             trainer.resume()
+            assert not late
             after = [tensor.clone() for tensor in (*trainer._model.tensors(), *trainer._optimizer._tensors())]
             assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     finally:
