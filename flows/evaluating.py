@@ -59,14 +59,14 @@ def evaluate_weights(
 
 
 @contextmanager
-def open_evaluation(run: str, root: Root, stored: StoredConfig) -> Iterator[RunContext]:
-    """What an evaluation works with. Its processes and scratch files go at the end."""
+def open_evaluation(run: str, root: Root, stored: StoredConfig, purpose: str = "evaluation") -> Iterator[RunContext]:
+    """What an evaluation, or a check beside the run, works with. Its processes and scratch files go at the end."""
     sweep()
     with (
         scratch() as folder,
         process_cluster() as cluster,
         # the processes of the run itself, which may be at work on the same cluster, have its plain name
-        Fleet(f"{run}:evaluation", stored.config, cluster) as fleet,
+        Fleet(f"{run}:{purpose}", stored.config, cluster) as fleet,
         Outbox() as outbox,
     ):
         yield RunContext(run, root, stored.config, stored.digest, fleet, folder, outbox=outbox)

@@ -96,6 +96,22 @@ ENGINE = (
         _DEALING,
     ),
     Mutant(
+        "engines-do-not-sleep",
+        "engines keep the card's memory while the trainer trains, whatever `engine.sleep` says",
+        "tasks/stages/train.py",
+        "    rest(context, prepared)\n",
+        "",
+        ("tests/tasks/stages/test_train.py",),
+    ),
+    Mutant(
+        "scheduler-is-no-victim",
+        "prove-resume does not know the processes that vLLM starts for an engine",
+        "flows/proof/kills.py",
+        "if several or engine.own_process else 0",
+        "if False else 0",
+        ("tests/flows/proof/test_kills.py",),
+    ),
+    Mutant(
         "landed-is-not-compared",
         "what vLLM's loaders left in the parameters is not compared with what arrived",
         "tasks/engine/update.py",

@@ -24,6 +24,7 @@ from tasks.rewards.check import check_reward
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Prepared
+from tasks.workers.placement import placement, transport
 from trainer_core.config import Device
 from trainer_core.policy import check_sampling
 
@@ -164,7 +165,7 @@ def _check_algorithm(config: RunConfig) -> None:
 
 
 def _device(config: RunConfig) -> Device:
-    """Where the run computes; refuses a layout or an engine that needs more cards than there are."""
+    """Where the run computes; refuses what needs more cards than there are, or others."""
     settings, parallel = Settings.from_environment(), config.train.parallel
     device = settings.device(config.device.kind)
     if device == "cuda" and parallel.world_size > len(settings.gpus):
@@ -177,4 +178,6 @@ def _device(config: RunConfig) -> Device:
             f"engine.tensor is {config.engine.tensor}, but {len(settings.gpus)} GPUs are visible: choose a smaller "
             "one, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
+    if config.retrain is None:
+        transport(config.sync.transport, placement(config, settings))
     return device

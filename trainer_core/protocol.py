@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Samples, SupervisedExamples
-from trainer_core.config import OptimizerConfig, ParallelConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
@@ -220,18 +220,45 @@ class TrainerProtocol(Protocol):
         """
         ...
 
-    def send_weights(self, digest: str, channel: Channel) -> Sent:
+    def send_weights(self, digest: str, channel: Channel, stored: str | None = None) -> Sent:
         """Convert the live weights and send them as the plan says that the last `plan_weights` made.
 
-        Returns when every receiver has read everything. The plan is forgotten, however this ends.
+        Returns when every receiver has read everything that this rank sends. The plan is forgotten, however this ends,
+        and by everything that changes weights.
 
         Args:
             digest: of that plan.
             channel: how.
+            stored: local folder with at least the files of a saved state that `facts.needed_for_weights` names: its
+                weights are sent instead. They take the place of the live ones for this call only; `identity` is
+                afterwards what it was before, or None if the live weights could not be put back. The optimizer is not
+                needed, and a trainer that holds nothing yet can do this too.
 
         Raises:
             SyncMismatch: there is no such plan, the model no longer fits it, or the receivers gave up.
+            StorageUnavailable: there is no room for the arenas.
+            StorageError: there is no state in `stored`.
+            InputError: that state has another precision, or Transformer Engine saved it and is not installed here, or
+                vice versa.
         """
+        ...
+
+    def release(self, memory: MemoryConfig) -> int:
+        """Give up device memory: what `memory` names, and whatever the process keeps in reserve.
+
+        It comes back with the next operation that needs it, or with `resume`, and no operation gives other results.
+        What was given up before stays so; nothing but that memory changes, so that a rank keeps its identity.
+
+        Returns:
+            Bytes that this rank has given up now.
+
+        Raises:
+            AccumulationPending: gradients are to be dropped that belong to an update that was not taken.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Take back all that was given up."""
         ...
 
     def close(self) -> None:

@@ -5,24 +5,29 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import InputError, RatchetError
+from storage.errors import InputError, RatchetError, SyncMismatch
 from trainer_core.algorithms.policy_phase import PolicyPhase
 from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
 from trainer_core.batches.sharing import Limits
-from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
 from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
+from trainer_core.model.replay import record
 from trainer_core.platform.platform import Platform, quietly
-from trainer_core.protocol import Generators, LoadedState, SavedFiles, TrainerProtocol
+from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, load_state
 from trainer_core.state.facts import StateFacts, check_modules, read_facts
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.exchange import agree
 from trainer_core.weights.export import export_weights
 from trainer_core.weights.records import TensorRecord
+from trainer_core.weights.signals import fail
+from trainer_core.weights.update import Update
 
 
 class Trainer(TrainerProtocol):
@@ -38,12 +43,14 @@ class Trainer(TrainerProtocol):
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
-        self._passes = Passes(self._model, self._mesh, Limits(config.micro_batch_tokens, config.micro_batch_size))
+        limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
+        self._passes = Passes(self._model, self._mesh, limits, record if self._model.graphs else None)
         self._saver = Saver(self._model, self._mesh)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
         self._reference_identity: str | None = None
         self._identity: str | None = None
+        self._update: Update | None = None
         self._generators: Generators = "continued"
         self._step = 0
 
@@ -61,7 +68,7 @@ class Trainer(TrainerProtocol):
 
     def import_model(self) -> None:
         """See `TrainerProtocol.import_model`."""
-        self._identity = None
+        self._changes()
         with self._model.weights("writable"), quietly():
             self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
@@ -71,14 +78,8 @@ class Trainer(TrainerProtocol):
 
     def load(self, directory: str) -> LoadedState:
         """See `TrainerProtocol.load`."""
-        self._identity = None
-        facts = read_facts(directory)
-        check_modules(directory, facts, self._transformer_engine)
-        if facts.precision != self._config.precision:
-            raise InputError(
-                f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
-                "use the state's precision"
-            )
+        self._changes()
+        facts = self._checked_facts(directory)
         restore_rng = facts.parallel == self._config.parallel.ranks
         rng.seed_rank(self._config.seed + facts.step)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
@@ -108,7 +109,7 @@ class Trainer(TrainerProtocol):
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         """See `TrainerProtocol.train_policy`."""
-        self._identity = None
+        self._changes()
         self._check_length(samples)
         phase = PolicyPhase(
             self._passes, self._live_optimizer(), self._config.policy, temperature, (self._config.seed, self._step)
@@ -129,7 +130,7 @@ class Trainer(TrainerProtocol):
         self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None = None
     ) -> dict[str, float]:
         """See `TrainerProtocol.train_supervised`."""
-        self._identity = None
+        self._changes()
         self._check_length(examples)
         if optimizer is not None:
             self._optimizer = Optimizer(self._model, optimizer)
@@ -164,9 +165,93 @@ class Trainer(TrainerProtocol):
         with self._model.weights("readable"):
             return export_weights(directory, self._model, self._mesh)
 
+    def plan_weights(self, version: int, arena_bytes: int) -> Planned:
+        """See `TrainerProtocol.plan_weights`."""
+        self._update = None
+        with self._model.weights("readable"):
+            update = Update(self._model, self._mesh, self._config, version, arena_bytes)
+        self._update = update
+        return Planned(update.digest, update.plan if self._mesh.rank == 0 else None, update.exchanges)
+
+    def send_weights(self, digest: str, channel: Channel, stored: str | None = None) -> Sent:
+        """See `TrainerProtocol.send_weights`."""
+        update, self._update = self._update, None
+        if stored is not None:
+            return self._send_stored(update, digest, channel, stored)
+        with self._model.weights("readable"):
+            return self._send(update, digest, channel)
+
+    def release(self, memory: MemoryConfig) -> int:
+        """See `TrainerProtocol.release`."""
+        return self._model.release(memory)
+
+    def resume(self) -> None:
+        """See `TrainerProtocol.resume`."""
+        self._model.residence.resume()
+
     def close(self) -> None:
         """See `TrainerProtocol.close`."""
         leave()
+
+    def _send(self, update: Update | None, digest: str, channel: Channel) -> Sent:
+        unfit = None
+        if update is None or update.digest != digest:
+            held = "no plan is held" if update is None else f"the plan that is held has digest {update.digest}"
+            unfit = SyncMismatch(f"an update of digest {digest} is to be sent, but {held}: plan it again")
+        elif (problem := update.problem()) is not None:
+            unfit = SyncMismatch(f"{problem}: plan the update again")
+        try:
+            agree(unfit, self._mesh)
+        except RatchetError as error:
+            fail(channel.folder, str(error))
+            raise
+        assert update is not None  # all ranks agree that there is one
+        outbox = update.send(channel)
+        return Sent(outbox.digests, outbox.seconds)
+
+    def _send_stored(self, update: Update | None, digest: str, channel: Channel, directory: str) -> Sent:
+        weights = self._stored_weights(directory)
+        agree(weights if isinstance(weights, RatchetError) else None, self._mesh)
+        assert isinstance(weights, Reference)  # all ranks agree that they have read them
+        identity, self._identity = self._identity, None
+        with weights.in_place():
+            sent = self._sent(update, digest, channel)
+        self._identity = identity  # the live weights are back
+        if isinstance(sent, RatchetError):
+            raise sent
+        return sent
+
+    def _stored_weights(self, directory: str) -> Reference | RatchetError:
+        identity, self._identity = self._identity, None
+        try:
+            self._checked_facts(directory)
+            found: Reference | RatchetError = Reference(directory, self._model)
+        except RatchetError as error:
+            found = error
+        self._identity = identity  # what was read has left the live weights as they were
+        return found
+
+    def _sent(self, update: Update | None, digest: str, channel: Channel) -> Sent | RatchetError:
+        try:
+            return self._send(update, digest, channel)
+        except RatchetError as error:
+            return error
+
+    def _changes(self) -> None:
+        """What this rank holds is about to differ from any committed state, and from what was planned."""
+        self._identity = None
+        self._update = None
+
+    def _checked_facts(self, directory: str) -> StateFacts:
+        """Facts of a saved state whose weights this trainer can hold; raises as `load`."""
+        facts = read_facts(directory)
+        check_modules(directory, facts, self._transformer_engine)
+        if facts.precision != self._config.precision:
+            raise InputError(
+                f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
+                "use the state's precision"
+            )
+        return facts
 
     def _reference_logprobs(self, samples: Samples, temperature: float) -> Vector:
         if self._reference is None:

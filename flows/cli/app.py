@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.validators import Number
 
-from flows.cli import again, evaluate, report, retrain, reward, samples, site, store, upkeep
+from flows.cli import again, check_sync, evaluate, report, retrain, reward, samples, site, store, upkeep
 from flows.cli.check import check_command
 from flows.cli.export import export_command
 from flows.cli.init import init_command
@@ -45,7 +45,7 @@ app = App(
     result_action="return_value",
 )
 
-for commands in (store, samples, report, retrain, reward, evaluate, upkeep, site, again):
+for commands in (store, samples, report, retrain, reward, evaluate, check_sync, upkeep, site, again):
     commands.register(app)
 app.command(export_command, name="export")
 app.command(check_command, name="check")

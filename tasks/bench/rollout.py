@@ -24,7 +24,8 @@ from tasks.data.generated import generate_model
 from tasks.engine.protocol import EngineSpec, Sampling
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
-from tasks.workers.fleet import Fleet, engine_cards
+from tasks.workers.fleet import Fleet
+from tasks.workers.placement import engine_cards
 from tasks.workers.sampling import Batch, sample
 from trainer_core.config import Device
 
@@ -94,9 +95,9 @@ def bench_rollout(case_name: CaseName | None, pairs: int, samples: int | None = 
         config = _config(folder, name)
         with Fleet("bench", config, Cluster(settings)) as fleet:
             spec = fleet.engine_spec(Path(folder))
-            (engine,) = fleet.engines(Path(folder))
-            ours = _ours(engine, device)
-            with _bare("async", spec, settings) as bare:
+            with _bare("async", spec, settings) as bare:  # starts beside ours: on a card each compiles for a minute
+                (engine,) = fleet.engines(Path(folder))
+                ours = _ours(engine, device)
                 races = [_race(ours, bare, _requests(case, count, mixed), pairs) for mixed in (False, True)]
         with _bare("generate", spec, settings) as generate:
             beside = [_measured(generate, _requests(case, count, mixed)) for mixed in (False, True)]
@@ -159,7 +160,7 @@ def _ours(engine: EngineHandle, device: Device) -> Side:
 
 @contextmanager
 def _bare(kind: str, spec: EngineSpec, settings: Settings) -> Iterator[Side]:
-    cards = engine_cards(settings.gpus, 0, spec)
+    cards = engine_cards(settings.gpus, 0, spec.tensor) if spec.device == "cuda" else ()
     own_scheduler = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if spec.device == "cuda" else {}  # vLLM's default
     environment = {**child_python_path(), **engine_environment(spec.device, cards, local=True), **own_scheduler}
     command = [sys.executable, "-m", "tasks.bench.bare_engine", kind, spec.model_dump_json()]

@@ -68,15 +68,28 @@ class RolloutSection(Section):
     """Prompt groups in one stored part."""
 
 
-class SyncSection(Section):
-    """How the arrival of weights is proved."""
+TransportChoice = Literal["auto", "memory", "cuda", "collective", "files"]
 
+
+class SyncSection(Section):
+    """How weights reach the engines, and how their arrival is proved."""
+
+    transport: TransportChoice = "auto"
+    """Shared `memory` of the host, buffers on a `cuda` card that trainer and engines share, `collective` broadcasts
+    (NCCL, or gloo on CPU), or safetensors `files`. `auto`: `cuda` if all processes share a card, `collective` if each
+    has its own, else `memory`."""
+    arena_mib: int = Field(default=256, ge=1)
+    """Weights travel in buckets of at most this size; each sender has two such buffers. MiB."""
+    in_flight: Literal["abort", "wait", "keep"] = "abort"
+    """What becomes of requests that an engine is at work on: `abort` drops them, `wait` completes them first, with
+    `keep` they go on with the new weights. In the loop there are none."""
     probe_sequences: int = Field(default=8, ge=1)
     """Held-out prompts with answers whose log-probabilities engine and trainer must agree on."""
-    max_mean_difference: float = Field(default=1e-3, gt=0)
-    """Allowed mean |engine - trainer| over the probe tokens, nat."""
-    max_difference: float = Field(default=5e-3, gt=0)
-    """Allowed largest |engine - trainer|, nat."""
+    max_mean_difference: float | None = Field(default=None, gt=0)
+    """Allowed mean |engine - trainer| over the probe tokens, nat. By default 0.001 if both compute in fp32, else
+    0.03."""
+    max_difference: float | None = Field(default=None, gt=0)
+    """Allowed largest |engine - trainer|, nat. By default 0.005 if both compute in fp32, else 0.1."""
 
 
 class EvaluateSection(Section):
@@ -111,6 +124,9 @@ class EngineSection(Section):
     `device.deterministic`."""
     async_scheduling: bool = True
     """Schedule a step while the one before computes. No effect on CPU, or with `device.deterministic`."""
+    sleep: bool = False
+    """Give the card's memory to the trainer while it trains: the weights go to memory of the host, the key-value cache
+    is dropped, and both come back before the weights are synced. No effect on CPU."""
     own_process: bool | None = None
     """Whether vLLM's scheduler has a process of its own. By default it has on a GPU, unless `device.deterministic`;
     with `tensor` above 1 always."""

@@ -6,7 +6,8 @@ export.
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ def export(
 
     Args:
         precision: of the weights; by default that of the state. A state in bf16 exported as fp32 holds the same values.
+            The biases of routers are fp32 in any.
         limit: largest size of a shard, bytes.
 
     Raises:
@@ -76,28 +78,21 @@ def export(
         InputError: the architecture cannot be exported.
         StorageError: a file is not what was written.
     """
-    with tempfile.TemporaryDirectory(prefix="ratchet-export-") as place:
-        folder = Path(place)
-        prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
-        model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
-        (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
-        materialize(root, trained, folder / "state", STATE, needed_for_weights)
-        state = SavedState(folder / "state")
-        weights = _weights(folder, state, int(model_config["vocab_size"]))
+    with _opened(root, chosen) as (weights, state, model_config):
         written = precision or state.facts.precision
-        dtype, name = _WRITTEN[written]
-        planned = [Planned(n, s, name) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)]
+        types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}
+        planned = [Planned(n, s, types[n][1]) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)]
         shards = planned_shards(planned, limit)
         target.begin()
         digests: dict[str, str] = {}
-        index = write_shards(target, shards, _streamed(weights, dtype, digests))
+        index = write_shards(target, shards, _streamed(weights, types, digests))
     exported = weights_digest(digests)
     _compare(chosen, exported)
     if len(shards) > 1:
         target.write(INDEX, _json(index))
     _write_texts(root, chosen, target, written, model_config)
     model_config.pop("torch_dtype", None)  # the name of `dtype` in older files
-    target.finish(_json({**model_config, "dtype": dtype_name(dtype)}))
+    target.finish(_json({**model_config, "dtype": dtype_name(_WRITTEN[written][0])}))
     return Exported(
         run=chosen.run,
         iteration=chosen.iteration,
@@ -110,6 +105,25 @@ def export(
     )
 
 
+def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:
+    """`tensor_digest` by name of the weights that a stored state gives; raises as `export`, but for the digests."""
+    with _opened(root, chosen) as (weights, _state, _model_config):
+        return {name: tensor_digest(tensor) for name, tensor in weights}
+
+
+@contextmanager
+def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", SavedState, dict]]:
+    """The weights of a stored state, the state, and the content of the model's config.json."""
+    with tempfile.TemporaryDirectory(prefix="ratchet-export-") as place:
+        folder = Path(place)
+        prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
+        model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
+        (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
+        materialize(root, trained, folder / "state", STATE, needed_for_weights)
+        state = SavedState(folder / "state")
+        yield _weights(folder, state, int(model_config["vocab_size"])), state, model_config
+
+
 def _weights(folder: Path, state: SavedState, vocab_size: int) -> "StoredWeights":
     prepare("cpu")
     from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first
@@ -118,12 +132,12 @@ def _weights(folder: Path, state: SavedState, vocab_size: int) -> "StoredWeights
 
 
 def _streamed(
-    weights: "StoredWeights", dtype: torch.dtype, digests: dict[str, str]
+    weights: "StoredWeights", types: Mapping[str, tuple[torch.dtype, str]], digests: dict[str, str]
 ) -> Iterator[tuple[str, memoryview]]:
     """The bytes of each tensor; `digests` gets that of each as it was served."""
     for name, tensor in weights:
         digests[name] = tensor_digest(tensor)
-        yield name, memoryview(tensor.to(dtype).reshape(-1).view(torch.uint8).numpy())
+        yield name, memoryview(tensor.to(types[name][0]).reshape(-1).view(torch.uint8).numpy())
 
 
 def _compare(chosen: Chosen, found: str) -> None:

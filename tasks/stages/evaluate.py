@@ -49,7 +49,8 @@ def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -
         stop_token_ids=text_codec(work.context, prepared).stop_tokens,
     )
     engines = ensure_served(work.context, prepared, served)
-    answers = spread(engines, Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows), greedy)
+    batch = Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows)
+    answers = spread(engines, batch, greedy, version=served.weight_version)
     return pa.table(
         {
             "prompt_id": table["prompt_id"].combine_chunks(),

@@ -203,7 +203,8 @@ class _Sampler:
         self, engines: list[EngineHandle], groups: list[Groups], ready: Callable[[int, pa.RecordBatch], None]
     ) -> None:
         batches = [Batch(token_rows(self._repeated(one)["prompt_tokens"]), self._seeds(one)) for one in groups]
-        sample(engines, batches, self.how, ready, ahead=2 * self.work.config.engine.max_num_seqs)
+        ahead = 2 * self.work.config.engine.max_num_seqs
+        sample(engines, batches, self.how, ready, ahead, version=self.served.weight_version)
 
     def _repeated(self, groups: Groups) -> pa.Table:
         """The prompts with a row for each sample."""

@@ -1,72 +1,60 @@
-"""Moving the trainer's weights into the engines, and proving that they arrived."""
+"""Engines that serve the weights of an iteration: found so, or brought to it, with the same proof as a weight sync."""
 
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-
-from storage.errors import SyncMismatch
-from tasks.engine.protocol import weights_digest
 from tasks.stages.context import RunContext
-from tasks.stages.held_state import ensure_state, trainers
+from tasks.stages.held_state import local_copy, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
+from tasks.stages.transaction import deliver
+from tasks.stages.turns import release
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle
-from tasks.workers.scratch import scratch
-from tasks.workers.trainers import TrainerGroup
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """What one transfer delivered to every engine."""
-
-    weights_digest: str
-    """Identity of all weights together."""
-    tensors: int
-    bytes: int
 
 
 def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
-    """The run's engines, started if necessary, along with the trainer ranks."""
-    trainers(context, prepared)
+    """The run's engines, started if necessary."""
     return context.workers.engines(model_directory(context, prepared))
+
+
+def rest(context: RunContext, prepared: Prepared) -> None:
+    """Let the engines give their cards' memory to the trainer, with `engine.sleep`; the next request wakes them.
+
+    A run that trains on stored samples has none.
+    """
+    if not context.config.engine.sleep or context.config.retrain is not None:
+        return
+    asleep = [engine.sleep() for engine in engines_of(context, prepared)]
+    if not all(asleep):
+        context.say("engine.sleep has no effect here: on CPU engines keep their memory")
 
 
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
     """Engines that hold the weights that the weight-sync stage `served` recorded.
 
-    An engine that is new, or holds something else, gets them from the train state of that iteration.
+    An engine that is new, or holds something else, gets them from the trainer ranks, if they hold the train state of
+    that iteration, else from its stored weights alone: the ranks still hold what they held before. The other engines
+    are left alone. The trainer ranks give up what `train.memory` names.
 
     Raises:
-        SyncMismatch: the stored state gives other weights than those recorded.
+        SyncMismatch: the stored state gives other weights than those recorded, or they did not arrive.
     """
+    release(context, trainers(context, prepared))
     engines = engines_of(context, prepared)
     wanted = (served.weight_version, served.weights_digest)
-    if all((held.weight_version, held.weights_digest) == wanted for held in (e.identity() for e in engines)):
+    lacking = {number: engine for number, engine in enumerate(engines) if _holds(engine) != wanted}
+    if not lacking:
         return engines
     context.outbox.settle()  # the state to load may not be stored yet
     trained = Trained(context.need(served.weight_version, Stage.TRAIN))
-    group = ensure_state(context, prepared, trained)
-    delivery = deliver(engines, group, served.weight_version)
-    if delivery.weights_digest != served.weights_digest:
-        raise SyncMismatch(
-            f"the state of iteration {served.weight_version} exports weights {delivery.weights_digest}, but "
-            f"{served.weights_digest} were served when it was committed. Check the store with `ratchet verify`"
-        )
+    group, version, expected = trainers(context, prepared), served.weight_version, served.weights_digest
+    if group.identity() == trained.digest:
+        deliver(context, lacking, group, version, expected)
+    else:
+        with local_copy(context, trained, weights_only=True) as folder:
+            deliver(context, lacking, group, version, expected, folder)
+    release(context, group)
     return engines
 
 
-def deliver(engines: list[EngineHandle], group: TrainerGroup, version: int) -> Delivery:
-    """Export from the live model and load into every engine in place.
-
-    Raises:
-        SyncMismatch: an engine did not receive exactly the tensors that were sent.
-    """
-    with scratch(memory=True) as folder:  # the engine is another process on this host
-        records = group.export(folder)
-        digest = weights_digest({record.name: record.digest for record in records})
-        with ThreadPoolExecutor(len(engines)) as pool:
-            receipts = list(pool.map(lambda engine: engine.receive(str(folder), version, records), engines))
-    for receipt in receipts:
-        if receipt.weights_digest != digest:
-            raise SyncMismatch(f"an engine reports weights {receipt.weights_digest} after {digest} were sent")
-    return Delivery(digest, len(records), receipts[0].bytes)
+def _holds(engine: EngineHandle) -> tuple[int | None, str | None]:
+    held = engine.identity()
+    return held.weight_version, held.weights_digest

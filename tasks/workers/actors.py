@@ -19,6 +19,7 @@ _GRACE_S = 5.0  # time the others get to end their part of a call after one memb
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive
 _ATTACH_S = 10.0
 _START = "the start"
+_CHANGES_NOTHING = frozenset({"send_weights"})  # members that end such a call differently are still in step
 _DEADLINES = {_START: "start_deadline_s", "collect": "step_deadline_s"}
 TOKEN_CHARACTERS = 8
 """Of the part of a group's name that no other group has."""
@@ -156,7 +157,8 @@ class WorkerGroup:
         if not failures:
             member = references.index(pending[0])
             failures[member] = self._late(member, what, deadline_s)
-        in_step = len(failures) == len(references)
+        ended = len(failures) + (len(results) if what in _CHANGES_NOTHING else 0)
+        in_step = ended == len(references)
         if not in_step or any(isinstance(failure, WorkerLost) for failure in failures.values()):
             self.end()
         raise _worst([failures[member] for member in sorted(failures)])

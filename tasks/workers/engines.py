@@ -6,8 +6,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tasks.engine.protocol import Collected, EngineIdentity, EngineProtocol, Sampling, SyncReceipt, TokenIds
+from tasks.engine.protocol import (
+    Arrived,
+    Collected,
+    EngineIdentity,
+    EngineProtocol,
+    InFlight,
+    Sampling,
+    SyncReceipt,
+    TokenIds,
+)
 from tasks.workers.group import GroupHandle, Pending
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.records import TensorRecord
 
 
@@ -38,6 +49,42 @@ class EngineHandle(GroupHandle):
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """See `EngineProtocol.score`."""
         return self._result(self.submit(EngineProtocol.score, sequences))
+
+    def prepare_update(
+        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight
+    ) -> str:
+        """See `EngineProtocol.prepare_update`."""
+        return self._result(
+            self.submit(EngineProtocol.prepare_update, plan, digest, channel, first_receiver, in_flight)
+        )
+
+    def receive_update(self) -> Arrived:
+        """See `EngineProtocol.receive_update`."""
+        return self._result(self.submit(EngineProtocol.receive_update))
+
+    def commit_update(self, version: int, weights_digest: str) -> None:
+        """See `EngineProtocol.commit_update`."""
+        self._result(self.submit(EngineProtocol.commit_update, version, weights_digest))
+
+    def abort_update(self, reason: str) -> bool:
+        """See `EngineProtocol.abort_update`."""
+        return self._result(self.submit(EngineProtocol.abort_update, reason))
+
+    def refuse(self, reason: str) -> None:
+        """See `EngineProtocol.refuse`."""
+        self._result(self.submit(EngineProtocol.refuse, reason))
+
+    def held(self) -> dict[str, str]:
+        """See `EngineProtocol.held`."""
+        return self._result(self.submit(EngineProtocol.held))
+
+    def sleep(self) -> bool:
+        """See `EngineProtocol.sleep`."""
+        return self._result(self.submit(EngineProtocol.sleep))
+
+    def wake(self) -> None:
+        """See `EngineProtocol.wake`."""
+        self._result(self.submit(EngineProtocol.wake))
 
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """See `EngineProtocol.receive`."""

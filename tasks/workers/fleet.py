@@ -4,20 +4,26 @@ Under our own Ray they live as long as the flow process. On a cluster (RAY_ADDRE
 after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
 """
 
+import itertools
 import logging
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from storage.digest import value_digest
-from storage.errors import InputError, RatchetError, WorkerLost
+from storage.errors import RatchetError, WorkerLost
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
 from tasks.engine.engine import Engine
 from tasks.engine.protocol import EngineSpec
-from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
+from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
+from tasks.workers.placement import Placement, engine_cards, placement
 from tasks.workers.ranks import RankActors, forget_rendezvous, meet, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
@@ -44,6 +50,23 @@ def release(run: str, cluster: Cluster) -> int:
         WorkerGroup.found(name, [name] * len(actors), actors).end()
     forget_rendezvous(run)
     return sum(map(len, groups.values()))
+
+
+def engines_on(run: str, config: RunConfig, cluster: Cluster) -> dict[str, EngineHandle]:
+    """The engines that a run has on a cluster now, by name: `engine-0`. None is started or ended.
+
+    Raises:
+        InputError, WorkerLost: the cluster does not answer.
+    """
+    cluster.check_alive()
+    cluster.start()
+    found: dict[str, EngineHandle] = {}
+    for name, actors in sorted(find_groups(run).items()):
+        role = short_name(name + "/0")
+        group = WorkerGroup.found(name, [role] * len(actors), actors)
+        if role.startswith("engine-") and group.alive():
+            found[role] = EngineHandle(group, config.workers)
+    return found
 
 
 class Fleet:
@@ -82,6 +105,10 @@ class Fleet:
             InputError: the configuration requests CUDA but no card is visible.
         """
         return self._cluster.settings.device(self._config.device.kind)
+
+    def placement(self) -> Placement:
+        """See `Workers.placement`."""
+        return placement(self._config, self._cluster.settings)
 
     def check_alive(self) -> None:
         """Make sure that Ray, if it was started, still answers.
@@ -131,12 +158,19 @@ class Fleet:
         return self._trainers
 
     def processes(self) -> dict[str, int]:
-        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray."""
+        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray; and what engines
+        have started, as `inside` names it.
+        """
         ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
         engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
         return {
             **{f"trainer-{rank}": process for rank, process in enumerate(ranks)},
             **{f"engine-{number}": process for number, process in enumerate(engines)},
+            **dict(
+                itertools.chain(
+                    *(inside(process, place, self._config.engine.tensor) for place, process in enumerate(engines))
+                )
+            ),
             **({} if self._cluster.node is None else {"node": self._cluster.node}),
         }
 
@@ -182,6 +216,7 @@ class Fleet:
                 "async_scheduling": fast and section.async_scheduling,
                 "together": not fast,
                 "tensor": section.tensor,
+                "sleeps": self.device == "cuda" and section.sleep,
                 "own_core": fast if section.own_process is None else section.own_process,
             }
         )
@@ -194,7 +229,8 @@ class Fleet:
         if found is not None:
             return self._handle(found)
         settings = self._cluster.settings
-        environment = engine_environment(spec.device, engine_cards(settings.gpus, place, spec), settings.local)
+        cards = engine_cards(settings.gpus, place, spec.tensor) if spec.device == "cuda" else ()
+        environment = engine_environment(spec.device, cards, settings.local)
         names = fresh_names(prefix, 1)
         meeting_place = meet(names, settings) if spec.tensor > 1 else None
         group = RankActors(labels, spawn(names, [environment], detached=not settings.local), meeting_place)
@@ -232,16 +268,16 @@ class Fleet:
         return usable
 
 
-def engine_cards(cards: tuple[str, ...], place: int, spec: EngineSpec) -> tuple[str, ...]:
-    """The cards of engine number `place`: the next `spec.tensor`, from the first again when there are no more.
-
-    Raises:
-        InputError: one engine needs more cards than there are.
+def inside(process: int, place: int, tensor: int) -> Iterator[tuple[str, int]]:
+    """Process ids of what the engine at that place has started: its scheduler `core-PLACE`, if that is apart, and the
+    workers of a `tensor` above 1, `worker-NUMBER`, counted over all engines.
     """
-    if spec.device == "cpu":
-        return ()
-    if spec.tensor > len(cards):
-        raise InputError(f"engine.tensor is {spec.tensor}, but {len(cards)} GPUs are visible; choose a smaller one")
-    engines = len(cards) // spec.tensor
-    first = place % engines * spec.tensor
-    return cards[first : first + spec.tensor]
+    try:
+        titles = {one.pid: " ".join(one.cmdline()) for one in psutil.Process(process).children(recursive=True)}
+    except psutil.Error:  # it has just ended
+        return
+    for started, title in titles.items():
+        if "VLLM::EngineCore" in title:
+            yield f"core-{place}", started
+        elif found := re.search(r"VLLM::Worker_TP(\d+)", title):
+            yield f"worker-{place * tensor + int(found[1])}", started

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tasks.workers.engines import EngineHandle
+from tasks.workers.placement import Placement
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import TrainerConfig
 
@@ -28,6 +29,14 @@ class Workers(Protocol):
 
         Raises:
             WorkerLost: what they run under has died since it was started.
+        """
+        ...
+
+    def placement(self) -> Placement:
+        """Where they compute.
+
+        Raises:
+            InputError: not on this machine.
         """
         ...
 

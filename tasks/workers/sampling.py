@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from storage.errors import WorkerLost
-from tasks.engine.protocol import COMPLETIONS, Sampling, TokenIds
+from storage.errors import SyncMismatch, WorkerLost
+from tasks.engine.protocol import COMPLETIONS, Finished, Sampling, TokenIds
 from tasks.workers.engines import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def sample(
     ready: Callable[[int, pa.RecordBatch], None],
     ahead: int = 1024,
     told: Callable[[int], None] = untold,
+    version: int | None = None,
 ) -> None:
     """Sample all batches, in any order.
 
@@ -52,12 +53,14 @@ def sample(
             there, in the context of the caller, from one thread for each engine.
         ahead: an engine gets no further batch while it has that many samples in flight.
         told: called with the number of samples that are done, several times a second at most.
+        version: of the weights that must sample them; any by default.
 
     Raises:
         WorkerLost: no engine is left. While there is one, it takes over what the lost ones had.
-        InputError, SyncMismatch: as `EngineProtocol.generate`.
+        SyncMismatch: as `EngineProtocol.generate`; or a batch was sampled by weights of another version.
+        InputError: as `EngineProtocol.generate`.
     """
-    work = _Shared(engines, batches, how, ready, ahead, told)
+    work = _Shared(engines, batches, how, ready, ahead, told, version)
     if not batches:
         return
     if len(engines) == 1:
@@ -73,14 +76,18 @@ def sample(
 
 
 def spread(
-    engines: Sequence[EngineHandle], batch: Batch, how: Sampling, told: Callable[[int], None] = untold
+    engines: Sequence[EngineHandle],
+    batch: Batch,
+    how: Sampling,
+    told: Callable[[int], None] = untold,
+    version: int | None = None,
 ) -> pa.Table:
     """One batch, an equal share on each engine; its completions (schema `COMPLETIONS`) in order. Raises as `sample`."""
     size = max(1, math.ceil(len(batch.prompts) / len(engines)))
     shares = [slice(first, first + size) for first in range(0, len(batch.prompts), size)]
     found: dict[int, pa.RecordBatch] = {}
     batches = [Batch(batch.prompts[share], batch.seeds[share]) for share in shares]
-    sample(engines, batches, how, found.__setitem__, told=told)
+    sample(engines, batches, how, found.__setitem__, told=told, version=version)
     return pa.Table.from_batches([found[number] for number in range(len(shares))], COMPLETIONS)
 
 
@@ -95,8 +102,9 @@ class _Shared:
         ready: Callable[[int, pa.RecordBatch], None],
         ahead: int,
         told: Callable[[int], None],
+        version: int | None,
     ) -> None:
-        self._engines, self._batches, self._how = engines, batches, how
+        self._engines, self._batches, self._how, self._version = engines, batches, how, version
         self._ready, self._ahead, self._told = ready, ahead, told
         self._changed = threading.Condition()
         self._waiting = deque(range(len(batches)))
@@ -156,6 +164,7 @@ class _Shared:
     def _collect(self, place: int, engine: EngineHandle) -> None:
         collected = engine.collect(WAIT_S)
         for batch in collected.finished:
+            self._check_version(batch)
             self._ready(batch.number, batch.completions)
         with self._changed:
             finished = {batch.number for batch in collected.finished}
@@ -166,6 +175,13 @@ class _Shared:
             self._left -= len(finished)
             self._told(self._done + sum(self._partial.values()))
             self._changed.notify_all()
+
+    def _check_version(self, batch: Finished) -> None:
+        if self._version not in (None, batch.weight_version):
+            raise SyncMismatch(
+                f"an engine has sampled with weights of version {batch.weight_version}, but those of version "
+                f"{self._version} were asked for; the samples are not used. Run again, which syncs the weights again"
+            )
 
     def _lose(self, place: int) -> bool:
         """Take back what a lost engine had; whether another engine remains."""

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from tasks.config.run import WorkersSection
 from tasks.workers.group import Group, GroupHandle, Pending
 from trainer_core.batches.sequences import Samples, SupervisedExamples
-from trainer_core.config import OptimizerConfig
-from trainer_core.protocol import Generators, LoadedState, SavedFiles, TrainerProtocol
+from trainer_core.config import MemoryConfig, OptimizerConfig
+from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
+from trainer_core.weights.channel import Channel
 from trainer_core.weights.records import TensorRecord
 
 
@@ -75,6 +76,23 @@ class TrainerGroup(GroupHandle):
     def export(self, directory: Path) -> list[TensorRecord]:
         """See `TrainerProtocol.export`; what rank 0 wrote."""
         return self._first(self.submit(TrainerProtocol.export, str(directory)))
+
+    def plan_weights(self, version: int, arena_bytes: int) -> list[Planned]:
+        """See `TrainerProtocol.plan_weights`; every rank's answer."""
+        return self._results(self.submit(TrainerProtocol.plan_weights, version, arena_bytes))
+
+    def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> list[Sent]:
+        """See `TrainerProtocol.send_weights`; every rank's answer."""
+        folder = None if stored is None else str(stored)
+        return self._results(self.submit(TrainerProtocol.send_weights, digest, channel, folder))
+
+    def release(self, memory: MemoryConfig) -> int:
+        """See `TrainerProtocol.release`; the bytes of all ranks together."""
+        return sum(self._results(self.submit(TrainerProtocol.release, memory)))
+
+    def resume(self) -> None:
+        """See `TrainerProtocol.resume`."""
+        self._results(self.submit(TrainerProtocol.resume))
 
     def _first[R](self, pending: Pending[list[R]]) -> R:
         return self._results(pending)[0]

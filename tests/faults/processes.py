@@ -17,7 +17,9 @@ from typing import Any
 from storage.errors import RatchetError, WorkerLost
 from tasks.config.run import RunConfig
 from tasks.workers.engines import EngineHandle
+from tasks.workers.placement import Placement
 from tasks.workers.trainers import TrainerGroup
+from tests.small.here import PLACEMENT
 from tests.small.workers import SmallEngine, SmallTrainer
 from trainer_core.config import TrainerConfig
 
@@ -141,6 +143,9 @@ class SmallFleet:
         if self._replaces and not self._engine.alive():
             self._engine = self._group((ENGINE,))
         return [EngineHandle(self._ready(self._engine, SmallEngine, [(str(model_dir),)]), self._config.workers)]
+
+    def placement(self) -> Placement:
+        return PLACEMENT
 
     def processes(self) -> dict[str, int]:
         workers = {member.name: member.process for member in (*self._ranks.members, *self._engine.members)}

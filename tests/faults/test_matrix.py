@@ -41,7 +41,7 @@ POINTS = {
     Stage.TRAIN: FILES,
     Stage.ROLLOUT: TABLE,
     Stage.REWARD: TABLE,
-    Stage.WEIGHT_SYNC: (Point.STARTED, Point.PARTS_DONE, Point.COMMITTED),
+    Stage.WEIGHT_SYNC: (Point.STARTED, Point.SENT, Point.SERVED, Point.PARTS_DONE, Point.COMMITTED),
     Stage.EVALUATE: TABLE,
 }
 VICTIMS = (FLOW, *WORKERS, NODE)
@@ -74,6 +74,9 @@ REPLACED = dict(
 RETRIED = dict(
     [
         cell("engine-0", "rollout", Point.MID_PART, retried=True),
+        cell("engine-0", "weight-sync", Point.SENT, retried=True),
+        cell("engine-0", "weight-sync", Point.SERVED, retried=True),
+        cell("trainer-0", "weight-sync", Point.SERVED, retried=True),
         cell("engine-0", "weight-sync", Point.PARTS_DONE, retried=True),
         cell("trainer-0", "train", Point.UPLOAD, retried=True),
         cell("trainer-1", "weight-sync", Point.PARTS_DONE, retried=True),
@@ -86,6 +89,9 @@ QUICK = {
     "flow-train-upload",
     "trainer-1-train-parts-done",
     "engine-0-weight-sync-committed",
+    "flow-weight-sync-sent",
+    "trainer-1-weight-sync-sent",
+    "engine-0-weight-sync-served",
     "node-evaluate-started",
     "engine-0-rollout-started-replaced",
     "engine-0-rollout-mid-part-retried",
@@ -195,7 +201,7 @@ def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
         recorded = {Point.STARTED: 0, Point.MID_PART: 1}.get(fault.point, PIECES)
         assert len(outcome.between.pieces) == recorded
     match fault.point:
-        case Point.STARTED:
+        case Point.STARTED | Point.SENT | Point.SERVED:
             assert not any(parts)
         case Point.MID_PART:
             folder = f"{layout.part_folder(RUN)}/{fault.iteration:06d}/{fault.stage.value}/"

@@ -11,6 +11,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
 from tasks.workers.engines import EngineHandle
+from tasks.workers.placement import Placement
 from tasks.workers.trainers import TrainerGroup
 from tests.small.workers import SmallEngine, SmallTrainer
 
@@ -47,6 +48,9 @@ class GroupHere:
         self._alive = False
 
 
+PLACEMENT = Placement(device="cpu", engines=())
+
+
 class WorkersHere:
     """Ranks and engines of a run, made on first use; `calls` has the methods that were called."""
 
@@ -79,9 +83,15 @@ class WorkersHere:
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
         missing = range(len(self._engines), self._config.engine.count)
-        made = [GroupHere([self._engine(str(model_dir))], self.calls.append) for _ in missing]
+        members = [self._engine(str(model_dir)) for _ in missing]
+        for member in members:
+            member.workers = self._config.engine.tensor
+        made = [GroupHere([member], self.calls.append) for member in members]
         self._engines += [EngineHandle(group, self._config.workers) for group in made]
         return self._engines
+
+    def placement(self) -> Placement:
+        return PLACEMENT
 
     def processes(self) -> dict[str, int]:
         return {}

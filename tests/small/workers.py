@@ -6,31 +6,36 @@ the real loop and the real state handling run over them.
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
 from tasks.engine.protocol import (
     COMPLETIONS,
+    Arrived,
     Collected,
     EngineIdentity,
     EngineProtocol,
     Finished,
-    SyncReceipt,
     weights_digest,
 )
+from tests.small.channel import SmallEnd, tensors_of
 from trainer_core.config import TrainerConfig
-from trainer_core.protocol import LoadedState, SavedFiles, TrainerProtocol
+from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, facts_text, read_facts
+from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
 from trainer_core.weights.records import TensorRecord
 
 SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
 ARRAYS = ("weights", "first", "second")
-WEIGHTS, FILE = "model.weights", "weights-00000.safetensors"
+FILE = "weights-00000.safetensors"
+LAYERS = tuple(f"model.layers.{layer}.weight" for layer in range(4))
+LAYER = SIZE // len(LAYERS)  # float32 in each, in the order of the weights
 FILES = {array: array if array == "weights" else f"optimizer.{array}" for array in ARRAYS}
 
 
@@ -46,15 +51,43 @@ def logprobs_of(weights, sequence):
     return -np.abs(weights[tokens[1:] % SIZE] + weights[tokens[:-1] % SIZE]).astype(np.float32)
 
 
+def layers_of(weights):
+    """Views of the layers by name, (LAYER,) float32 each."""
+    return dict(zip(LAYERS, np.split(weights, len(LAYERS)), strict=True))
+
+
+def plan_of(version, ranks):
+    """A bucket for each layer; the ranks of a pipeline send theirs."""
+    tensors = [
+        PlannedTensor(name=name, dtype="float32", shape=(LAYER,), bucket=place, offset=0)
+        for place, name in enumerate(LAYERS)
+    ]
+    senders = [place * min(ranks, len(LAYERS)) // len(LAYERS) for place in range(len(LAYERS))]
+    buckets = [Bucket(number=place, sender=sender, nbytes=4 * LAYER) for place, sender in enumerate(senders)]
+    return WeightPlan(version=version, tensors=tuple(tensors), buckets=tuple(buckets), arena_bytes=4 * LAYER)
+
+
+@contextmanager
+def told(end):
+    """The other ends of a channel are told of an error, if there is one."""
+    try:
+        yield end
+    except SyncMismatch as error:
+        end.fail(str(error))
+        raise
+
+
 class SmallTrainer(TrainerProtocol):
     """One rank. All ranks hold the whole state, and each writes its share of it."""
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: int, other_lesson: int | None = None) -> None:
         self._model_dir, self._config, self._rank = model_dir, config, rank
         self._other_lesson = other_lesson
+        self._plan = None
         self._identity = self._reference = self._reference_weights = None
         self._generators, self._step, self._lessons = "continued", 0, 0
         self.arrays = {array: np.zeros(SIZE, np.float32) for array in ARRAYS}
+        self._away = {}
 
     def identity(self):
         return self._identity
@@ -69,7 +102,7 @@ class SmallTrainer(TrainerProtocol):
         return self._generators
 
     def import_model(self):
-        self._identity, self._step, self._lessons = None, 0, 0
+        self._identity, self._step, self._lessons, self._away = None, 0, 0, {}
         self.arrays = {array: np.zeros(SIZE, np.float32) for array in ARRAYS}
         model = Path(self._model_dir, "model.safetensors").read_bytes()
         self.arrays["weights"] = self._noise(bytes_digest(model))
@@ -98,6 +131,7 @@ class SmallTrainer(TrainerProtocol):
         return {"loss": float(self.arrays["first"][0]), "kl": 0.01, "entropy": 1.0, "grad_norm": 1.0, "steps": 1.0}
 
     def _update(self, lesson, steps):
+        self.resume()
         gradient = self._noise(lesson)
         self.arrays["first"] = 0.9 * self.arrays["first"] + gradient
         self.arrays["second"] = 0.9 * self.arrays["second"] + gradient**2
@@ -106,6 +140,7 @@ class SmallTrainer(TrainerProtocol):
 
     def save(self, directory):
         """Write this rank's share; returns the names of its files."""
+        self.resume()
         ranks, folder = self._config.parallel.world_size, Path(directory)
         names = {array: f"{name}-{self._rank}.bin" for array, name in FILES.items()}
         for array, name in names.items():
@@ -115,7 +150,7 @@ class SmallTrainer(TrainerProtocol):
             (folder / f"held-{self._rank}").unlink(missing_ok=True)
             os.link(folder / names["weights"], folder / f"held-{self._rank}")
             return SavedFiles(tuple(names.values()), self._identified())
-        optimizer, parallel = self._config.optimizer, self._config.parallel
+        optimizer, parallel = self._config.optimizer, self._config.parallel.ranks
         facts = StateFacts(
             step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32"
         )
@@ -124,12 +159,11 @@ class SmallTrainer(TrainerProtocol):
         return SavedFiles((*names.values(), FACTS_FILE, "common.json"), self._identified())
 
     def load(self, directory):
-        self._identity, facts = None, read_facts(directory)
+        self._identity, self._away, facts = None, {}, read_facts(directory)
         common = json.loads((Path(directory) / "common.json").read_text())
         self._step, self._lessons = common["step"], common["lessons"]
-        for array in ARRAYS:
-            self.arrays[array] = self._read(directory, array, facts)
-        self._generators = "restored" if facts.parallel == self._config.parallel else "reseeded"
+        self.arrays = {array: self._read(directory, array, facts) for array in ARRAYS}
+        self._generators = "restored" if facts.parallel == self._config.parallel.ranks else "reseeded"
         return LoadedState(
             facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, self._identified()
         )
@@ -144,6 +178,7 @@ class SmallTrainer(TrainerProtocol):
         )
 
     def logprobs(self, sequences, temperature=1.0):
+        self._need("weights")
         return [logprobs_of(self.arrays["weights"], sequence) for sequence in sequences]
 
     def load_reference(self, directory, identity):
@@ -151,12 +186,62 @@ class SmallTrainer(TrainerProtocol):
         self._reference = identity
 
     def export(self, directory):
+        self._need("weights")
         if self._rank:
             return []
-        weights = self.arrays["weights"]
-        save_file({WEIGHTS: weights}, Path(directory) / FILE)
-        digest = bytes_digest(weights.tobytes())
-        return [TensorRecord(name=WEIGHTS, dtype="float32", shape=(SIZE,), digest=digest, file=FILE)]
+        layers = layers_of(self.arrays["weights"])
+        save_file(layers, Path(directory) / FILE)
+        return [
+            TensorRecord(name=name, dtype="float32", shape=(LAYER,), digest=bytes_digest(layer.tobytes()), file=FILE)
+            for name, layer in layers.items()
+        ]
+
+    def plan_weights(self, version, arena_bytes):
+        self._plan = plan_of(version, self._config.parallel.world_size)
+        return Planned(plan_digest(self._plan), None if self._rank else self._plan, exchanges=1)
+
+    def send_weights(self, digest, channel, stored=None):
+        self._need("weights")
+        plan, self._plan = self._plan, None
+        live = self.arrays["weights"]
+        if stored is not None:
+            self.arrays["weights"] = self._read(stored, "weights", read_facts(stored))
+        try:
+            return self._sent(plan, digest, channel)
+        finally:
+            self.arrays["weights"] = live
+
+    def _sent(self, plan, digest, channel):
+        if plan is None or plan_digest(plan) != digest:
+            raise SyncMismatch(f"rank {self._rank} has no plan {digest}")
+        digests, own = {}, [bucket for bucket in plan.buckets if bucket.sender == self._rank]
+        if own:
+            with told(SmallEnd(channel, plan)) as end:
+                for bucket in own:
+                    end.turns.free(bucket)
+                    for tensor in tensors_of(plan, bucket):
+                        digests[tensor.name] = self._packed(tensor.name, end.octets(bucket, tensor))
+                    end.turns.publish(bucket)
+                end.turns.read_by_all(self._rank)
+        return Sent(digests, {"convert": 0.0})
+
+    def _packed(self, name, octets):
+        """Copy a layer to where it is read; its digest."""
+        octets[:] = layers_of(self.arrays["weights"])[name].view(np.uint8)
+        return bytes_digest(octets.tobytes())
+
+    def release(self, memory):
+        """What is given up cannot be used until it is put back."""
+        given_up = ["weights"] * memory.offload_parameters + ["first", "second"] * memory.offload_optimizer
+        moved = {name: self.arrays.pop(name) for name in given_up if name in self.arrays}
+        self._away |= moved
+        return sum(array.nbytes for array in moved.values())
+
+    def resume(self):
+        self._need(*ARRAYS)
+
+    def _need(self, *names):
+        self.arrays |= {name: self._away.pop(name) for name in names if name in self._away}
 
     def close(self):
         pass
@@ -172,24 +257,75 @@ class SmallTrainer(TrainerProtocol):
 class SmallEngine(EngineProtocol):
     """Its samples depend only on the weights it holds, the prompt and the seed."""
 
+    workers = 1
+    """How many receivers of an update it stands for."""
+
     def __init__(self, model_dir: str) -> None:
-        self._weights, self._digest, self._version = None, None, None
+        self.weights = np.zeros(SIZE, np.float32)
+        self._digest, self._version = None, None
+        self._unusable, self._update, self._arrived = None, None, None
         self._queued = []
 
     def identity(self):
-        return EngineIdentity(weight_version=self._version, weights_digest=self._digest)
+        held = None if self._unusable else self._version
+        return EngineIdentity(weight_version=held, weights_digest=None if held is None else self._digest)
 
-    def receive(self, directory, version, records):
-        tensors = load_file(Path(directory) / FILE)
-        digests = {name: bytes_digest(tensor.tobytes()) for name, tensor in tensors.items()}
-        if digests != {record.name: record.digest for record in records}:
-            raise SyncMismatch("the weights that arrived are not those that were sent")
-        self._weights, self._digest, self._version = tensors[WEIGHTS], weights_digest(digests), version
-        size = (Path(directory) / FILE).stat().st_size
-        return SyncReceipt(version=version, digests=digests, weights_digest=self._digest, bytes=size, seconds=0.0)
+    def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
+        names = sorted(tensor.name for tensor in plan.tensors)
+        if names != sorted(LAYERS):
+            raise SyncMismatch(f"the plan has {names}, but the model {LAYERS}")
+        self._update, self._arrived = (plan, channel, first_receiver), None
+        self.drop()
+        return plan_digest(plan)
+
+    def receive_update(self):
+        """Written in place, layer by layer; not usable from the first on."""
+        plan, channel, number = self._update
+        with told(SmallEnd(channel, plan)) as end:
+            for bucket in plan.buckets:
+                end.turns.published(bucket)
+                self._unusable = "a weight update began and did not finish"
+                for tensor in tensors_of(plan, bucket):
+                    self._loaded(tensor.name, end.octets(bucket, tensor))
+                for worker in range(self.workers):
+                    end.turns.release(bucket, number + worker)
+        self._arrived = Arrived(digests=self._landed(), landed=len(plan.tensors), bytes=4 * SIZE, seconds={"load": 0.0})
+        return self._arrived
+
+    def _loaded(self, name, octets):
+        """Load a layer from where it lies."""
+        layers_of(self.weights)[name].view(np.uint8)[:] = octets
+
+    def commit_update(self, version, digest):
+        if self._arrived is None or weights_digest(self._arrived.digests) != digest:
+            raise SyncMismatch(f"weights {digest} were not received")
+        self._version, self._digest, self._unusable, self._update = version, digest, None, None
+
+    def abort_update(self, reason):
+        if self._update is not None:
+            self._update = None
+            self._unusable = reason if self._unusable else None
+        return self._unusable is None
+
+    def sleep(self):
+        return False
+
+    def wake(self):
+        pass
+
+    def refuse(self, reason):
+        self._unusable = reason
+
+    def held(self):
+        usable = self.identity().weight_version is not None
+        return self._landed() if usable else {}
+
+    def _landed(self):
+        return {name: bytes_digest(layer.tobytes()) for name, layer in layers_of(self.weights).items()}
 
     def generate(self, prompts, seeds, sampling):
         """Digits, and the stop token at the end."""
+        self._check_usable()
         responses = [self._response(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
         columns = [
             pa.array([tokens for tokens, _ in responses], pa.list_(pa.int32())),
@@ -207,14 +343,18 @@ class SmallEngine(EngineProtocol):
             return Collected([], 0)
         number, *batch = self._queued.pop(0)
         completions = self.generate(*batch)
-        return Collected([Finished(number, completions)], completions.num_rows)
+        return Collected([Finished(number, completions, self._version)], completions.num_rows)
 
     def drop(self):
         self._queued.clear()
 
     def score(self, sequences):
-        weights = np.zeros(SIZE, np.float32) if self._weights is None else self._weights
-        return [logprobs_of(weights, sequence) for sequence in sequences]
+        self._check_usable()
+        return [logprobs_of(self.weights, sequence) for sequence in sequences]
+
+    def _check_usable(self):
+        if self._unusable:
+            raise SyncMismatch(f"the engine's weights cannot be used: {self._unusable}")
 
     def _response(self, prompt, seed, sampling):
         assert self._digest is not None, "an engine without weights was asked to sample"

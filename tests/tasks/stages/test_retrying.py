@@ -1,7 +1,7 @@
 """A stage is tried again when a process was lost, as often as the run allows, and for no other reason."""
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from tests.small.workers import SmallEngine, SmallTrainer
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses before further attempts, none of which is made."""
     made: list[float] = []
-    monkeypatch.setattr(time, "sleep", made.append)
+    monkeypatch.setattr(retrying, "time", SimpleNamespace(sleep=made.append))
     return made
 
 

@@ -12,14 +12,14 @@ from tasks.stages.served_weights import ensure_served
 from tasks.stages.views import Served
 from tests.small.config import small_config
 from tests.small.here import WorkersHere, context_here
-from tests.small.workers import SmallEngine
+from tests.small.workers import LAYERS, SmallEngine
 
 
 class Lying(SmallEngine):
-    """An engine that reports other weights than it was sent."""
+    """An engine that does not hold what it was sent."""
 
-    def receive(self, directory, version, records):
-        return super().receive(directory, version, records).model_copy(update={"weights_digest": "other"})
+    def _loaded(self, name, octets):
+        super()._loaded(name, octets + 1)
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ def test_a_new_engine_gets_the_weights_that_were_recorded(context, config, posit
     other = another_process(context, config)
     (engine,) = ensure_served(other, position.prepared, position.served)
     assert engine.identity().weights_digest == position.served.weights_digest
-    assert {"load", "export", "receive"} <= set(other.workers.calls)
+    assert {"plan_weights", "send_weights", "receive_update", "commit_update"} <= set(other.workers.calls)
 
 
-def test_a_receipt_for_other_weights_is_refused(context, config, position):
-    with pytest.raises(SyncMismatch, match="an engine reports weights other after"):
+def test_a_new_engine_that_does_not_hold_what_it_was_sent_is_refused(context, config, position):
+    with pytest.raises(SyncMismatch, match=f"engine 0 has received {LAYERS[0]}"):
         ensure_served(another_process(context, config, engine=Lying), position.prepared, position.served)
 
 

@@ -13,9 +13,9 @@ import ray
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings
-from tasks.engine.protocol import EngineSpec, Sampling, weights_digest
+from tasks.engine.protocol import Sampling, weights_digest
 from tasks.workers.cluster import Cluster
-from tasks.workers.fleet import Fleet, engine_cards
+from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
 from tasks.workers.sampling import Batch, sample
 from tests.tasks.engine.test_engine import export
@@ -127,10 +127,14 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
         scored = zip(engine.score(PROMPTS), served.engine.score(PROMPTS), strict=True)
         assert all(np.allclose(ours, theirs, atol=1e-5) for ours, theirs in scored)
 
+        started = fleet.processes()
+        workers = {f"worker-{number}" for number in range(tensor)} if tensor > 1 else set()
+        assert started.keys() == {"engine-0", "core-0", "node", *workers}
         (actor,) = map(psutil.Process, engine.processes())
         family = [actor, *actor.children(recursive=True)]
         names = [" ".join(process.cmdline()) for process in family]
         assert sum("VLLM::" in name for name in names) == (1 if tensor == 1 else 3)
+        assert {started[name] for name in ("core-0", *workers)} <= {process.pid for process in family}
         assert listening_addresses(cluster.processes()) == {"127.0.0.1"}
         killed = actor if victim is None else family[next(n for n, name in enumerate(names) if victim in name)]
         killed.kill()
@@ -162,26 +166,6 @@ def test_on_a_gpu_the_engine_is_fast_unless_it_must_repeat_itself(settings, expe
     spec = Fleet("run", config, Cluster(Settings(ray_address=None, ray_token=None, gpus=("0",)))).engine_spec(tmp_path)
     assert spec.device == "cuda"
     assert {name: value for name, value in spec.model_dump().items() if name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("cards", "tensor", "expected"),
-    [
-        ("0", 1, ["0", "0", "0"]),
-        ("012", 1, ["0", "1", "2"]),
-        ("01234", 2, ["01", "23", "01"]),
-        ("0123", 4, ["0123"] * 3),
-    ],
-)
-def test_engines_take_the_next_cards_and_share_them_when_there_are_no_more(cards, tensor, expected):
-    spec = EngineSpec(model_dir="", max_model_len=8, device="cuda", tensor=tensor)
-    assert ["".join(engine_cards(tuple(cards), place, spec)) for place in range(3)] == expected
-
-
-def test_an_engine_of_more_cards_than_there_are_is_refused():
-    spec = EngineSpec(model_dir="", max_model_len=8, device="cuda", tensor=4)
-    with pytest.raises(InputError, match=r"engine.tensor is 4, but 2 GPUs are visible"):
-        engine_cards(("0", "1"), 0, spec)
 
 
 LATER_PROCESS = """

@@ -1,0 +1,246 @@
+"""One weight update as a transaction over all engines: in the end all of them serve the new weights, or none does."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from storage.errors import RatchetError, SyncMismatch, WorkerLost
+from storage.kill_points import Point
+from tasks.engine.protocol import Arrived, EngineIdentity, weights_digest
+from tasks.stages.context import RunContext
+from tasks.stages.proof import agreed_plan, proven
+from tasks.workers.engines import EngineHandle
+from tasks.workers.placement import transport
+from tasks.workers.scratch import scratch
+from tasks.workers.trainers import TrainerGroup
+from trainer_core.protocol import Sent
+from trainer_core.weights.channel import Channel, Transport
+from trainer_core.weights.plan import WeightPlan
+from trainer_core.weights.signals import fail
+
+_DEADLINE_S = 600.0  # for which one side waits for the other
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one update delivered to every engine."""
+
+    weights_digest: str
+    """Identity of all weights together."""
+    digests: dict[str, str]
+    """`tensor_digest` of each weight by name."""
+    bytes: int
+    landed: int
+    """Tensors that each engine has found again in its live parameters."""
+    exchanges: int
+    """Exchanges of metadata between trainer ranks."""
+    seconds: dict[str, float]
+    """Time by step: plan, prepare, send, verify, commit; the last three together are `pause`; by what ranks and engines
+    spent theirs on, of the slowest: send_convert, receive_load and so on."""
+
+    def metrics(self) -> dict[str, float]:
+        """As a manifest records it."""
+        return {
+            "tensors": float(len(self.digests)),
+            "bytes": float(self.bytes),
+            "landed": float(self.landed),
+            "metadata_exchanges": float(self.exchanges),
+            **{f"{step}_s": took for step, took in self.seconds.items()},
+        }
+
+
+def unnoted(_point: Point) -> None:
+    """Note nothing."""
+
+
+def deliver(
+    context: RunContext,
+    engines: Mapping[int, EngineHandle],
+    group: TrainerGroup,
+    version: int,
+    expected: str | None = None,
+    stored: Path | None = None,
+    noted: Callable[[Point], object] = unnoted,
+) -> Delivery:
+    """Bring the weights that the trainer ranks hold, or those of a stored state, into all of these engines, in place.
+
+    Until the first commit nothing serves the new weights. An engine that was not written to serves the old ones if this
+    fails; one that was refuses to, until the next delivery. A repetition is safe at any time.
+
+    Args:
+        engines: by number.
+        expected: `weights_digest` that the weights must have; any by default.
+        stored: local folder with the weights of a saved state, to be sent in place of those that the ranks hold.
+        noted: called at the points of a transaction.
+
+    Raises:
+        SyncMismatch: ranks disagree, or what engines received or loaded is not exactly what was sent; no engine has
+            committed, unless the failure is that of a commit.
+        WorkerLost: a process was lost.
+    """
+    section = context.config.sync
+    way = transport(section.transport, context.workers.placement())
+    with scratch(memory=way != "files") as folder:
+        update = _Update(context, engines, group, _channel(context, way, folder, len(engines)), stored, noted)
+        try:
+            return update.perform(version, section.arena_mib << 20, expected)
+        except BaseException as error:
+            update.abort(error)
+            raise
+
+
+def _channel(context: RunContext, way: Transport, folder: Path, engines: int) -> Channel:
+    return Channel(
+        transport=way,
+        folder=str(folder),
+        receivers=engines * context.config.engine.tensor,
+        deadline_s=min(_DEADLINE_S, context.config.workers.call_deadline_s),
+    )
+
+
+@dataclass
+class _Clock:
+    """Time by step, each from the end of the one before."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def ended(self, step: str) -> None:
+        now = time.perf_counter()
+        self.seconds[step], self.last = now - self.last, now
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One update under way."""
+
+    context: RunContext
+    engines: Mapping[int, EngineHandle]
+    group: TrainerGroup
+    channel: Channel
+    stored: Path | None
+    noted: Callable[[Point], object]
+
+    def perform(self, version: int, arena_bytes: int, expected: str | None) -> Delivery:
+        clock = _Clock()
+        planned = self.group.plan_weights(version, arena_bytes)
+        plan = agreed_plan(planned, version)
+        clock.ended("plan")
+        self._prepare(plan, planned[0].digest)
+        clock.ended("prepare")
+        sent, arrived = self._move(planned[0].digest)
+        clock.ended("send")
+        digests = proven(plan, sent, arrived, expected)
+        clock.ended("verify")
+        self._commit(version, weights_digest(digests))
+        clock.ended("commit")
+        return Delivery(
+            weights_digest=weights_digest(digests),
+            digests=digests,
+            bytes=plan.nbytes,
+            landed=min(one.landed for one in arrived.values()),
+            exchanges=max(one.exchanges for one in planned),
+            seconds={
+                **_with_pause(clock.seconds),
+                **_parts("send", sent),
+                **_parts("receive", list(arrived.values())),
+            },
+        )
+
+    def abort(self, error: BaseException) -> None:
+        """Make everybody stop, and every engine forget the update."""
+        reason = str(error) or "the weight sync was interrupted"
+        fail(self.channel.folder, reason)
+        for number, engine in self.engines.items():
+            try:
+                serves = engine.abort_update(reason)
+            except RatchetError:  # it is lost; the next attempt starts a new one
+                continue
+            if not serves:
+                self.context.say(f"engine {number} refuses to sample until the next weight sync: {reason}")
+
+    def _prepare(self, plan: WeightPlan, digest: str) -> None:
+        tensor, in_flight = self.context.config.engine.tensor, self.context.config.sync.in_flight
+        computed = at_once(
+            [
+                partial(engine.prepare_update, plan, digest, self.channel, place * tensor, in_flight)
+                for place, engine in enumerate(self.engines.values())
+            ]
+        )
+        for number, found in zip(self.engines, computed, strict=True):
+            if found != digest:
+                raise SyncMismatch(
+                    f"engine {number} has computed {found} as the digest of the plan of the weight update, the trainer "
+                    f"{digest}: they run different versions of Ratchet. Start both again"
+                )
+
+    def _move(self, digest: str) -> tuple[list[Sent], dict[int, Arrived]]:
+        """Send and receive at the same time; a failure on either side makes all others stop."""
+        receiving = [engine.receive_update for engine in self.engines.values()]
+        sent, *arrived = at_once(
+            [partial(self.group.send_weights, digest, self.channel, self.stored), *receiving],
+            lambda error: fail(self.channel.folder, str(error)),
+        )
+        return sent, dict(zip(self.engines, arrived, strict=True))
+
+    def _commit(self, version: int, digest: str) -> None:
+        self.noted(Point.SENT)
+        for engine in self.engines.values():
+            engine.commit_update(version, digest)
+            self.noted(Point.SERVED)
+        committed = EngineIdentity(weight_version=version, weights_digest=digest)
+        for number, engine in self.engines.items():
+            if (held := engine.identity()) != committed:
+                raise SyncMismatch(
+                    f"engine {number} serves {held} after {committed} was committed; sync the weights again"
+                )
+
+
+def _with_pause(seconds: dict[str, float]) -> dict[str, float]:
+    return {**seconds, "pause": sum(seconds[step] for step in ("send", "verify", "commit"))}
+
+
+def _parts(side: str, processes: Sequence[Sent] | Sequence[Arrived]) -> dict[str, float]:
+    """What each process spent its time on, of the slowest."""
+    steps = {step for process in processes for step in process.seconds}
+    return {f"{side}_{step}": max(process.seconds.get(step, 0.0) for process in processes) for step in sorted(steps)}
+
+
+def unstopped(_error: BaseException) -> None:
+    """Stop nothing."""
+
+
+def at_once(calls: Sequence[Callable[[], Any]], stop: Callable[[BaseException], object] = unstopped) -> list[Any]:
+    """Results of calls that wait for other processes, made at the same time, in order.
+
+    Args:
+        stop: called as soon as one has failed, so that the others do not wait for it.
+
+    Raises:
+        WorkerLost: a process was lost, which explains the errors of those that waited for it.
+        RatchetError: the first error otherwise.
+    """
+    failures: list[BaseException] = []
+
+    def made(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except BaseException as error:
+            failures.append(error)
+            stop(error)
+            raise
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(made, call) for call in calls]
+        try:
+            wait(futures)
+        except BaseException as error:  # an interruption
+            stop(error)
+            raise
+    if failures:
+        raise next((one for one in failures if isinstance(one, WorkerLost)), failures[0])
+    return [future.result() for future in futures]

@@ -1,0 +1,43 @@
+"""The two ends of a weight update's channel in numpy: files that both map, and the real signals between them."""
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from trainer_core.weights.signals import Signals, Turns
+
+
+def _arenas(channel, plan, sender):
+    """The arenas of a sender, (arenas, arena_bytes) uint8; whoever comes first makes their file."""
+    size = channel.arenas * plan.arena_bytes
+    handle = os.open(Path(channel.folder, f"small-{sender}"), os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(handle, size)
+    try:
+        return np.frombuffer(mmap.mmap(handle, size), np.uint8).reshape(channel.arenas, plan.arena_bytes)
+    finally:
+        os.close(handle)
+
+
+def tensors_of(plan, bucket):
+    return [tensor for tensor in plan.tensors if tensor.bucket == bucket.number]
+
+
+class SmallEnd:
+    """One end of a channel."""
+
+    def __init__(self, channel, plan):
+        self._channel, self._plan = channel, plan
+        self.turns = Turns(Signals(channel, plan), channel.arenas)
+        self._files = {}
+
+    def octets(self, bucket, tensor):
+        """Where a tensor lies, (nbytes,) uint8."""
+        if bucket.sender not in self._files:
+            self._files[bucket.sender] = _arenas(self._channel, self._plan, bucket.sender)
+        arena = self._files[bucket.sender][self.turns.place_of(bucket)]
+        return arena[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def fail(self, reason):
+        self.turns.signals.fail(reason)

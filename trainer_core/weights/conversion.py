@@ -1,0 +1,236 @@
+"""Megatron's live tensors and the bridge's own mappings that make Hugging Face tensors of them, on the rank that holds
+them: no pipeline or expert group is asked.
+
+Everything here is made anew for each update and dropped after it. A mapping that is kept remembers shapes, types and
+owners of an earlier moment; receivers that are sized by them take garbage without an error.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from megatron.bridge.models.conversion.model_bridge import (
+    WeightConversionTask,
+    _megatron_local_name_to_global,  # pyright: ignore[reportPrivateUsage]
+)
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+from megatron.bridge.models.conversion.utils import unwrap_model
+from megatron.core import parallel_state
+
+from storage.errors import SyncMismatch
+from trainer_core.model.model import Model
+from trainer_core.weights.digest import dtype_name
+from trainer_core.weights.lanes import is_known
+from trainer_core.weights.table import Named, Row
+
+Gather = Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+class _Alone:
+    """A group of one rank, of which mappings ask nothing but this."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+class _Settings:
+    """The model's configuration as mappings read it; without a `__dict__`, which they would copy each time."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: object) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._of, name)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One parameter or buffer of this rank, and what it becomes."""
+
+    row: Row
+    """As the other ranks know it."""
+    module: torch.nn.Module
+    """Owns the tensor."""
+    attribute: str
+    """The tensor's name there."""
+    tensor: torch.Tensor
+    """The live parameter or buffer."""
+    gathers: bool
+    """Whether the shards of the tensor-parallel ranks are put together."""
+    convert: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    """The live tensor -> whole tensors by Hugging Face name, inside `gathered_by`."""
+
+    def changed(self) -> str | None:
+        """Why the live tensor is not the one that was planned; None if it is."""
+        live = getattr(self.module, self.attribute)
+        if live is not self.tensor:
+            return f"{self.row.name} was replaced by another tensor after the update was planned"
+        return _absent(self.row.name, live)
+
+
+def conversions(model: Model) -> tuple[list[Conversion], list[Row]]:
+    """All weights and persistent buffers of this rank, inside `model.weights`: those that its own mappings convert,
+    and the rows of the others, which only the bridge's whole export knows.
+
+    Raises:
+        SyncMismatch: a weight has no Hugging Face name, or is not in memory now.
+    """
+    source = _Source(model)
+    converted: list[Conversion] = []
+    others: list[Row] = []
+    for stage, name, module, attribute in _named(model):
+        found = source.conversion(stage, name, module, attribute)
+        if isinstance(found, Conversion):
+            converted.append(found)
+        elif found is not None:
+            others.append(found)
+    return converted, others
+
+
+@contextlib.contextmanager
+def gathered_by(gather: Gather) -> Iterator[None]:
+    """Mappings get the shards of the tensor-parallel ranks from `gather` instead of exchanging them one by one."""
+    original = MegatronParamMapping.gather_from_tp_ranks
+    MegatronParamMapping.gather_from_tp_ranks = lambda _, tensor: gather(tensor)  # mappings make others, all get it
+    try:
+        yield
+    finally:
+        MegatronParamMapping.gather_from_tp_ranks = original
+
+
+class _Source:
+    """The bridge, its registry and the checkpoint that the model came from, as one export would use them."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._chunks: Any = unwrap_model(list(model.chunks))
+        self._bridge: Any = model.bridge._model_bridge  # pyright: ignore[reportPrivateUsage]  # a new one each time
+        self._origin: Any = model.bridge.hf_pretrained
+        self._bridge.hf_pretrained = self._origin
+        self._registry = self._bridge.mapping_registry()
+        self._registry.set_process_groups_from_pg_collection(_groups())
+        self._names = set(self._origin.state.source.get_all_keys())
+        self._tied = bool(self._bridge._share_embeddings_and_output_weights(model.config))
+        self._settings = _Settings(model.config)
+
+    def conversion(self, stage: int, name: str, module: torch.nn.Module, attribute: str) -> Conversion | Row | None:
+        """How one tensor is converted; a row if only the bridge's export knows, None if it is not exported at all.
+
+        Raises:
+            SyncMismatch: it has no Hugging Face name, or is not in memory.
+        """
+        tensor = getattr(module, attribute)
+        whole_name = _megatron_local_name_to_global(self._chunks, self._model.config, name, stage)
+        if self._tied and "output_layer" in whole_name:
+            return None
+        mapping = self._registry.megatron_to_hf_lookup(whole_name)
+        if mapping is None:
+            raise SyncMismatch(f"megatron-bridge has no Hugging Face name for {whole_name}; use the pinned version")
+        if not mapping.allow_hf_name_mismatch and not self._names.issuperset(_names_of(mapping)):
+            return None  # the model came without it, and the bridge leaves it out
+        if (problem := _absent(whole_name, tensor)) is not None:
+            raise SyncMismatch(problem)
+        task = WeightConversionTask(
+            param_name=name,
+            global_param_name=whole_name,
+            mapping=mapping,
+            vp_stage=stage,
+            megatron_module=module,
+            param_weight=tensor,
+        )
+        if not is_known(self._bridge, mapping):
+            return Row(name=whole_name, expert=mapping.is_expert, tensors=())
+        return self._tried(task, attribute)
+
+    def _tried(self, task: WeightConversionTask[Any], attribute: str) -> Conversion | Row | None:
+        """Convert once without data, which tells names, types and shapes."""
+        convert = self._converter(task)
+        hollow = torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta")
+        asked: list[torch.Tensor] = []
+
+        def gather(shard: torch.Tensor) -> list[torch.Tensor]:
+            asked.append(shard)
+            return [shard] * task.mapping.tp_size
+
+        with gathered_by(gather):
+            found = convert(hollow)
+        if not found:
+            return None
+        tensors = tuple(
+            Named(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+            for name, tensor in found.items()
+        )
+        row = Row(name=task.global_param_name, expert=task.mapping.is_expert, tensors=tensors)
+        if len(asked) > 1 or any(shard is not hollow for shard in asked):
+            return row.model_copy(update={"tensors": ()})  # gathers something of its own
+        module, tensor = cast(torch.nn.Module, task.megatron_module), cast(torch.Tensor, task.param_weight)
+        return Conversion(row, module, attribute, tensor, gathers=bool(asked), convert=convert)
+
+    def _converter(self, task: WeightConversionTask[Any]) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
+        alias = self._bridge._get_tied_output_hf_name(task, self._registry) if self._tied else None
+        alias = alias if alias in self._names else None
+        _with_settings(task.mapping, self._settings)
+        rows, vocabulary = self._model.vocab_size, self._model.vocabulary
+
+        def convert(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = task.mapping.megatron_to_hf(tensor, task.megatron_module)
+            found = dict(self._bridge.maybe_modify_converted_hf_weight(task, found, self._origin.state))
+            if alias is not None:
+                found[alias] = found[task.mapping.hf_param]
+            return {name: part[:rows] if name in vocabulary else part for name, part in found.items()}
+
+        return convert
+
+
+def _groups() -> SimpleNamespace:
+    alone = _Alone()
+    return SimpleNamespace(
+        pp=alone,
+        ep=alone,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        expt_tp=parallel_state.get_expert_tensor_parallel_group(),
+    )
+
+
+def _with_settings(mapping: MegatronParamMapping[Any], settings: _Settings) -> None:
+    mapping._get_config = lambda module: settings
+    for child in vars(mapping).values():
+        if isinstance(child, MegatronParamMapping):
+            _with_settings(child, settings)
+
+
+def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
+    """Every parameter and persistent buffer of this rank: chunk, name in it, the module that owns it, name there."""
+    seen: set[int] = set()
+    for stage, chunk in enumerate(unwrap_model(list(model.chunks))):
+        for path, module in chunk.named_modules():
+            own: Mapping[str, torch.Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+            own |= {
+                name: buffer
+                for name, buffer in module.named_buffers(recurse=False)
+                if name not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            }
+            for attribute, tensor in own.items():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield stage, f"{path}.{attribute}" if path else attribute, module, attribute
+
+
+def _names_of(mapping: Any) -> tuple[str, ...]:
+    return (mapping.hf_param,) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())
+
+
+def _absent(name: str, tensor: torch.Tensor) -> str | None:
+    if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+        return f"{name} is not in memory: it was moved away, and must be brought back before weights are sent"
+    return None

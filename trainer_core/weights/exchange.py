@@ -1,0 +1,58 @@
+"""How trainer ranks tell each other what they hold, without pickled objects."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from storage.errors import RatchetError, SyncMismatch
+from trainer_core.model.mesh import Mesh
+
+_BLOCK = 1 << 18  # bytes of one round; the table of a model with thousands of experts is some 100 kB
+_HEAD = 8  # bytes of the length
+
+
+def exchange(payload: bytes, mesh: Mesh) -> tuple[list[bytes], int]:
+    """What every rank gives, in the order of ranks, and how many exchanges that took: 0 with one rank. Collective.
+
+    One all-gather of blocks of equal size is enough for all but the largest payloads.
+    """
+    world = dist.get_world_size()
+    if world == 1:
+        return [payload], 0
+    own = len(payload).to_bytes(_HEAD, "little") + payload
+    found, rounds = [b""] * world, 0
+    while rounds == 0 or any(len(part) < _HEAD + _length(part) for part in found):
+        block = own[rounds * _BLOCK : (rounds + 1) * _BLOCK]
+        gathered = _gathered(block, world, mesh.device)  # (world, _BLOCK)
+        found = [part + bytes(row) for part, row in zip(found, gathered, strict=True)]
+        rounds += 1
+    return [part[_HEAD : _HEAD + _length(part)] for part in found], rounds
+
+
+def agree(failure: RatchetError | None, mesh: Mesh) -> None:
+    """Raise on every rank if one of them has failed. Collective, unless there is one rank.
+
+    Raises:
+        RatchetError: this rank's failure.
+        SyncMismatch: another rank has one.
+    """
+    failed = torch.tensor([failure is not None], dtype=torch.int32, device=mesh.device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(failed)
+    if failure is not None:
+        raise failure
+    if int(failed.item()):
+        raise SyncMismatch("another trainer rank cannot send its weights, and says why; nothing was sent")
+
+
+def _gathered(block: bytes, world: int, device: torch.device) -> Sequence[memoryview]:
+    own = torch.zeros(_BLOCK, dtype=torch.uint8)
+    own[: len(block)] = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else own[:0]
+    gathered = torch.empty(world * _BLOCK, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, own.to(device))
+    return [memoryview(row.numpy()) for row in gathered.cpu().view(world, _BLOCK)]
+
+
+def _length(part: bytes) -> int:
+    return int.from_bytes(part[:_HEAD], "little")

@@ -1,0 +1,103 @@
+"""What one trainer rank sends of an update, bucket by bucket, with the digests and the time it took."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from storage.errors import RatchetError, SyncMismatch
+from trainer_core.model.mesh import Mesh
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.digest import dtype_name, tensor_digests
+from trainer_core.weights.packing import views
+from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
+from trainer_core.weights.senders.sender import Sender, open_sender
+
+
+class Outbox:
+    """A sender that, after a failure, takes no more: its rank goes on with what is collective, and fails at the end."""
+
+    def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh) -> None:
+        self._sender: Sender | None = None
+        self._failure: RatchetError | None = None
+        self.digests: dict[str, str] = {}
+        self.seconds = {"convert": 0.0, "wait": 0.0, "digest": 0.0}
+        if any(bucket.sender == mesh.rank for bucket in plan.buckets):
+            with self._noted():
+                self._sender = open_sender(channel, plan, mesh.rank, mesh.device)
+
+    def __enter__(self) -> "Outbox":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._sender is not None:
+            if error is not None:
+                self._sender.fail(f"a trainer rank failed: {error}")
+            self._sender.close()
+
+    def send(
+        self, bucket: Bucket, planned: Sequence[PlannedTensor], convert: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """Convert a bucket into an arena and let it be read; does nothing after a failure."""
+        if self._failure is not None or self._sender is None:
+            return
+        with self._noted():
+            with self._timed("wait"):
+                arena = self._sender.arena(bucket)
+            places = dict(views(planned, arena))
+            with self._timed("convert"):
+                _copy(convert(), places)
+            with self._timed("wait"):
+                self._sender.publish(bucket)
+            with self._timed("digest"):  # of what was packed, while receivers read it
+                self.digests |= dict(zip(places, tensor_digests(list(places.values())), strict=True))
+
+    def finish(self) -> None:
+        """Wait until every receiver has read everything.
+
+        Raises:
+            RatchetError: what failed first.
+        """
+        if self._sender is not None and self._failure is None:
+            with self._noted(), self._timed("wait"):
+                self._sender.finish()
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except RatchetError as error:
+            self._failure = error
+            if self._sender is not None:
+                self._sender.fail(str(error))
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.monotonic() - begun
+
+
+def _copy(found: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors to their places in an arena as they are, without a change of type: a launch for each type."""
+    by_type: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, place in places.items():
+        if name not in found:
+            raise SyncMismatch(f"{name} was planned, but this rank has nothing that becomes it")
+        tensor = found[name]
+        if (tensor.dtype, tensor.shape) != (place.dtype, place.shape):
+            raise SyncMismatch(
+                f"{name} is {dtype_name(tensor.dtype)} {list(tensor.shape)} now, but was planned as "
+                f"{dtype_name(place.dtype)} {list(place.shape)}: the model changed after the update was planned"
+            )
+        by_type.setdefault(tensor.dtype, []).append((place, tensor))
+    for pairs in by_type.values():
+        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])

@@ -1,0 +1,87 @@
+"""What one trainer rank holds of the weights, as it tells the others. Imports without torch."""
+
+import zlib
+from collections.abc import Sequence
+
+from pydantic import TypeAdapter
+
+from trainer_core.frozen import Frozen
+
+
+class Named(Frozen):
+    """One Hugging Face tensor."""
+
+    name: str
+    """Hugging Face name."""
+    dtype: str
+    """Element type as torch spells it, without the prefix."""
+    shape: tuple[int, ...]
+    """Shape of the whole, unsharded tensor, without rows that only pad the vocabulary."""
+
+
+class Row(Frozen):
+    """One parameter or buffer of Megatron's."""
+
+    name: str
+    """Megatron's name, with the numbers of layers and experts that they have in the whole model."""
+    expert: bool
+    """Whether it belongs to one expert, and is divided and replicated over the ranks as experts are."""
+    tensors: tuple[Named, ...]
+    """What it becomes; empty if only the bridge's whole export knows (`trainer_core.weights.lanes`)."""
+
+
+class Place(Frozen):
+    """Where a rank stands, and what it was asked for."""
+
+    rank: int
+    """Global rank."""
+    stage: int
+    """Pipeline stage."""
+    tensor: int
+    """Tensor-parallel rank."""
+    replica: int
+    """Data-parallel rank, context-parallel ones included."""
+    expert: int
+    """Expert-parallel rank."""
+    expert_tensor: int
+    """Rank among those that divide an expert's matrices."""
+    expert_replica: int
+    """Rank among those that hold the same experts."""
+    version: int
+    """Weight version to be planned."""
+    arena_bytes: int
+    """Limit of a bucket."""
+    config: str
+    """Digest of what names and shapes depend on besides the model."""
+    problem: str | None
+    """Why this rank cannot send its weights; None if it can."""
+
+
+Rows = tuple[Row, ...]
+_ROWS: TypeAdapter[Rows] = TypeAdapter(Rows)
+
+
+class Table(Frozen):
+    """What one rank tells the others."""
+
+    place: Place
+    """Who."""
+    rows: Rows
+    """What."""
+
+
+def encode(place: Place, rows: Sequence[Row]) -> bytes:
+    """A table as it travels."""
+    return place.model_dump_json().encode() + b"\n" + zlib.compress(_ROWS.dump_json(tuple(rows)), 1)
+
+
+def decode(tables: Sequence[bytes]) -> list[Table]:
+    """The tables of all ranks; replicas send equal bytes, which are read once."""
+    known: dict[bytes, Rows] = {}
+    found: list[Table] = []
+    for table in tables:
+        head, _, packed = table.partition(b"\n")
+        if packed not in known:
+            known[packed] = _ROWS.validate_json(zlib.decompress(packed))
+        found.append(Table.model_construct(place=Place.model_validate_json(head), rows=known[packed]))
+    return found

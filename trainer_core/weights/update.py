@@ -1,0 +1,149 @@
+"""One update of the engines' weights, from the trainer's side: planned once, sent once, then dropped."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from storage.digest import value_digest
+from storage.errors import SyncMismatch
+from trainer_core.config import TrainerConfig
+from trainer_core.model.mesh import Mesh
+from trainer_core.model.model import Model
+from trainer_core.platform.platform import quietly
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.conversion import Conversion, conversions, gathered_by
+from trainer_core.weights.exchange import exchange
+from trainer_core.weights.lanes import exported, outlines
+from trainer_core.weights.outbox import Outbox
+from trainer_core.weights.packing import tensors_of
+from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
+from trainer_core.weights.planning import plan_of
+from trainer_core.weights.shards import Shards, group_of
+from trainer_core.weights.table import Place, Row, Table, decode, encode
+
+
+class Update:
+    """A plan with this rank's means to carry it out. It holds live tensors and modules, and lives for one update."""
+
+    def __init__(self, model: Model, mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int) -> None:
+        """Plan from the live weights, inside `model.weights`. Collective.
+
+        Raises:
+            SyncMismatch: on every rank, if one cannot send its weights or ranks do not hold the same.
+        """
+        self._model, self._mesh = model, mesh
+        _settle(mesh)
+        found, others, problem = _found(model)
+        place = _place(mesh, config, version, arena_bytes, problem)
+        rows = [*(one.row for one in found), *others]
+        told, self.exchanges = exchange(encode(place, sorted(rows, key=lambda row: row.name)), mesh)
+        tables = decode(told)
+        self._others = {row.name for table in tables for row in table.rows if not row.tensors}
+        """Megatron's names, over all ranks, of what only the bridge's export converts."""
+        more = outlines(model, self._others) if self._others and not _troubled(tables) else []
+        self.plan: WeightPlan = plan_of(tables, more)
+        self.digest = plan_digest(self.plan)
+        self._exported = frozenset(tensor.name for tensor in more)
+        self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}
+
+    def problem(self) -> str | None:
+        """Why the live model no longer fits the plan; None if it does."""
+        problems = (one.changed() for one in self._conversions.values())
+        return next((problem for problem in problems if problem is not None), None)
+
+    def send(self, channel: Channel) -> Outbox:
+        """Convert and send, inside `model.weights`; all ranks have made sure that none has a problem. Collective.
+
+        Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is
+        collective.
+
+        Raises:
+            RatchetError: what failed first on this rank.
+        """
+        _settle(self._mesh)
+        planned = tensors_of(self.plan)
+        whole = [bucket for bucket in self.plan.buckets if planned[bucket.number][0].name in self._exported]
+        with Outbox(channel, self.plan, self._mesh) as outbox, torch.no_grad():
+            for bucket in self.plan.buckets[: len(self.plan.buckets) - len(whole)]:
+                self._carry(outbox, bucket, planned[bucket.number])
+            if whole:
+                self._carry_exported(outbox, whole, planned)
+            outbox.finish()
+            return outbox
+
+    def _carry(self, outbox: Outbox, bucket: Bucket, planned: Sequence[PlannedTensor]) -> None:
+        """Send a bucket, or give its sender this rank's shards."""
+        names = (tensor.name for tensor in planned)
+        own = {id(one): one for name in names if (one := self._conversions.get(name)) is not None}
+        weights = [(one, one.tensor.detach()) for one in own.values()]
+        shards = Shards()
+        for expert in (False, True):
+            wanted = [tensor for one, tensor in weights if one.gathers and one.row.expert == expert]
+            if wanted and bucket.sender in dist.get_process_group_ranks(group := group_of(expert)):
+                shards.exchange(wanted, group)
+        if bucket.sender == self._mesh.rank:
+            outbox.send(bucket, planned, lambda: _converted(weights, shards))
+
+    def _carry_exported(
+        self, outbox: Outbox, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
+    ) -> None:
+        """Let the bridge export what only it can, and rank 0 send it."""
+        waiting = list(buckets)
+        held: dict[str, torch.Tensor] = {}
+
+        def send() -> None:
+            bucket = waiting.pop(0)
+            if bucket.sender == self._mesh.rank:
+                outbox.send(bucket, planned[bucket.number], lambda: held)
+            held.clear()
+
+        for name, tensor in exported(self._model, self._others):
+            held[name] = tensor
+            if waiting and name == planned[waiting[0].number][-1].name:
+                send()
+        while waiting:  # its last tensor did not come, which `send` tells
+            send()
+
+
+def _converted(weights: Iterable[tuple[Conversion, torch.Tensor]], shards: Shards) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    with gathered_by(shards.of):
+        for one, tensor in weights:
+            found |= one.convert(tensor)
+    return found
+
+
+def _settle(mesh: Mesh) -> None:
+    """Wait for what the device still does to the weights on other streams, such as bringing them back from the host."""
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+def _found(model: Model) -> tuple[list[Conversion], list[Row], str | None]:
+    try:
+        with quietly(), torch.no_grad():
+            return *conversions(model), None
+    except SyncMismatch as error:
+        return [], [], str(error)
+
+
+def _troubled(tables: Iterable[Table]) -> bool:
+    return any(table.place.problem is not None for table in tables)
+
+
+def _place(mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int, problem: str | None) -> Place:
+    return Place(
+        rank=mesh.rank,
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_replica=parallel_state.get_expert_data_parallel_rank(),
+        version=version,
+        arena_bytes=arena_bytes,
+        config=value_digest({"parallel": config.parallel.model_dump(), "precision": config.precision}),
+        problem=problem,
+    )
