@@ -111,7 +111,7 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
     with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
         (engine,) = fleet.engines(model)
         wrong = [records[0].model_copy(update={"digest": "0" * 32}), *records[1:]]
-        with pytest.raises(SyncMismatch, match=f"engine 0: tensor {records[0].name} arrived as"):
+        with pytest.raises(SyncMismatch, match=f"engine 0: tensor {records[0].name} arrived with digest"):
             engine.receive(str(tmp_path), 1, wrong)
         receipt = engine.receive(str(tmp_path), 2, records)
         assert receipt == served.engine.receive(str(tmp_path), 2, records).model_copy(
