@@ -168,10 +168,10 @@ class Update:
             landed = self._lane.landed.get(name)
             if landed != digest:
                 place = "" if self._landing is None else f" in {self._landing.places[name].layer}"
+                how = "not loaded" if landed is None else "loaded otherwise than it arrived"
                 raise SyncMismatch(
-                    f"tensor {name} was {'not loaded' if landed is None else 'loaded otherwise than it arrived'}{place}: "
-                    f"digest {digest} arrived, and {landed or 'nothing'} is in the engine's parameters. "
-                    "Sync the weights again"
+                    f"tensor {name} was {how}{place}: digest {digest} arrived, and {landed or 'nothing'} is in the "
+                    "engine's parameters. Sync the weights again"
                 )
         if self._landing is None:
             reported, expected = ({_as_reported(name) for name in names} for names in (loaded, self._parameters))

@@ -3,6 +3,7 @@
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,13 +22,13 @@ class SharedArenas:
 
     def pin(self) -> None:
         """Let cards copy from and to the arenas at the speed of the link. Where that is refused they copy slowly."""
-        code = torch.cuda.cudart().cudaHostRegister(self._whole.data_ptr(), self._whole.nbytes, 0)
+        code = _runtime().cudaHostRegister(self._whole.data_ptr(), self._whole.nbytes, 0)
         self._pinned = int(code) == 0
 
     def close(self) -> None:
         """Forget the mapping, which ends with the last tensor that shows some of it."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._whole.data_ptr())
+            _runtime().cudaHostUnregister(self._whole.data_ptr())
             self._pinned = False
         self.buffers = []
 
@@ -59,6 +60,11 @@ def open_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas
         return SharedArenas(mmap.mmap(handle, channel.arenas * plan.arena_bytes), plan.arena_bytes)
     finally:
         os.close(handle)
+
+
+def _runtime() -> Any:
+    """The CUDA runtime as torch has bound it."""
+    return torch.cuda.cudart()
 
 
 def _path(channel: Channel, sender: int) -> Path:
