@@ -21,6 +21,7 @@ from infra.mutants_engine import ENGINE
 from infra.mutants_families import FAMILIES
 from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
+from infra.mutants_memory import MEMORY
 from infra.mutants_pages import PAGES
 from infra.mutants_plan import PLAN
 from infra.mutants_retrain import RETRAIN
@@ -37,6 +38,7 @@ MUTANTS = (
     *ALGORITHMS,
     *ENGINE,
     *FAMILIES,
+    *MEMORY,
     *PAGES,
     *PLAN,
     *RETRAIN,

@@ -520,6 +520,22 @@ MUTANTS = (
         _STATE,
     ),
     Mutant(
+        "pin-error-stays",
+        "the next kernel reports that memory could not be pinned",
+        "trainer_core/platform/pinning.py",
+        "            self.forget()\n        elif code:",
+        "            pass\n        elif code:",
+        ("tests/trainer_core/state/test_files.py",),
+    ),
+    Mutant(
+        "pin-or-fail",
+        "a state cannot be saved where its memory cannot be pinned",
+        "trainer_core/platform/pinning.py",
+        "_NOT_HERE = (1, 2, 801)",
+        "_NOT_HERE = ()",
+        ("tests/trainer_core/state/test_files.py",),
+    ),
+    Mutant(
         "room-not-reserved",
         "a file of a state is mapped without room for it",
         "trainer_core/state/files.py",

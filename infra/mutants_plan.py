@@ -34,7 +34,7 @@ PLAN = (
         "trainer_core/model/model.py",
         "        self._restore_float32()\n",
         "",
-        _FLOAT32,
+        (f"{_FAULTS}biases_of_routers_are_sent_in_the_type_in_which_they_are_used",),
     ),
     Mutant(
         "padding-is-sent",

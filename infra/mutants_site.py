@@ -22,6 +22,22 @@ SITE = (
         ("tests/flows/site/test_processes.py",),
     ),
     Mutant(
+        "site-asks-the-worker",
+        "`down` asks the worker to end, which may start a flow run anew meanwhile",
+        "flows/site/up.py",
+        "end_starter(one) if one.role == _WORKER else end(one)",
+        "end(one)",
+        ("tests/flows/site/test_processes.py",),
+    ),
+    Mutant(
+        "site-counts-reports",
+        "two reports of one crash count as two crashes",
+        "flows/deployments/crashes.py",
+        "not before.is_crashed() and state.is_crashed()",
+        "state.is_crashed()",
+        ("tests/flows/deployments/test_train.py",),
+    ),
+    Mutant(
         "site-recorded-is-stray",
         "descendants of a recorded process count as unrecorded",
         "flows/site/processes.py",

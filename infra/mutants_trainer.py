@@ -29,8 +29,8 @@ TRAINER = (
         "mean-over-micro-batches",
         "the loss is normalised within each micro-batch",
         "trainer_core/model/passes.py",
-        "total = (batch.segments.sum(result.loss) * batch.weights).sum()",
-        "total = (batch.segments.sum(result.loss) * batch.weights).mean()",
+        "total = (batch.segments.own_sum(result.loss) * batch.weights).sum()",
+        "total = (batch.segments.own_sum(result.loss) * batch.weights).mean()",
         _MODEL,
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _DIGEST = ("tests/trainer_core/weights/test_digest.py",)
+_REPLAY = ("tests/trainer_core/model/test_replay.py",)
 _EFFECTIVE = ("tests/trainer_core/model/test_effective.py",)
 _LAYOUTS = "tests/trainer_core/model/test_layouts.py::test_the_gradient_does_not_depend_on_the_layout"
 _PADDING = ("tests/trainer_core/model/test_padding.py",)
@@ -42,6 +43,46 @@ TRAINER_CORE = (
         "restore_rng = facts.parallel == self._config.parallel.ranks\n",
         "restore_rng = facts.parallel == self._config.parallel\n",
         _CHECKPOINT,
+    ),
+    Mutant(
+        "recorded-batch-again",
+        "a recorded micro-batch is launched again with its own samples instead of the next ones",
+        "trainer_core/model/replay.py",
+        "            own.copy_(given)\n",
+        "            own.copy_(own)\n",
+        _REPLAY,
+    ),
+    Mutant(
+        "recorded-reports-are-one",
+        "what recorded micro-batches report is overwritten by the next one",
+        "trainer_core/model/replay.py",
+        "reports.append({name: value.clone() for name, value in recorded.items()})",
+        "reports.append(recorded)",
+        _REPLAY,
+    ),
+    Mutant(
+        "recorded-tokens-of-one",
+        "gradients of recorded micro-batches are divided by the tokens of one of them",
+        "trainer_core/model/passes.py",
+        "torch.stack([batch.count for batch in batches]).sum(dtype=torch.int32)",
+        "batches[0].count",
+        _REPLAY,
+    ),
+    Mutant(
+        "recorded-are-reduced-each",
+        "gradients of recorded micro-batches are reduced after each of them",
+        "trainer_core/model/model.py",
+        "self.config.finalize_model_grads_func, None\n",
+        "self.config.finalize_model_grads_func, self.config.finalize_model_grads_func\n",
+        _REPLAY,
+    ),
+    Mutant(
+        "filling-counts",
+        "what fills micro-batches up to one shape counts as response tokens",
+        "trainer_core/batches/flat.py",
+        "responses=np.append(batch.responses, zeros - 1)",
+        "responses=np.append(batch.responses, zeros)",
+        (*_REPLAY, "tests/trainer_core/batches/test_flat.py"),
     ),
     Mutant(
         "fusion-is-dropped",

@@ -119,8 +119,8 @@ UPKEEP = (
         "empty-fields-count",
         "a field of the form that is left empty replaces a setting",
         "tasks/config/document.py",
-        "            document.update({} if value is None else {key: value})\n",
-        "            document.update({key: value})\n",
+        "if value not in (None, {})}",
+        "if value != {}}",
         _TRAIN,
     ),
     Mutant(

@@ -77,6 +77,10 @@ class SchemaMismatch(StorageError):
     """A part or manifest was written under a schema or format that this version cannot read."""
 
 
+class AccumulationPending(RatchetError):
+    """Gradients that no update has used yet cannot be dropped."""
+
+
 class StageFailed(RatchetError):
     """A stage's result is not acceptable, so nothing was committed."""
 

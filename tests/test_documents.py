@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from infra.mutants import MUTANTS
+
 PROJECT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*sorted(PROJECT.glob("*.md")), *sorted((PROJECT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
@@ -27,3 +29,17 @@ def test_the_licence_is_the_one_that_the_package_names():
     assert project["license"] == "Apache-2.0"
     for name in project["license-files"]:
         assert (PROJECT / name).read_text().split()[:4] == ["Apache", "License", "Version", "2.0,"]
+
+
+def test_each_known_defect_names_tests_and_faults_that_exist():
+    text = (
+        (PROJECT / "docs" / "trainer.md").read_text().partition("## Known defects of others\n")[2].partition("\n## ")[0]
+    )
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| ")][2:]
+    faults = {mutant.name for mutant in MUTANTS}
+    assert len(rows) > 20
+    for defect, tests, named in rows:
+        paths = re.findall(r"`([\w./-]+\.py)`", tests)
+        assert paths, defect
+        assert all((PROJECT / path).exists() or (PROJECT / "tests" / "trainer_core" / path).exists() for path in paths)
+        assert set(re.findall(r"`([\w-]+)`", named)) <= faults, defect

@@ -24,14 +24,20 @@ class ParallelConfig(Frozen):
     """Ranks over which the layers are split (PP)."""
     data: int = Field(default=1, ge=1)
     """Replicas, each of which takes a share of the batch (DP)."""
+    context: int = Field(default=1, ge=1)
+    """Ranks over which each sequence is divided (CP), for sequences that are too long for one."""
 
     virtual_pipeline: int | None = Field(default=None, ge=2)
     """Parts in which each rank of a pipeline holds its layers, which shortens its idle time (VPP); by default one."""
+    layers_first_stage: int | None = Field(default=None, ge=1)
+    """Layers of the first rank of `pipeline`, which also has the embedding; by default as many as the others."""
+    layers_last_stage: int | None = Field(default=None, ge=1)
+    """Layers of the last rank of `pipeline`, which also has the output layer; by default as many as the others."""
 
     sequence: bool = False
     """Whether the ranks of `tensor` divide the positions between their matrices (SP). Models with experts need it."""
     expert: int = Field(default=1, ge=1)
-    """Ranks over which the experts of a layer are divided (EP); taken from those of `tensor` and `data`."""
+    """Ranks over which the experts of a layer are divided (EP); taken from those of `tensor`, `context` and `data`."""
     expert_tensor: int | None = Field(default=None, ge=1)
     """Ranks over which the matrices of an expert are split (ETP); by default as many as `tensor`."""
 
@@ -40,10 +46,10 @@ class ParallelConfig(Frozen):
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence = true divides positions between the ranks of tensor, but tensor is 1")
         shards = self.expert * (self.expert_tensor or self.tensor)
-        if self.tensor * self.data % shards:
+        if self.tensor * self.replicas % shards:
             raise ValueError(
                 f"expert {self.expert} times expert_tensor {self.expert_tensor or self.tensor} is {shards}, which does "
-                f"not divide the {self.tensor * self.data} ranks of tensor and data"
+                f"not divide the {self.tensor * self.replicas} ranks of tensor, context and data"
             )
         return self
 
@@ -53,15 +59,27 @@ class ParallelConfig(Frozen):
             raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs a pipeline of at least 2 ranks")
         return self
 
+    @model_validator(mode="after")
+    def _uneven_stages_need_a_pipeline(self) -> "ParallelConfig":
+        for name, layers in (("first", self.layers_first_stage), ("last", self.layers_last_stage)):
+            if layers is not None and self.pipeline == 1:
+                raise ValueError(f"layers_{name}_stage {layers} needs a pipeline of at least 2 ranks")
+        return self
+
     @property
     def world_size(self) -> int:
         """Number of trainer ranks."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights, share their optimizer state, and add up their gradients."""
+        return self.context * self.data
 
     @property
     def ranks(self) -> "ParallelConfig":
-        """The layout of the ranks alone, however they divide layers, positions and experts."""
-        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+        """The layout of the ranks alone, however they divide layers, sequences, positions and experts."""
+        return ParallelConfig(tensor=self.tensor, pipeline=self.pipeline, data=self.replicas)
 
     @property
     def rounds(self) -> int:
@@ -70,10 +88,13 @@ class ParallelConfig(Frozen):
 
     def __str__(self) -> str:
         virtual = f" vpp{self.virtual_pipeline}" if self.virtual_pipeline else ""
+        context = f" cp{self.context}" if self.context > 1 else ""
         experts = f" ep{self.expert}" if self.expert > 1 else ""
         if self.expert_tensor is not None:
             experts += f" etp{self.expert_tensor}"
-        return f"tp{self.tensor}{' sp' * self.sequence} pp{self.pipeline}{virtual} dp{self.data}{experts}"
+        if self.layers_first_stage or self.layers_last_stage:
+            virtual += f" with {self.layers_first_stage or 'even'}..{self.layers_last_stage or 'even'} layers"
+        return f"tp{self.tensor}{' sp' * self.sequence} pp{self.pipeline}{virtual}{context} dp{self.data}{experts}"
 
 
 class OptimizerConfig(Frozen):
@@ -125,6 +146,10 @@ class MegatronConfig(Frozen):
     the default, or Apex."""
     output_gradient_accumulation_fusion: bool = False
     """The same for the output layer, which is Megatron's own and needs Apex."""
+    cuda_graphs: bool | None = None
+    """Launch each micro-batch of a pass as one CUDA graph: small models compute faster than a host launches kernels.
+    They are filled up to one shape. Needs Transformer Engine and a dense model that is not divided over ranks (`data`
+    replicas may be several), without recomputation, overlap or `device.deterministic`; there it is the default."""
 
 
 class ExpertsConfig(Frozen):
@@ -135,6 +160,22 @@ class ExpertsConfig(Frozen):
     `train.parallel` and `micro_batch_*` change results."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """How far each update moves the bias by which a router prefers experts with less load."""
+
+
+class MemoryConfig(Frozen):
+    """What the trainer gives up while the engines sample, until it is needed again. No result depends on it."""
+
+    offload_parameters: bool = False
+    """Keep the weights in page-locked host memory meanwhile, frozen ones too."""
+    drop_gradients: bool = False
+    """Give up the gradient buffers, which hold nothing between two updates."""
+    offload_optimizer: bool = False
+    """Keep moments, and fp32 main weights where they are not the weights themselves, in page-locked host memory."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything is given up."""
+        return self.offload_parameters or self.drop_gradients or self.offload_optimizer
 
 
 class TrainerConfig(Frozen):
@@ -148,10 +189,13 @@ class TrainerConfig(Frozen):
     """Objective of the policy phase."""
     megatron: MegatronConfig = MegatronConfig()
     """How Megatron runs a step."""
+    memory: MemoryConfig = MemoryConfig()
+    """What the trainer gives up while the engines sample."""
     experts: ExpertsConfig = ExpertsConfig()
     """Of a model with experts."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Most tokens per DP rank in one micro-batch; a sequence that is longer goes alone."""
+    """Most tokens per rank in one micro-batch; a sequence of which a rank holds more goes alone. With
+    `parallel.context` each rank holds its part of every sequence, so that a micro-batch has as many times more."""
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Most sequences per DP rank in one micro-batch; if not given, as many as fit."""
     precision: Precision = "fp32"
@@ -186,6 +230,48 @@ class RankSpec(Frozen):
         return self.deterministic and self.device == "cuda"
 
 
+def stage_layers(parallel: ParallelConfig, layers: int) -> list[int] | None:
+    """Layers of each rank of the pipeline, or None if `layers` cannot be divided as asked."""
+    first, last = parallel.layers_first_stage, parallel.layers_last_stage
+    given = (first or 0) + (last or 0)
+    others = parallel.pipeline - (first is not None) - (last is not None)
+    each, rest = divmod(layers - given, others) if others else (1, layers - given)
+    if each < 1 or rest:
+        return None
+    found = [each] * parallel.pipeline
+    if first is not None:
+        found[0] = first
+    if last is not None:
+        found[-1] = last
+    return found
+
+
+def check_stages(parallel: ParallelConfig, layers: int) -> None:
+    """Refuse a division of the model's `layers` over the pipeline that is not possible.
+
+    Raises:
+        InputError: naming the numbers that fit.
+    """
+    stages = stage_layers(parallel, layers)
+    if stages is None:
+        keys = {"layers_first_stage", "layers_last_stage", "pipeline"}
+        asked = {name: value for name, value in parallel.model_dump(include=keys).items() if value is not None}
+        key = [*asked][-1]  # in the order of the fields
+        fitting = [n for n in range(1, layers + 1) if stage_layers(parallel.model_copy(update={key: n}), layers)]
+        named = " and ".join(f"train.parallel.{name} = {value}" for name, value in asked.items())
+        raise InputError(
+            f"the model's layers ({layers}) cannot be divided by {named}: choose one of {fitting} for "
+            f"train.parallel.{key}"
+        )
+    virtual = parallel.virtual_pipeline or 1
+    for stage in {number for number in stages if number % virtual}:
+        fitting = [n for n in range(1, stage + 1) if all(number % n == 0 for number in stages)]
+        raise InputError(
+            f"the model's layers of a rank ({stage}) cannot be divided by train.parallel.virtual_pipeline = {virtual}: "
+            f"choose one of {fitting}"
+        )
+
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one number in config.json
 
 
@@ -195,10 +281,8 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
     `model` is the content of the model's config.json (Hugging Face names). Raises InputError.
     """
     heads = int(model["num_attention_heads"])
-    layers = int(model["num_hidden_layers"])
+    check_stages(parallel, int(model["num_hidden_layers"]))
     divisors = {
-        ("layers", "pipeline"): (layers, parallel.pipeline),
-        ("layers of a rank", "virtual_pipeline"): (layers // parallel.pipeline, parallel.virtual_pipeline or 1),
         ("attention heads", "tensor"): (heads, parallel.tensor),
         ("key-value heads", "tensor"): (int(model.get("num_key_value_heads") or heads), parallel.tensor),
         ("intermediate size", "tensor"): (int(model["intermediate_size"]), parallel.tensor),

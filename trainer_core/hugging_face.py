@@ -5,6 +5,7 @@ to a whole tensor is done here. Tensors come one after another: none is held lon
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.saved import Region, SavedState
 
 _STACKED = re.compile(r"^(?P<before>.*\blayers)\.(?P<after>[^\d].*)$")
+_EXPERTS = re.compile(r"^(?P<before>.*\.experts)\.experts\.(?P<after>.*)$")
 _NUMBERED = re.compile(r"\.layers\.(\d+)\.")
+_IN_FP32 = ".router.expert_bias"
 _OF_THE_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _UNCHANGED = (
     maps.AutoMapping, maps.DirectMapping, maps.ColumnParallelMapping, maps.RowParallelMapping, maps.ReplicatedMapping,
@@ -32,12 +35,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the state, or one layer of a stacked one, and what it becomes."""
+    """One tensor of the state, or one layer or expert of a stacked one, and what it becomes."""
 
     stored: str
     """Its name in the state."""
     region: Region
     """Which part of it."""
+    axes: int
+    """How many of the first axes are the number of a layer or an expert."""
     names: tuple[str, ...]
     """Hugging Face names."""
     shapes: tuple[tuple[int, ...], ...]
@@ -45,6 +50,8 @@ class Entry:
     dtype: torch.dtype
     split: Callable[[torch.Tensor], Tensors]
     """Makes the tensors of these names."""
+    in_fp32: bool
+    """Whether it is fp32 in any precision: the trainer moves the biases of routers by steps that bf16 would lose."""
     place: tuple[int, int]
     """Where it belongs in the order of the layers: embedding, layers, norm, output."""
 
@@ -60,17 +67,11 @@ class StoredWeights:
             vocab_size: rows of the embedding without padding.
 
         Raises:
-            InputError: megatron-bridge does not know the architecture, the model has experts, or a tensor cannot be
-                converted.
+            InputError: megatron-bridge does not know the architecture, or a tensor cannot be converted.
         """
         with quietly():
             bridge = AutoBridge.from_hf_pretrained(str(model_dir))
             self._config = bridge.to_megatron_provider(load_weights=False)
-            if self._config.num_moe_experts:
-                raise InputError(
-                    "`ratchet export` does not know models with experts: it works for dense decoders such as Llama, "
-                    "Mistral, Qwen2 and Qwen3"
-                )
             self._registry = cast(Any, bridge)._model_bridge.mapping_registry()
         self._state, self._vocab_size = state, vocab_size
         tensors = [name for name in sorted(state.names) if state.tensor(name) and not name.startswith(OPTIMIZER_PREFIX)]
@@ -81,23 +82,20 @@ class StoredWeights:
         """Hugging Face name and contiguous tensor, in the order of `entries`."""
         for entry in self.entries:
             whole = self._state.read(entry.stored, entry.region)
-            parts = entry.split(whole.reshape(whole.shape[1:]) if _is_layer(entry) else whole)
+            parts = entry.split(whole.reshape(whole.shape[entry.axes :]))
             del whole
             for name, tensor in zip(entry.names, parts, strict=True):
                 yield name, tensor.contiguous()
 
     def _entries(self, stored: str) -> Iterator[Entry]:
         size = tuple(cast(Any, self._state.tensor(stored)).size)
-        stacked = _STACKED.match(stored)
-        if stacked is None:
-            yield self._entry(stored, stored, Region((0,) * len(size), size))
-            return
-        rest = size[1:]
-        for layer in range(size[0]):
-            region = Region((layer, *(0 for _ in rest)), (1, *rest))
-            yield self._entry(stored, f"{stacked['before']}.{layer}.{stacked['after']}", region)
+        axes = len(list(filter(None, (_STACKED.match(stored), _EXPERTS.match(stored)))))  # of layers, then of experts
+        rest = size[axes:]
+        for numbers in itertools.product(*map(range, size[:axes])):
+            region = Region((*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest))
+            yield self._entry(stored, _numbered(stored, numbers), region, axes)
 
-    def _entry(self, stored: str, name: str, region: Region) -> Entry:
+    def _entry(self, stored: str, name: str, region: Region, axes: int) -> Entry:
         mapping = self._registry.megatron_to_hf_lookup(name)
         if mapping is None:
             raise StorageError(
@@ -105,9 +103,10 @@ class StoredWeights:
             )
         split = self._split(mapping, name)
         dtype = cast(Any, self._state.tensor(stored)).properties.dtype
-        shape = region.shape if stored == name else region.shape[1:]
-        shapes = tuple(tuple(part.shape) for part in split(torch.empty(shape, dtype=dtype, device="meta")))
-        return Entry(stored, region, _names(mapping.hf_param), shapes, dtype, split, _place(name))
+        parts = split(torch.empty(region.shape[axes:], dtype=dtype, device="meta"))
+        shapes = tuple(tuple(part.shape) for part in parts)
+        in_fp32 = stored.endswith(_IN_FP32)
+        return Entry(stored, region, axes, _names(mapping.hf_param), shapes, dtype, split, in_fp32, _place(name))
 
     def _split(self, mapping: Any, name: str) -> Callable[[torch.Tensor], Tensors]:
         if type(mapping) is maps.QKVMapping:
@@ -121,8 +120,15 @@ class StoredWeights:
             return lambda weight: (weight[:rows],)
         raise InputError(
             f"{name} is converted by megatron-bridge's {type(mapping).__name__}, which `ratchet export` does not know: "
-            "export works for dense decoders such as Llama, Mistral, Qwen2 and Qwen3"
+            "export works for Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and DeepSeek-V3"
         )
+
+
+def _numbered(stored: str, numbers: tuple[int, ...]) -> str:
+    """The name in a model whose layers and experts are modules of their own."""
+    rest = iter(numbers)
+    name = _STACKED.sub(lambda found: f"{found['before']}.{next(rest)}.{found['after']}", stored)
+    return _EXPERTS.sub(lambda found: f"{found['before']}.{found['after']}{next(rest)}", name)
 
 
 def _query_key_value(config: Any, fused: torch.Tensor) -> Tensors:
@@ -145,7 +151,3 @@ def _place(name: str) -> tuple[int, int]:
     if numbered:
         return 1, int(numbered.group(1))
     return (0, 0) if name.startswith("embedding.") else (2, int(name == "output_layer.weight"))
-
-
-def _is_layer(entry: Entry) -> bool:
-    return _STACKED.match(entry.stored) is not None

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Samples, SupervisedExamples
-from trainer_core.config import OptimizerConfig, ParallelConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
@@ -241,6 +241,24 @@ class TrainerProtocol(Protocol):
             InputError: that state has another precision, or Transformer Engine saved it and is not installed here, or
                 vice versa.
         """
+        ...
+
+    def release(self, memory: MemoryConfig) -> int:
+        """Give up device memory: what `memory` names, and whatever the process keeps in reserve.
+
+        It comes back with the next operation that needs it, or with `resume`, and no operation gives other results.
+        What was given up before stays so; nothing but that memory changes, so that a rank keeps its identity.
+
+        Returns:
+            Bytes that this rank has given up now.
+
+        Raises:
+            AccumulationPending: gradients are to be dropped that belong to an update that was not taken.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Take back all that was given up."""
         ...
 
     def close(self) -> None:

@@ -11,12 +11,13 @@ from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
 from trainer_core.batches.sharing import Limits
-from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
 from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
+from trainer_core.model.replay import record
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, load_state
@@ -42,7 +43,8 @@ class Trainer(TrainerProtocol):
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
-        self._passes = Passes(self._model, self._mesh, Limits(config.micro_batch_tokens, config.micro_batch_size))
+        limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
+        self._passes = Passes(self._model, self._mesh, limits, record if self._model.graphs else None)
         self._saver = Saver(self._model, self._mesh)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
@@ -178,6 +180,14 @@ class Trainer(TrainerProtocol):
             return self._send_stored(update, digest, channel, stored)
         with self._model.weights("readable"):
             return self._send(update, digest, channel)
+
+    def release(self, memory: MemoryConfig) -> int:
+        """See `TrainerProtocol.release`."""
+        return self._model.release(memory)
+
+    def resume(self) -> None:
+        """See `TrainerProtocol.resume`."""
+        self._model.residence.resume()
 
     def close(self) -> None:
         """See `TrainerProtocol.close`."""

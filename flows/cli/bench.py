@@ -1,8 +1,9 @@
-"""`ratchet bench train`, `ratchet bench rollout` and `ratchet bench overhead`."""
+"""`ratchet bench train`, `memory`, `rollout`, `sync` and `overhead`."""
 
 import subprocess
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -11,7 +12,8 @@ from pydantic import BaseModel
 from flows.cli.options import Json
 from flows.views.output import Output
 from storage.errors import InputError
-from tasks.bench.cases import CaseName
+from tasks.bench.cases import CaseName, SyncCaseName
+from tasks.bench.memory import bench_memory
 from tasks.bench.train import bench_train
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import child_python_path
@@ -32,6 +34,18 @@ def bench_train_command(
     return 0
 
 
+def bench_memory_command(
+    *,
+    case: Annotated[CaseName | None, Parameter(help="Model; by default what suits the device.")] = None,
+    json: Json = False,
+) -> int:
+    """Measure what the trainer can give up while engines sample, and that its updates stay the same."""
+    with Output(json=json) as output:
+        found = bench_memory(case)
+        output.result(found, _lines(found))
+    return 0
+
+
 def bench_rollout_command(
     *,
     case: Annotated[CaseName | None, Parameter(help="Model and responses; by default what suits the device.")] = None,
@@ -44,6 +58,21 @@ def bench_rollout_command(
 
     with Output(json=json) as output:
         found = bench_rollout(case, pairs, samples)
+        output.result(found, _lines(found))
+    return 0
+
+
+def bench_sync_command(
+    *,
+    case: Annotated[SyncCaseName | None, Parameter(help="What is synced; by default what suits the device.")] = None,
+    pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
+    json: Json = False,
+) -> int:
+    """Measure a weight sync of Ratchet against megatron-bridge's export into vLLM's own reload."""
+    from tasks.bench.sync import bench_sync  # imports Ray
+
+    with Output(json=json) as output:
+        found = bench_sync(case, pairs)
         output.result(found, _lines(found))
     return 0
 
@@ -64,7 +93,15 @@ def bench_overhead_command(
 
 
 def _lines(found: BaseModel) -> list[str]:
-    shown = {name: value for name, value in found.model_dump().items() if value is not None}
+    shown = {name: value for name, value in _flat(found.model_dump()) if value is not None}
     width = max(map(len, shown))
     return [f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}"
             for name, value in shown.items()]  # fmt: skip
+
+
+def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", one) for inner, one in _flat(value))
+        else:
+            yield name, value

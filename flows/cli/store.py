@@ -9,7 +9,13 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from flows.cli import printing as lines
-from flows.cli.bench import bench_overhead_command, bench_rollout_command, bench_train_command
+from flows.cli.bench import (
+    bench_memory_command,
+    bench_overhead_command,
+    bench_rollout_command,
+    bench_sync_command,
+    bench_train_command,
+)
 from flows.cli.options import DEFAULT_ROOT, Json, Revision, RootUrl
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
@@ -49,7 +55,9 @@ def register(app: App) -> None:
     bench = App(name="bench", help="Measure parts of Ratchet on this machine.")
     bench.command(bench_storage_command, name="storage")
     bench.command(bench_train_command, name="train")
+    bench.command(bench_memory_command, name="memory")
     bench.command(bench_rollout_command, name="rollout")
+    bench.command(bench_sync_command, name="sync")
     bench.command(bench_overhead_command, name="overhead")
     app.command(bench)
 

@@ -1,5 +1,6 @@
 """How often a flow run that crashed is tried again without a person."""
 
+import itertools
 from collections.abc import Sequence
 from uuid import UUID
 
@@ -26,11 +27,10 @@ def too_many_crashes() -> bool:
 def crashes(states: Sequence[State]) -> int:
     """Crashes since a person or a schedule asked for the flow run.
 
-    The states of the automation do not count: a server under load may act several times on one crash.
+    The states of the automation do not count: a server under load may act several times on one crash. Two reports of
+    one crash that come at the same moment are both recorded, and count once.
     """
-    count = 0
-    for state in sorted(states, key=lambda state: state.timestamp, reverse=True):
-        if state.is_scheduled() and state.name != AGAIN:
-            return count
-        count += state.is_crashed()
-    return count
+    ordered = sorted(states, key=lambda state: state.timestamp)
+    asked = [number for number, state in enumerate(ordered) if state.is_scheduled() and state.name != AGAIN]
+    since = ordered[asked[-1] :] if asked else ordered
+    return sum(not before.is_crashed() and state.is_crashed() for before, state in itertools.pairwise(since))

@@ -10,14 +10,13 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows.deployments.crashes import LIMIT, too_many_crashes
-from flows.deployments.explaining import explained
+from flows.deployments.explaining import failed
 from flows.deployments.train import is_absolute, warn_of_versions
 from flows.evaluating import evaluate_weights
 from flows.prefect_tasks import as_task
 from flows.views.artifacts import artifact_key
 from flows.views.evaluations import EvaluationRecord, evaluation_rows
 from storage.errors import InputError, RatchetError
-from tasks.config.environment import without_secrets
 from tasks.config.evaluation import EvaluationSettings
 
 Count = Annotated[int, Field(ge=0)]
@@ -78,8 +77,7 @@ def evaluate(
         which = run if iteration is None else f"{run}@{iteration}"
         record = evaluate_weights(root, which, settings, logger.info, as_task)
     except RatchetError as error:
-        logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
-        return Failed(message=explained(error, run, root))
+        return failed(error, run, root)
     show(record)
     passed = record.figures.get("greedy/pass@1")
     return Completed(message=f"iteration {record.iteration} of run {run}: greedy pass@1 {passed}")

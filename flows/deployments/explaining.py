@@ -1,5 +1,11 @@
 """Why a flow run is red, for a person who reads its page and decides whether to press Retry."""
 
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
+
 from storage.errors import (
     DigestMismatch,
     InputError,
@@ -33,6 +39,13 @@ _NOTES = (
     (StageFailed, "Correct what is named, then press Retry."),
     ((DigestMismatch, PartMissing), "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."),
 )  # fmt: skip
+
+
+def failed(error: RatchetError, run: str, root: str) -> State[Any]:
+    """The end of a flow run that an error stopped; it is logged, with a traceback unless the input was at fault."""
+    traceback = None if isinstance(error, InputError) else error
+    get_run_logger().error("%s", without_secrets(str(error)), exc_info=traceback)
+    return Failed(message=explained(error, run, root))
 
 
 def explained(error: RatchetError, run: str, root: str) -> str:

@@ -14,7 +14,7 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows.deployments.crashes import LIMIT, too_many_crashes
-from flows.deployments.explaining import explained
+from flows.deployments.explaining import failed
 from flows.deployments.train import is_absolute, warn_of_versions
 from flows.maintenance import Maintenance, Upkeep, maintain_root
 from flows.server.history import TAG, forget_flow_runs
@@ -65,7 +65,7 @@ def maintain(
         upkeep = Upkeep(gc=gc, compact=compact, verify=verify)
         done = maintain_root(open_root(root), upkeep, runs, lambda line: logger.info("%s", line))
     except RatchetError as error:
-        return Failed(message=explained(error, ", ".join(runs) or "*", root))
+        return failed(error, ", ".join(runs) or "*", root)
     create_table_artifact(
         key=artifact_key(shown_text(root).lower(), "maintenance"),
         table=rows_of(done),

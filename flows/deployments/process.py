@@ -6,6 +6,7 @@ If the server was away when the flow ended, this process waits until it is back 
 which only finds what is committed.
 """
 
+import contextlib
 import os
 import runpy
 import sys
@@ -32,8 +33,9 @@ def main() -> None:
     from flows.server.temporary import drain
 
     drain()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):  # the worker, which reads it, is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # only threads are left, which would try for minutes to reach a server that is gone
 
 

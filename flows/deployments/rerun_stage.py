@@ -10,14 +10,13 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Completed, Failed
 
 from flows.deployments.crashes import LIMIT, too_many_crashes
-from flows.deployments.explaining import explained
+from flows.deployments.explaining import failed
 from flows.deployments.train import Count, Minutes, drive, is_absolute, waiting, warn_of_versions
 from flows.redoing import Request, ask_again
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
 from storage.revisions import read_revisions
-from tasks.config.environment import without_secrets
 from tasks.stages.names import Stage
 
 
@@ -62,8 +61,7 @@ def rerun_stage(
         request = Request(iteration, stage, reason, _who(), cascade, new_seeds, settings, flow_run.get_id())
         return waiting(run, functools.partial(begin, run, root, request), deadline, logger.info)
     except RatchetError as error:
-        logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
-        return Failed(message=explained(error, run, root))
+        return failed(error, run, root)
 
 
 def check_place(run: str, root: str) -> None:

@@ -9,15 +9,13 @@ from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
-from prefect.states import Failed
 from pydantic import Field
 
-from flows.deployments.explaining import explained
+from flows.deployments.explaining import failed
 from flows.deployments.train import Minutes, begin, is_absolute, waiting
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
-from tasks.config.environment import without_secrets
 from tasks.config.retrain import place_of
 from tasks.config.run import RunConfig
 from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
@@ -91,8 +89,7 @@ def retrain(
         resolved = configured(name, root, given, config, settings)
         return waiting(name, functools.partial(begin, name, root, resolved), deadline, logger.info)
     except RatchetError as error:
-        logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
-        return Failed(message=explained(error, name, root))
+        return failed(error, name, root)
 
 
 def scheduled() -> datetime:

@@ -15,7 +15,7 @@ from prefect.states import Cancelled, Completed, Failed
 from pydantic import Field, WithJsonSchema
 
 from flows.deployments.crashes import LIMIT, too_many_crashes
-from flows.deployments.explaining import explained
+from flows.deployments.explaining import failed
 from flows.deployments.lines import log_console
 from flows.deployments.stopping import Stopped, stoppable
 from flows.run import perform
@@ -28,7 +28,7 @@ from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
 from storage.ids import check_run_name
 from storage.ownership.stopping import ASKED_FOR
 from tasks.config.code_version import code_version
-from tasks.config.document import apply_overrides, config_of_tables, load_config, merge_tables, parse_config
+from tasks.config.document import apply_overrides, config_of_tables, load_config, merged, parse_config, without_blanks
 from tasks.config.environment import without_secrets
 from tasks.config.form import section_form
 from tasks.config.run import RunConfig
@@ -105,8 +105,7 @@ def train(
         report = functools.partial(begin, run, root, configured(run, root, last, config, settings, sections))
         return waiting(run, report, deadline, logger.info)
     except RatchetError as error:
-        logger.error("%s", without_secrets(str(error)), exc_info=not isinstance(error, InputError))  # noqa: TRY400
-        return Failed(message=explained(error, run, root))
+        return failed(error, run, root)
 
 
 def begin(run: str, root: str, config: RunConfig) -> State[Any]:
@@ -204,8 +203,7 @@ def configured(
         return load_config(config, replaced, sections)
     if any(sections.values()) and not store.exists(layout.run_config_key(run)):
         return config_of_tables(sections, replaced, f"of the new run {run}")
-    document = stored_config(store, run).model_dump(mode="json")
-    merge_tables(document, sections)
+    document = merged(stored_config(store, run).model_dump(mode="json"), without_blanks(sections))
     apply_overrides(document, replaced)
     return parse_config(document, f"of run {run} with the given settings")
 

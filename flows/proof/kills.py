@@ -60,7 +60,12 @@ def _victims(config: RunConfig, stage: Stage, point: Point) -> list[str]:
 
 def _workers(config: RunConfig) -> list[str]:
     ranks = [f"trainer-{rank}" for rank in range(config.train.parallel.world_size)]
-    return [*ranks, *(f"engine-{number}" for number in range(config.engine.count))]
+    engine = config.engine
+    several = engine.tensor > 1
+    cores = engine.count if several or engine.own_process else 0  # by default it depends on the machine
+    workers = engine.count * engine.tensor if several else 0
+    counts = {"engine": engine.count, "core": cores, "worker": workers}
+    return [*ranks, *(f"{kind}-{number}" for kind, count in counts.items() for number in range(count))]
 
 
 def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:

@@ -88,13 +88,30 @@ def end(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
     return True
 
 
+def end_starter(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
+    """End a process that may start others until its end: killed at once, and what it has started as `end` does.
+
+    A worker that is asked to end may start a flow run anew that has ended a moment before, and lives on with it.
+    """
+    process = find(running)
+    if process is None:
+        return False
+    started = process.children(recursive=True)
+    _kill([process])
+    _end(started, grace_s)
+    return True
+
+
 def end_tree(process: psutil.Process, grace_s: float = _GRACE_S) -> None:
     """End a process and everything it has started, as `end` does."""
-    tree = [process, *process.children(recursive=True)]
-    for one in tree:  # a worker that is asked alone lets its flow runs go on
+    _end([process, *process.children(recursive=True)], grace_s)
+
+
+def _end(processes: Sequence[psutil.Process], grace_s: float) -> None:
+    for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.terminate()
-    _, alive = psutil.wait_procs(tree, timeout=grace_s)
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
     _kill(alive)
 
 

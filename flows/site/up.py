@@ -17,7 +17,7 @@ from flows.site.entries import read_deployments
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.interrupted import set_right
 from flows.site.notification import webhook_url
-from flows.site.processes import end, end_tree, find, kill_tree, listening_on, start, strays
+from flows.site.processes import end, end_starter, end_tree, find, kill_tree, listening_on, start, strays
 from flows.site.registration import POOL, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
@@ -111,7 +111,8 @@ def down(folder: SiteFolder) -> Ended:
         record = folder.record()
         ended, gone = [], []
         for one in reversed(record.processes if record else ()):  # the server last
-            (ended if end(one) else gone).append(one.role)
+            was_running = end_starter(one) if one.role == _WORKER else end(one)
+            (ended if was_running else gone).append(one.role)
             if record is not None and one.role == _WORKER and running(record, _SERVER):
                 _continue(folder, record)
         for process in strays(folder.path, ()):
@@ -172,7 +173,7 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
         if (process := find(worker)) is not None and process.children():
             say("the worker runs an older version of Ratchet, and a flow run: `ratchet up` replaces it once that ended")
         else:
-            end(worker)
+            end_starter(worker)
             worker = None
     if worker is None:
         say("starting a worker")

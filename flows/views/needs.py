@@ -57,7 +57,7 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
     optimizer = _OPTIMIZER[config.train.precision]
     share = parameters / (parallel.tensor * parallel.pipeline)
     cache = config.engine.kv_cache_mib or _KV_CACHE_MIB
-    held = weight + _GRADIENT + optimizer / parallel.data + (weight if config.train.policy.needs_reference else 0)
+    held = weight + _GRADIENT + optimizer / parallel.replicas + (weight if config.train.policy.needs_reference else 0)
     return Needs(
         device=device,
         ranks=parallel.world_size,

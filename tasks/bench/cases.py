@@ -10,6 +10,7 @@ from trainer_core.batches.sequences import Samples
 from trainer_core.config import Frozen, Precision
 
 CaseName = Literal["tiny", "0.75b", "4b"]
+SyncCaseName = Literal["cpu", "cpu-experts", "0.75b", "4b", "moonlight"]
 
 _GROUP = 8  # samples of a prompt
 

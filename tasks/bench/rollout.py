@@ -95,9 +95,9 @@ def bench_rollout(case_name: CaseName | None, pairs: int, samples: int | None = 
         config = _config(folder, name)
         with Fleet("bench", config, Cluster(settings)) as fleet:
             spec = fleet.engine_spec(Path(folder))
-            (engine,) = fleet.engines(Path(folder))
-            ours = _ours(engine, device)
-            with _bare("async", spec, settings) as bare:
+            with _bare("async", spec, settings) as bare:  # starts beside ours: on a card each compiles for a minute
+                (engine,) = fleet.engines(Path(folder))
+                ours = _ours(engine, device)
                 races = [_race(ours, bare, _requests(case, count, mixed), pairs) for mixed in (False, True)]
         with _bare("generate", spec, settings) as generate:
             beside = [_measured(generate, _requests(case, count, mixed)) for mixed in (False, True)]

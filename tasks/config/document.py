@@ -56,6 +56,12 @@ def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     return result
 
 
+def without_blanks(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of tables that have a value: a form gives None, or an empty table, for what it leaves alone."""
+    found = {key: without_blanks(value) if isinstance(value, Mapping) else value for key, value in tables.items()}
+    return {key: value for key, value in found.items() if value not in (None, {})}
+
+
 def read_document(path: str) -> dict[str, Any]:
     """The content of a TOML file (any fsspec URL).
 
@@ -85,26 +91,9 @@ def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where:
 def _completed(
     document: dict[str, Any], overrides: Sequence[str], tables: Mapping[str, Any], folder: Path | None, where: str
 ) -> RunConfig:
-    merge_tables(document, tables)
+    document = merged(document, without_blanks(tables))
     apply_overrides(document, overrides)
     return parse_config(_located(document, folder), where)
-
-
-def merge_tables(document: dict[str, Any], tables: Mapping[str, Any]) -> None:
-    """Put settings by section into a parsed document; what they do not name stays, and None is not given.
-
-    Raises:
-        InputError: a table takes the place of a value.
-    """
-    for key, value in tables.items():
-        if not isinstance(value, Mapping):
-            document.update({} if value is None else {key: value})
-            continue
-        table = document.get(key) or {}
-        if not isinstance(table, dict):
-            raise InputError(f"{key!r} is the value {table!r}, not a table with {', '.join(value)}")
-        merge_tables(table, value)
-        document.update({key: table} if table else {})
 
 
 def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:

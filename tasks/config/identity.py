@@ -43,6 +43,7 @@ _RUNTIME_2 = {
     "train": {
         "parallel": True,
         "megatron": True,
+        "memory": True,
         "micro_batch_size": True,
         "micro_batch_tokens": True,
         "policy": {"kl_sample": True},
@@ -62,6 +63,7 @@ _RUNTIME_3 = {
             "gpu_memory_utilization",
             "cuda_graphs",
             "async_scheduling",
+            "sleep",
             "own_process",
         ),
         True,

@@ -124,6 +124,9 @@ class EngineSection(Section):
     `device.deterministic`."""
     async_scheduling: bool = True
     """Schedule a step while the one before computes. No effect on CPU, or with `device.deterministic`."""
+    sleep: bool = False
+    """Give the card's memory to the trainer while it trains: the weights go to memory of the host, the key-value cache
+    is dropped, and both come back before the weights are synced. No effect on CPU."""
     own_process: bool | None = None
     """Whether vLLM's scheduler has a process of its own. By default it has on a GPU, unless `device.deterministic`;
     with `tensor` above 1 always."""

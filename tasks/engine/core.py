@@ -48,6 +48,7 @@ class Core:
         )
         self._client = self._vllm.engine_core
         self._together = spec.together
+        self._asleep = False
         if isinstance(self._client, MPClient):
             leaving = Event()
             weakref.finalize(self, leaving.set)  # runs before vLLM ends its processes
@@ -56,6 +57,7 @@ class Core:
 
     def add(self, requests: Sequence[tuple[str, list[int], SamplingParams]]) -> None:
         """Begin with requests, each with a name of its own and its prompt."""
+        self.wake()
         held = self._together and isinstance(self._client, MPClient)
         if held:  # or the scheduler would begin with the first while the others are on their way to its process
             self.hold()
@@ -74,7 +76,20 @@ class Core:
 
     def workers(self, method: str, **options: Any) -> list[Any]:
         """Call a method of every worker; their results."""
+        self.wake()
         return self._vllm.collective_rpc(method, kwargs=options)
+
+    def sleep(self) -> None:
+        """Give the card's memory back: weights go to memory of the host, the key-value cache is emptied."""
+        if not self._asleep:
+            self._vllm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the card's memory again, with the weights of before; no effect on an engine that is awake."""
+        if self._asleep:
+            self._vllm.wake_up()
+            self._asleep = False
 
     def forget_prompts(self) -> None:
         """Empty the prefix cache. What is under way computes its part of the key-value cache again.
@@ -128,6 +143,7 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "enable_sleep_mode": spec.sleeps,
         "async_scheduling": spec.async_scheduling and spec.device == "cuda",
         "worker_extension_cls": "tasks.engine.receive.WorkerExtension",
         "weight_transfer_config": {"backend": "ratchet"},

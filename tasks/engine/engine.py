@@ -197,6 +197,17 @@ class Engine(EngineProtocol):
             changed |= worker
         return self._digests | changed
 
+    def sleep(self) -> bool:
+        """See `EngineProtocol.sleep`."""
+        if self._spec.sleeps:
+            self.drop()
+            self._core.sleep()
+        return self._spec.sleeps
+
+    def wake(self) -> None:
+        """See `EngineProtocol.wake`."""
+        self._core.wake()
+
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """See `EngineProtocol.receive`."""
         clock = time.perf_counter()

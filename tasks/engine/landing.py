@@ -102,7 +102,7 @@ class Landing:
             missing = sorted(
                 name
                 for name, place in self.places.items()
-                if name not in planned and left.get((place.layer, place.parameter)) and place.of
+                if name not in planned and left.get((place.layer, place.parameter)) and held(place)
             )
             raise SyncMismatch(
                 f"the weight update does not fill {sum(map(bool, left.values()))} parameters of the engine's model: "
@@ -304,6 +304,11 @@ def _experts(layer: RoutedExperts, name: str, tensors: dict[str, torch.Tensor]) 
 def _whole(source: str, layer: str, parameter: str, tensor: torch.Tensor) -> Part:
     box: Box = tuple((0, n) for n in tensor.shape)
     return Part(source, Place(tuple(tensor.shape), box, layer, parameter, box))
+
+
+def held(place: Place | None) -> bool:
+    """Whether this worker holds anything of a tensor: not of experts of others, nor of rows if it has padding alone."""
+    return place is not None and _volume(place.of) > 0
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

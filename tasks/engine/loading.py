@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import SyncMismatch
-from tasks.engine.landing import Landing, Place, loadable_parameters, named_layers, part_of
+from tasks.engine.landing import Landing, Place, held, loadable_parameters, named_layers, part_of
 from trainer_core.weights.digest import tensor_digests
 
 
@@ -223,7 +223,7 @@ def _digests(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, 
     parts: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
         place = landing.places[name]
-        if place.of:
+        if held(place):
             parameter = layer.get_parameter(place.parameter)
             parts[name] = part_of(parameter.detach(), place.into).reshape([end - start for start, end in place.of])
     return dict(zip(parts, tensor_digests(list(parts.values())), strict=True))

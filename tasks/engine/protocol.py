@@ -73,6 +73,8 @@ class EngineSpec(Frozen):
     own_core: bool = False
     """Whether vLLM's scheduler computes in a process of its own, beside the one that prepares requests and collects
     responses. Always the case with `tensor` above 1."""
+    sleeps: bool = False
+    """Whether `sleep` gives the card's memory back; only on CUDA."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 
@@ -262,6 +264,19 @@ class EngineProtocol(Protocol):
         """Digest of each tensor of the committed weights by name: of what the live parameters hold now, where kernels
         use them as they were loaded, else as it arrived. Empty if nothing is committed. What is queued stays.
         """
+        ...
+
+    def sleep(self) -> bool:
+        """Give the card's memory back until the next call that needs it, as to a trainer on the same card: what is
+        queued is dropped, weights go to memory of the host, and the key-value cache is emptied.
+
+        Returns:
+            Whether it does; not if it was started without `EngineSpec.sleeps`, as on CPU: then nothing happens.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take the card's memory again, with the weights of before; calls that need it do so by themselves."""
         ...
 
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:

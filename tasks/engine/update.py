@@ -15,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import Landing, landing_of, loaded_parameters
+from tasks.engine.landing import Landing, held, landing_of, loaded_parameters
 from tasks.engine.loading import Lane, held_part, lane_of
 from tasks.engine.receivers.receiver import Receiver
 from trainer_core.weights.digest import tensor_digests
@@ -158,23 +158,24 @@ class Update:
         self._expected |= dict(zip(other, digests[len(arrived) :], strict=True))
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self._landing is None or not (place := self._landing.places.get(name)) or not place.of:
+        place = None if self._landing is None else self._landing.places.get(name)
+        if self._landing is None or place is None or not held(place):
             return None
         return held_part(tensor, place, self._landing.types[place.layer, place.parameter])
 
     def _check_landed(self, loaded: set[str]) -> None:
         for name, digest in self._expected.items():
-            held = self._lane.landed.get(name)
-            if held != digest:
+            landed = self._lane.landed.get(name)
+            if landed != digest:
                 place = "" if self._landing is None else f" in {self._landing.places[name].layer}"
                 raise SyncMismatch(
-                    f"tensor {name} was {'not loaded' if held is None else 'loaded otherwise than it arrived'}{place}: "
-                    f"digest {digest} arrived, and {held or 'nothing'} is in the engine's parameters. "
+                    f"tensor {name} was {'not loaded' if landed is None else 'loaded otherwise than it arrived'}{place}: "
+                    f"digest {digest} arrived, and {landed or 'nothing'} is in the engine's parameters. "
                     "Sync the weights again"
                 )
         if self._landing is None:
-            reported, held = ({_as_reported(name) for name in names} for names in (loaded, self._parameters))
-            _same_names(reported, held, "parameters that vLLM loaded")
+            reported, expected = ({_as_reported(name) for name in names} for names in (loaded, self._parameters))
+            _same_names(reported, expected, "parameters that vLLM loaded")
 
     def _is_unused(self, name: str) -> bool:
         """Whether a checkpoint may hold a tensor that vLLM's model has no use for."""

@@ -6,7 +6,7 @@ export.
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +70,7 @@ def export(
 
     Args:
         precision: of the weights; by default that of the state. A state in bf16 exported as fp32 holds the same values.
+            The biases of routers are fp32 in any.
         limit: largest size of a shard, bytes.
 
     Raises:
@@ -79,19 +80,19 @@ def export(
     """
     with _opened(root, chosen) as (weights, state, model_config):
         written = precision or state.facts.precision
-        dtype, name = _WRITTEN[written]
-        planned = [Planned(n, s, name) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)]
+        types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}
+        planned = [Planned(n, s, types[n][1]) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)]
         shards = planned_shards(planned, limit)
         target.begin()
         digests: dict[str, str] = {}
-        index = write_shards(target, shards, _streamed(weights, dtype, digests))
+        index = write_shards(target, shards, _streamed(weights, types, digests))
     exported = weights_digest(digests)
     _compare(chosen, exported)
     if len(shards) > 1:
         target.write(INDEX, _json(index))
     _write_texts(root, chosen, target, written, model_config)
     model_config.pop("torch_dtype", None)  # the name of `dtype` in older files
-    target.finish(_json({**model_config, "dtype": dtype_name(dtype)}))
+    target.finish(_json({**model_config, "dtype": dtype_name(_WRITTEN[written][0])}))
     return Exported(
         run=chosen.run,
         iteration=chosen.iteration,
@@ -131,12 +132,12 @@ def _weights(folder: Path, state: SavedState, vocab_size: int) -> "StoredWeights
 
 
 def _streamed(
-    weights: "StoredWeights", dtype: torch.dtype, digests: dict[str, str]
+    weights: "StoredWeights", types: Mapping[str, tuple[torch.dtype, str]], digests: dict[str, str]
 ) -> Iterator[tuple[str, memoryview]]:
     """The bytes of each tensor; `digests` gets that of each as it was served."""
     for name, tensor in weights:
         digests[name] = tensor_digest(tensor)
-        yield name, memoryview(tensor.to(dtype).reshape(-1).view(torch.uint8).numpy())
+        yield name, memoryview(tensor.to(types[name][0]).reshape(-1).view(torch.uint8).numpy())
 
 
 def _compare(chosen: Chosen, found: str) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from storage.errors import InputError
-from trainer_core.config import Device, ParallelConfig, check_experts, experts_of
+from trainer_core.config import Device, ParallelConfig, check_experts, check_stages, experts_of
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's attention on CPU has kernels for."""
@@ -46,14 +46,8 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
     Raises:
         InputError: naming the key, the model's size and the numbers that fit.
     """
+    check_stages(parallel, facts["num_hidden_layers"])
     divisors = (
-        ("layers", "pipeline", facts["num_hidden_layers"], parallel.pipeline),
-        (
-            "layers of a rank",
-            "virtual_pipeline",
-            facts["num_hidden_layers"] // parallel.pipeline,
-            parallel.virtual_pipeline or 1,
-        ),
         ("attention heads", "tensor", facts["num_attention_heads"], parallel.tensor),
         ("key-value heads", "tensor", key_value_heads(facts), parallel.tensor),
         ("intermediate size", "tensor", facts["intermediate_size"], parallel.tensor),

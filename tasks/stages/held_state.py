@@ -32,11 +32,11 @@ def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
     """The run's trainer ranks, started if necessary. They may hold any state, or none.
 
     The engines are started with them: each process imports for ten seconds or more, and all are needed eventually,
-    unless the run trains on stored samples.
+    unless the run trains on stored samples. Where trainer and engines take turns, they wait for theirs.
     """
     config = context.config.train.model_copy(update={"seed": context.config.run.seed})
     directory = model_directory(context, prepared)
-    if context.config.retrain is None:
+    if context.config.retrain is None and not config.memory.in_use:
         context.workers.warm(directory, config)
     return context.workers.trainers(directory, config)
 

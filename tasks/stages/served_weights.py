@@ -5,14 +5,26 @@ from tasks.stages.held_state import local_copy, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
 from tasks.stages.transaction import deliver
+from tasks.stages.turns import release
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle
 
 
 def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
-    """The run's engines, started if necessary, along with the trainer ranks."""
-    trainers(context, prepared)
+    """The run's engines, started if necessary."""
     return context.workers.engines(model_directory(context, prepared))
+
+
+def rest(context: RunContext, prepared: Prepared) -> None:
+    """Let the engines give their cards' memory to the trainer, with `engine.sleep`; the next request wakes them.
+
+    A run that trains on stored samples has none.
+    """
+    if not context.config.engine.sleep or context.config.retrain is not None:
+        return
+    asleep = [engine.sleep() for engine in engines_of(context, prepared)]
+    if not all(asleep):
+        context.say("engine.sleep has no effect here: on CPU engines keep their memory")
 
 
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
@@ -20,11 +32,12 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
 
     An engine that is new, or holds something else, gets them from the trainer ranks, if they hold the train state of
     that iteration, else from its stored weights alone: the ranks still hold what they held before. The other engines
-    are left alone.
+    are left alone. The trainer ranks give up what `train.memory` names.
 
     Raises:
         SyncMismatch: the stored state gives other weights than those recorded, or they did not arrive.
     """
+    release(context, trainers(context, prepared))
     engines = engines_of(context, prepared)
     wanted = (served.weight_version, served.weights_digest)
     lacking = {number: engine for number, engine in enumerate(engines) if _holds(engine) != wanted}
@@ -38,6 +51,7 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
     else:
         with local_copy(context, trained, weights_only=True) as folder:
             deliver(context, lacking, group, version, expected, folder)
+    release(context, group)
     return engines
 
 

@@ -3,6 +3,7 @@
 from tasks.stages.held_state import saved, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
+from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Trained
 from trainer_core.batches.reading import solved_examples
@@ -16,6 +17,7 @@ def warm_up(work: Work, prepared: Prepared) -> StageOutput:
     """
     section = work.config.warmup
     group = trainers(work.context, prepared)
+    rest(work.context, prepared)
     group.import_model()
     metrics: dict[str, float] = {}
     if section.steps:

@@ -14,6 +14,7 @@ from tasks.stages.probe import Agreement, Logprobs, agree, check_change, limits,
 from tasks.stages.served_weights import engines_of
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.transaction import deliver
+from tasks.stages.turns import release, together
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle
 from tasks.workers.trainers import TrainerGroup
@@ -24,11 +25,13 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
     """Bring the weights of `trained` into every engine, prove it by digests, commit, and probe what they compute."""
     context, version = work.context, work.iteration
     group = ensure_state(context, prepared, trained)
+    given_up = [release(context, group, weights=False)]
     engines = engines_of(context, prepared)
     probe = _Probe(work, engines, probe_sequences(context, prepared))
     before = probe.before()
     delivery = deliver(context, dict(enumerate(engines)), group, version, noted=partial(_note, work))
     agreement = probe.after(group, before, delivery.weights_digest)
+    given_up.append(release(context, group))
     return StageOutput(
         facts={
             "weight_version": version,
@@ -40,6 +43,7 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
             "probe_s": probe.seconds,
             "probe_diff_mean": max(found.mean for found in agreement),
             "probe_diff_max": max(found.largest for found in agreement),
+            **together(given_up),
         },
     )
 

@@ -78,6 +78,14 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.held`."""
         return self._result(self.submit(EngineProtocol.held))
 
+    def sleep(self) -> bool:
+        """See `EngineProtocol.sleep`."""
+        return self._result(self.submit(EngineProtocol.sleep))
+
+    def wake(self) -> None:
+        """See `EngineProtocol.wake`."""
+        self._result(self.submit(EngineProtocol.wake))
+
     def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
         """See `EngineProtocol.receive`."""
         return self._result(self.submit(EngineProtocol.receive, directory, version, records))

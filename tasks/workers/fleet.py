@@ -4,10 +4,15 @@ Under our own Ray they live as long as the flow process. On a cluster (RAY_ADDRE
 after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
 """
 
+import itertools
 import logging
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+
+import psutil
 
 from storage.digest import value_digest
 from storage.errors import RatchetError, WorkerLost
@@ -153,12 +158,19 @@ class Fleet:
         return self._trainers
 
     def processes(self) -> dict[str, int]:
-        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray."""
+        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray; and what engines
+        have started, as `inside` names it.
+        """
         ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
         engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
         return {
             **{f"trainer-{rank}": process for rank, process in enumerate(ranks)},
             **{f"engine-{number}": process for number, process in enumerate(engines)},
+            **dict(
+                itertools.chain(
+                    *(inside(process, place, self._config.engine.tensor) for place, process in enumerate(engines))
+                )
+            ),
             **({} if self._cluster.node is None else {"node": self._cluster.node}),
         }
 
@@ -204,6 +216,7 @@ class Fleet:
                 "async_scheduling": fast and section.async_scheduling,
                 "together": not fast,
                 "tensor": section.tensor,
+                "sleeps": self.device == "cuda" and section.sleep,
                 "own_core": fast if section.own_process is None else section.own_process,
             }
         )
@@ -253,3 +266,18 @@ class Fleet:
             else:
                 group.end()
         return usable
+
+
+def inside(process: int, place: int, tensor: int) -> Iterator[tuple[str, int]]:
+    """Process ids of what the engine at that place has started: its scheduler `core-PLACE`, if that is apart, and the
+    workers of a `tensor` above 1, `worker-NUMBER`, counted over all engines.
+    """
+    try:
+        titles = {one.pid: " ".join(one.cmdline()) for one in psutil.Process(process).children(recursive=True)}
+    except psutil.Error:  # it has just ended
+        return
+    for started, title in titles.items():
+        if "VLLM::EngineCore" in title:
+            yield f"core-{place}", started
+        elif found := re.search(r"VLLM::Worker_TP(\d+)", title):
+            yield f"worker-{place * tensor + int(found[1])}", started

@@ -3,7 +3,7 @@
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ from tasks.config.environment import Settings, trainer_environment
 from tasks.workers.actors import TOKEN_CHARACTERS, WorkerGroup, fresh_names, group_name, spawn
 from tasks.workers.scratch import new_folder
 from trainer_core.config import Device, RankSpec, TrainerConfig
+from trainer_core.protocol import TrainerProtocol
 from trainer_core.start import start_trainer
 
 _MEETING = "ratchet-rendezvous"
@@ -44,12 +45,14 @@ def start_trainers(
     settings: Settings,
     deadline_s: float,
     deterministic: bool = False,
+    start: Callable[[str, TrainerConfig, RankSpec], TrainerProtocol] = start_trainer,
 ) -> RankActors:
     """Start the ranks of the layout without waiting for them. They meet at a file, so no port is opened.
 
     Args:
         deadline_s: how long they may take to start.
         deterministic: restricts them to kernels whose results do not depend on timing.
+        start: makes a rank in its process.
 
     Raises:
         InputError: there are fewer cards than ranks.
@@ -66,7 +69,7 @@ def start_trainers(
     actors = spawn(names, [environment] * world_size, detached=not settings.local)
     group = RankActors(rank_labels(world_size), actors, meeting_place)
     ranks = rank_specs(world_size, meeting_place / "store", device, deterministic)
-    group.start(start_trainer, [(model_dir, config, rank) for rank in ranks], deadline_s)
+    group.start(start, [(model_dir, config, rank) for rank in ranks], deadline_s)
     return group
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tasks.config.run import WorkersSection
 from tasks.workers.group import Group, GroupHandle, Pending
 from trainer_core.batches.sequences import Samples, SupervisedExamples
-from trainer_core.config import OptimizerConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.records import TensorRecord
@@ -85,6 +85,14 @@ class TrainerGroup(GroupHandle):
         """See `TrainerProtocol.send_weights`; every rank's answer."""
         folder = None if stored is None else str(stored)
         return self._results(self.submit(TrainerProtocol.send_weights, digest, channel, folder))
+
+    def release(self, memory: MemoryConfig) -> int:
+        """See `TrainerProtocol.release`; the bytes of all ranks together."""
+        return sum(self._results(self.submit(TrainerProtocol.release, memory)))
+
+    def resume(self) -> None:
+        """See `TrainerProtocol.resume`."""
+        self._results(self.submit(TrainerProtocol.resume))
 
     def _first[R](self, pending: Pending[list[R]]) -> R:
         return self._results(pending)[0]

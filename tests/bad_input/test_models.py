@@ -123,6 +123,10 @@ SETTINGS = {
         ["train.parallel.pipeline=2", "train.parallel.virtual_pipeline=2"],
         ["layers of a rank (1) cannot be divided by train.parallel.virtual_pipeline = 2"],
     ),
+    "uneven stages": (
+        ["train.parallel.pipeline=2", "train.parallel.layers_first_stage=2"],
+        ["layers (2) cannot be divided by", "train.parallel.layers_first_stage = 2: choose one of [1]"],
+    ),
     "experts of a dense model": (
         ["train.parallel.data=2", "train.parallel.expert=2"],
         ["the model's experts (none) cannot be divided by train.parallel.expert = 2"],

@@ -87,6 +87,7 @@ class SmallTrainer(TrainerProtocol):
         self._identity = self._reference = self._reference_weights = None
         self._generators, self._step, self._lessons = "continued", 0, 0
         self.arrays = {array: np.zeros(SIZE, np.float32) for array in ARRAYS}
+        self._away = {}
 
     def identity(self):
         return self._identity
@@ -101,7 +102,7 @@ class SmallTrainer(TrainerProtocol):
         return self._generators
 
     def import_model(self):
-        self._identity, self._step, self._lessons = None, 0, 0
+        self._identity, self._step, self._lessons, self._away = None, 0, 0, {}
         self.arrays = {array: np.zeros(SIZE, np.float32) for array in ARRAYS}
         model = Path(self._model_dir, "model.safetensors").read_bytes()
         self.arrays["weights"] = self._noise(bytes_digest(model))
@@ -130,6 +131,7 @@ class SmallTrainer(TrainerProtocol):
         return {"loss": float(self.arrays["first"][0]), "kl": 0.01, "entropy": 1.0, "grad_norm": 1.0, "steps": 1.0}
 
     def _update(self, lesson, steps):
+        self.resume()
         gradient = self._noise(lesson)
         self.arrays["first"] = 0.9 * self.arrays["first"] + gradient
         self.arrays["second"] = 0.9 * self.arrays["second"] + gradient**2
@@ -138,6 +140,7 @@ class SmallTrainer(TrainerProtocol):
 
     def save(self, directory):
         """Write this rank's share; returns the names of its files."""
+        self.resume()
         ranks, folder = self._config.parallel.world_size, Path(directory)
         names = {array: f"{name}-{self._rank}.bin" for array, name in FILES.items()}
         for array, name in names.items():
@@ -147,7 +150,7 @@ class SmallTrainer(TrainerProtocol):
             (folder / f"held-{self._rank}").unlink(missing_ok=True)
             os.link(folder / names["weights"], folder / f"held-{self._rank}")
             return SavedFiles(tuple(names.values()), self._identified())
-        optimizer, parallel = self._config.optimizer, self._config.parallel
+        optimizer, parallel = self._config.optimizer, self._config.parallel.ranks
         facts = StateFacts(
             step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32"
         )
@@ -156,12 +159,11 @@ class SmallTrainer(TrainerProtocol):
         return SavedFiles((*names.values(), FACTS_FILE, "common.json"), self._identified())
 
     def load(self, directory):
-        self._identity, facts = None, read_facts(directory)
+        self._identity, self._away, facts = None, {}, read_facts(directory)
         common = json.loads((Path(directory) / "common.json").read_text())
         self._step, self._lessons = common["step"], common["lessons"]
-        for array in ARRAYS:
-            self.arrays[array] = self._read(directory, array, facts)
-        self._generators = "restored" if facts.parallel == self._config.parallel else "reseeded"
+        self.arrays = {array: self._read(directory, array, facts) for array in ARRAYS}
+        self._generators = "restored" if facts.parallel == self._config.parallel.ranks else "reseeded"
         return LoadedState(
             facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, self._identified()
         )
@@ -176,6 +178,7 @@ class SmallTrainer(TrainerProtocol):
         )
 
     def logprobs(self, sequences, temperature=1.0):
+        self._need("weights")
         return [logprobs_of(self.arrays["weights"], sequence) for sequence in sequences]
 
     def load_reference(self, directory, identity):
@@ -183,6 +186,7 @@ class SmallTrainer(TrainerProtocol):
         self._reference = identity
 
     def export(self, directory):
+        self._need("weights")
         if self._rank:
             return []
         layers = layers_of(self.arrays["weights"])
@@ -197,6 +201,7 @@ class SmallTrainer(TrainerProtocol):
         return Planned(plan_digest(self._plan), None if self._rank else self._plan, exchanges=1)
 
     def send_weights(self, digest, channel, stored=None):
+        self._need("weights")
         plan, self._plan = self._plan, None
         live = self.arrays["weights"]
         if stored is not None:
@@ -224,6 +229,19 @@ class SmallTrainer(TrainerProtocol):
         """Copy a layer to where it is read; its digest."""
         octets[:] = layers_of(self.arrays["weights"])[name].view(np.uint8)
         return bytes_digest(octets.tobytes())
+
+    def release(self, memory):
+        """What is given up cannot be used until it is put back."""
+        given_up = ["weights"] * memory.offload_parameters + ["first", "second"] * memory.offload_optimizer
+        moved = {name: self.arrays.pop(name) for name in given_up if name in self.arrays}
+        self._away |= moved
+        return sum(array.nbytes for array in moved.values())
+
+    def resume(self):
+        self._need(*ARRAYS)
+
+    def _need(self, *names):
+        self.arrays |= {name: self._away.pop(name) for name in names if name in self._away}
 
     def close(self):
         pass
@@ -290,6 +308,12 @@ class SmallEngine(EngineProtocol):
             self._update = None
             self._unusable = reason if self._unusable else None
         return self._unusable is None
+
+    def sleep(self):
+        return False
+
+    def wake(self):
+        pass
 
     def refuse(self, reason):
         self._unusable = reason

@@ -51,7 +51,7 @@ class Reference:
 
         # vLLM's attention on CPU has kernels for heads of 32
         heads = {"head_dim": 32} if family == "qwen3-moe" else {"qk_nope_head_dim": 24, "v_head_dim": 32}
-        make_family(0, 1, "", directory, family, seed, **heads, **sizes)
+        make_family(0, 1, "", directory, family, seed=seed, **heads, **sizes)
         if family.startswith("deepseek"):  # transformers leaves out what it does not vary, and vLLM needs it
             path = Path(directory, "config.json")
             config = json.loads(path.read_text(encoding="utf-8"))

@@ -26,17 +26,20 @@ def make_model(rank, world_size, store, directory, tied, vocabulary=VOCABULARY):
 
 
 _SHARED = {
-    "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "tie_word_embeddings": False, "dtype": "float32",
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64, "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
+_DENSE = {"num_key_value_heads": 2, "head_dim": 16}
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _LATENT = {
     "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 0, **_EXPERTS,
 }  # fmt: skip
 FAMILIES = {
-    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_key_value_heads": 2, "head_dim": 16, "norm_topk_prob": True}),
+    "llama": ("Llama", _DENSE),
+    "qwen3": ("Qwen3", _DENSE),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "norm_topk_prob": True, **_DENSE, **_EXPERTS}),
     "deepseek-v3": ("DeepseekV3", {**_LATENT, "q_lora_rank": 24}),
     "deepseek-v3-without-q-lora": ("DeepseekV3", {**_LATENT, "q_lora_rank": None}),
 }
@@ -46,15 +49,14 @@ DENSE = {
 }
 
 
-def make_family(rank, world_size, store, directory, family, seed=0, **sizes):
-    """Write a random model of four layers; the biases of routers are not zero."""
+def make_family(rank, world_size, store, directory, family, layers=4, seed=0, **sizes):
+    """Write a random model; where routers have biases, those are not zero."""
     import torch
     import transformers
 
     kind, own = {**FAMILIES, **DENSE}[family]
     torch.manual_seed(seed)
-    shared = _SHARED | (_EXPERTS if family in FAMILIES else {})
-    config = getattr(transformers, f"{kind}Config")(**(shared | own | sizes))
+    config = getattr(transformers, f"{kind}Config")(**(_SHARED | {"num_hidden_layers": layers} | own | sizes))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):

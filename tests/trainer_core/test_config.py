@@ -12,6 +12,21 @@ MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
     [
         ({"pipeline": 3}, {}, ["layers (4)", "parallel.pipeline = 3", "[1, 2, 4]"]),
         ({"pipeline": 2, "virtual_pipeline": 4}, {}, ["layers of a rank (2)", "virtual_pipeline = 4", "[1, 2]"]),
+        (
+            {"pipeline": 3, "layers_first_stage": 1},
+            {},
+            ["layers (4)", "pipeline = 3 and train.parallel.layers_first_stage = 1", "choose one of [2] for"],
+        ),
+        (
+            {"pipeline": 2, "layers_first_stage": 1, "layers_last_stage": 2},
+            {},
+            ["layers_first_stage = 1 and train.parallel.layers_last_stage = 2", "[3] for train.parallel.layers_last"],
+        ),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "layers_last_stage": 3},
+            {},
+            ["layers of a rank (1)", "virtual_pipeline = 2", "[1]"],
+        ),
         ({"tensor": 3}, {}, ["attention heads (8)", "parallel.tensor = 3"]),
         ({"tensor": 4}, {}, ["key-value heads (2)", "parallel.tensor = 4", "[1, 2]"]),
         ({"tensor": 2}, {"intermediate_size": 95}, ["intermediate size (95)", "parallel.tensor = 2"]),
@@ -23,7 +38,17 @@ def test_an_impossible_layout_is_refused(parallel, model, named):
     assert all(text in str(caught.value) for text in named)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pipeline": 4}, {"tensor": 2, "pipeline": 2, "data": 5}])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"pipeline": 4},
+        {"tensor": 2, "pipeline": 2, "data": 5},
+        {"pipeline": 3, "layers_first_stage": 2},
+        {"pipeline": 2, "layers_first_stage": 1, "layers_last_stage": 3},
+        {"context": 3},
+    ],
+)
 def test_a_possible_layout_is_taken(parallel):
     check_layout(ParallelConfig(**parallel), MODEL)
 
@@ -35,6 +60,12 @@ def test_heads_without_groups_are_their_own_key_value_heads():
 
 def test_the_world_is_the_product_of_the_layout():
     assert ParallelConfig(tensor=2, pipeline=3, data=4).world_size == 24
+    assert ParallelConfig(tensor=2, context=3, pipeline=3, data=4).world_size == 72
+
+
+def test_to_a_state_ranks_that_divide_sequences_are_replicas():
+    layout = ParallelConfig(tensor=2, context=3, pipeline=2, data=2, layers_first_stage=3, sequence=True)
+    assert layout.ranks == ParallelConfig(tensor=2, pipeline=2, data=6)
 
 
 @pytest.mark.parametrize(

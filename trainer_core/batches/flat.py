@@ -1,18 +1,24 @@
 """The only form of a batch: sequences one after another in flat arrays, without padding between them."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Sequences
+from trainer_core.context import WHOLE, Context
 
 Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """S segments of T positions in all, R of which predict a response token. Position s predicts token s + 1."""
+    """S segments of T positions in all, R of which predict a response token. Position s predicts token s + 1.
+
+    With context-parallel ranks these are the positions of one of them.
+    """
 
     rows: Indices
     """(S,) number of each segment's sequence; -1 for a segment that fills up: it counts nowhere."""
@@ -24,17 +30,14 @@ class FlatBatch:
     """(T,) inputs."""
     positions: Indices
     """(T,) place of each input in its segment."""
+    filling: NDArray[np.bool_]
+    """(T,) whether a position only fills up: it counts nowhere."""
     predicting: Indices
     """(R,) the positions that predict a response token, ascending."""
     targets: Indices
     """(R,) the tokens that they predict."""
     responses: Indices
     """(R,) place of each predicted token among the response tokens of all sequences; -1 in an empty batch."""
-
-    @property
-    def filling(self) -> NDArray[np.bool_]:
-        """(T,) whether a position belongs to a segment that fills up."""
-        return np.repeat(self.rows < 0, self.lengths)
 
     @property
     def response_tokens(self) -> int:
@@ -48,22 +51,85 @@ _EMPTY = FlatBatch(
     response_lengths=np.array([1]),
     tokens=np.array([0]),
     positions=np.array([0]),
+    filling=np.array([True]),
     predicting=np.array([0]),
     targets=np.array([0]),
     responses=np.array([-1]),
 )
 
 
-def flatten(sequences: Sequences, rows: Indices, multiple: int = 1) -> FlatBatch:
+def flatten(sequences: Sequences, rows: Indices, multiple: int = 1, context: Context = WHOLE) -> FlatBatch:
     """The batch of these rows, in their order, filled up to a multiple of that many positions.
 
     Without rows it is one position that counts nowhere: every data-parallel rank runs the same number of batches.
+    `context` says which share of it is wanted; each has the same number of positions.
     """
-    return _filled_up(_flattened(sequences, rows) if len(rows) else _EMPTY, multiple)
+    whole = _flattened(sequences, rows) if len(rows) else _EMPTY
+    if context.ranks == 1:
+        return _filled_up(whole, -len(whole.tokens) % multiple)
+    missing = -int(context.held(whole.lengths).sum()) % math.lcm(2, multiple)
+    return _divided(_filled_up(whole, missing * context.ranks), context)
 
 
-def _filled_up(batch: FlatBatch, multiple: int) -> FlatBatch:
-    missing = -len(batch.tokens) % multiple
+def alike(batches: Sequence[FlatBatch]) -> list[FlatBatch]:
+    """The same batches, filled up to one shape: as many segments, positions and predicting positions in each.
+
+    What fills up counts nowhere.
+    """
+    shapes = [(len(batch.rows), len(batch.tokens), len(batch.targets)) for batch in batches]
+    if len(set(shapes)) == 1:
+        return list(batches)
+    segments, positions, predicting = (max(sizes) for sizes in zip(*shapes, strict=True))
+    return [_filled_up_to(batch, segments + 1, positions, predicting) for batch in batches]
+
+
+def _filled_up_to(batch: FlatBatch, segments: int, positions: int, predicting: int) -> FlatBatch:
+    """One segment takes the missing positions and predictions, the others are empty."""
+    missing = positions - len(batch.tokens), predicting - len(batch.targets)
+    added = segments - len(batch.rows)  # at least 1
+    lengths, responses = np.zeros((2, added), dtype=np.int64)
+    lengths[0], responses[0] = missing
+    zeros = np.zeros(missing[1], dtype=np.int64)
+    return FlatBatch(
+        rows=np.append(batch.rows, np.full(added, -1)),
+        lengths=np.append(batch.lengths, lengths),
+        response_lengths=np.append(batch.response_lengths, responses),
+        tokens=np.append(batch.tokens, np.zeros(missing[0], dtype=np.int64)),
+        positions=np.append(batch.positions, np.arange(missing[0])),
+        filling=np.append(batch.filling, np.ones(missing[0], dtype=np.bool_)),
+        predicting=np.append(batch.predicting, zeros + positions - 1),
+        targets=np.append(batch.targets, zeros),
+        responses=np.append(batch.responses, zeros - 1),
+    )
+
+
+def _divided(batch: FlatBatch, context: Context) -> FlatBatch:
+    """The share of a context-parallel rank."""
+    lengths = context.held(batch.lengths)  # (S,), sum to T of this rank
+    positions = context.positions(_ranges(np.zeros_like(lengths), lengths), np.repeat(lengths, lengths))
+    real = positions < np.repeat(batch.lengths, lengths)
+    source = (positions + np.repeat(_starts(batch.lengths), lengths))[real]  # among the positions of the whole batch
+    held = np.full(len(batch.tokens), -1)
+    held[source] = np.flatnonzero(real)
+    predicting = held[batch.predicting]
+    own = predicting >= 0
+    tokens, filling = np.zeros_like(positions), np.ones_like(real)
+    tokens[real], filling[real] = batch.tokens[source], batch.filling[source]
+    segments = np.repeat(np.arange(len(lengths)), batch.response_lengths)  # of each predicted token
+    return FlatBatch(
+        rows=batch.rows,
+        lengths=lengths,
+        response_lengths=np.bincount(segments[own], minlength=len(lengths)),
+        tokens=tokens,
+        positions=positions,
+        filling=filling,
+        predicting=predicting[own],
+        targets=batch.targets[own],
+        responses=batch.responses[own],
+    )
+
+
+def _filled_up(batch: FlatBatch, missing: int) -> FlatBatch:
     if not missing:
         return batch
     return replace(
@@ -73,6 +139,7 @@ def _filled_up(batch: FlatBatch, multiple: int) -> FlatBatch:
         response_lengths=np.append(batch.response_lengths, 0),
         tokens=np.append(batch.tokens, np.zeros(missing, dtype=np.int64)),
         positions=np.append(batch.positions, np.arange(missing)),
+        filling=np.append(batch.filling, np.ones(missing, dtype=np.bool_)),
     )
 
 
@@ -86,6 +153,7 @@ def _flattened(sequences: Sequences, rows: Indices) -> FlatBatch:
         response_lengths=responses,
         tokens=sequences.tokens[_ranges(first, positions)].astype(np.int64),
         positions=_ranges(np.zeros_like(positions), positions),
+        filling=np.zeros(positions.sum(), dtype=np.bool_),
         predicting=_ranges(_starts(positions) + prompts - 1, responses),
         targets=sequences.tokens[_ranges(first + prompts, responses)].astype(np.int64),
         responses=_ranges(_starts(sequences.response_lengths)[rows], responses),

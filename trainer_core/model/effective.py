@@ -18,12 +18,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from storage.errors import InputError
-from trainer_core.config import OptimizerConfig, TrainerConfig
+from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig, stage_layers
 
 Value = str | int | float | bool | None
 Effective = dict[str, Value]
 """Settings that took effect, by name, in plain JSON types."""
 
+_TE_ATTENTION = {"deterministic", "qkv_format"}  # what Transformer Engine's attention holds
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")  # Transformer Engine's name and Megatron's
 
 
@@ -70,7 +71,8 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
     Row("parallel.tensor", lambda config: config.parallel.tensor, lambda live: _tensor_ranks(live)),
     Row("parallel.pipeline", lambda config: config.parallel.pipeline, lambda live: _stages(live)),
     Row("parallel.virtual_pipeline", lambda config: config.parallel.virtual_pipeline or 1, lambda live: _chunks(live)),
-    Row("parallel.data", lambda config: config.parallel.data, lambda live: _replicas(live)),
+    Row("parallel.data times context", lambda config: config.parallel.replicas, lambda live: _replicas(live)),
+    Row("parallel.context", lambda config: config.parallel.context, lambda live: _context(live)),
     Row("precision", lambda config: config.precision, lambda live: {_precision(one.dtype) for one in _weights(live)}),
     Row("precision of gradients", lambda _: "fp32", lambda live: {_precision(one) for one in _gradients(live)}),
     Row(
@@ -175,6 +177,19 @@ def read_back[Config, Live](rows: Iterable[Row[Config, Live]], config: Config, l
     return found
 
 
+def read_layers(parallel: ParallelConfig, live: Built) -> Effective:
+    """How many layers this rank holds.
+
+    Raises:
+        InputError: it differs from its share of the model's.
+    """
+    blocks = _of(live, TransformerBlock)
+    stages, rank = stage_layers(parallel, live.layers), cast(Any, blocks[0].pg_collection).pp.rank()
+    held = sum(len(block.layers) for block in blocks)
+    compare("layers of this rank", stages[rank] if stages else None, held)
+    return {"layers of this rank": held}
+
+
 def check_effective(provider: TransformerConfig, wanted: dict[str, Any]) -> None:
     """Compare Megatron's model configuration, which modules share, with the settings; building a model may change it.
 
@@ -243,8 +258,18 @@ def _is_repeated(linear: torch.nn.Module) -> bool:
 
 
 def _stages(live: Built) -> set[Value]:
-    """How many ranks hold the layers if each holds as many as this one."""
-    return {live.layers // sum(len(block.layers) for block in _of(live, TransformerBlock))}
+    return {cast(Any, block.pg_collection).pp.size() for block in _of(live, TransformerBlock)}
+
+
+def _context(live: Built) -> set[Value]:
+    """Ranks over which the attention goes."""
+    found = set()
+    for module in _of(live, Attention):
+        core = vars(module.core_attention)
+        # Transformer Engine's holds its group, or none if there is one rank
+        group = core["cp_group"] if _TE_ATTENTION & core.keys() else cast(Any, module.pg_collection).cp
+        found.add(group.size() if group is not None else 1)
+    return found
 
 
 def _chunks(live: Built) -> set[Value]:
@@ -279,8 +304,7 @@ def _recomputed(live: Built) -> set[Value]:
 def _attention(live: Built) -> set[Value]:
     """The kernels that may be used. Without Transformer Engine there is no choice."""
     cores = [cast(Any, module.core_attention) for module in _of(live, Attention)]
-    chosen = {"deterministic", "qkv_format"}  # what Transformer Engine's attention holds
-    return {core.config.attention_backend.name if chosen & vars(core).keys() else "auto" for core in cores}
+    return {core.config.attention_backend.name if _TE_ATTENTION & vars(core).keys() else "auto" for core in cores}
 
 
 def _experts(live: Built) -> list[Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from trainer_core.config import ParallelConfig, RankSpec
+from trainer_core.context import Context
 from trainer_core.platform.platform import Platform
 
 
@@ -30,12 +31,21 @@ class Mesh:
     is_last_stage: bool
     """Whether the loss is computed here."""
     speaks: bool
-    """Whether this rank contributes its replica's results: tensor rank 0 of the last pipeline stage."""
+    """Whether this rank contributes the results of the tokens it holds: tensor rank 0 of the last pipeline stage."""
+    context: Context
+    """Which share of each sequence this rank holds."""
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
         """Ranks that hold the other shards of this rank's matrices."""
         return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+    @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the other shares of the same sequences; None if this rank holds them whole."""
+        if self.context.ranks == 1:
+            return None
+        return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
     def combine(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum `values` over the ranks that speak; every rank gets the sum. Collective.
@@ -70,6 +80,7 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,  # on CPU every group is gloo anyway, on GPU nothing here needs it
@@ -82,6 +93,7 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
         data_rank=parallel_state.get_data_parallel_rank(),
         is_last_stage=is_last,
         speaks=is_last and parallel_state.get_tensor_model_parallel_rank() == 0,
+        context=Context(parallel.context, parallel_state.get_context_parallel_rank()),
     )
 
 

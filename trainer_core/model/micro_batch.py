@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from trainer_core.batches.flat import FlatBatch
 from trainer_core.batches.sequences import Vector
+from trainer_core.model.mesh import Mesh
 from trainer_core.model.segments import Segments
 from trainer_core.platform.local_attention import local_segments
 
@@ -29,7 +31,8 @@ class MicroBatch:
     packing: PackedSeqParams
     """Where segments begin and end, for the attention."""
     filling: torch.Tensor | None
-    """(1, T) bool, positions that experts and their router must not count; None if there are none."""
+    """(1, T) bool, positions that experts and their router must not count; None if there are none. Context-parallel
+    ranks all have one, because with it routers exchange more."""
     predicting: torch.Tensor
     """(R,) int64, positions that predict response tokens."""
     targets: torch.Tensor
@@ -48,7 +51,7 @@ def place(
     batches: Sequence[FlatBatch],
     weights: Vector,
     values: Mapping[str, Vector],
-    device: torch.device,
+    mesh: Mesh,
     transformer_engine: bool,
 ) -> list[MicroBatch]:
     """Copy all batches of a pass to the device, each array at once and from pinned memory.
@@ -57,21 +60,23 @@ def place(
         batches: what to copy.
         weights: (N,) of the sequences that the batches' rows name.
         values: (response tokens of all sequences,) each.
-        device: where to.
+        mesh: this rank's place, with the device.
         transformer_engine: whether its attention kernels are used.
     """
 
     def move(arrays: list[NDArray]) -> tuple[torch.Tensor, ...]:
         joined = torch.from_numpy(np.concatenate(arrays))
-        if device.type == "cuda":
+        if mesh.device.type == "cuda":
             joined = joined.pin_memory()
-        return joined.to(device, non_blocking=True).split([len(array) for array in arrays])
+        return joined.to(mesh.device, non_blocking=True).split([len(array) for array in arrays])
 
+    ranks, group = mesh.context.ranks, mesh.context_group
     longest = max(int(batch.lengths.max()) for batch in batches)
-    ends = move([np.concatenate(([0], np.cumsum(batch.lengths))).astype(np.int32) for batch in batches])
+    # of whole sequences, filled up
+    ends = move([np.concatenate(([0], np.cumsum(batch.lengths) * ranks)).astype(np.int32) for batch in batches])
     places = move([batch.positions for batch in batches])
     packings = [
-        _thd(end, longest) if transformer_engine else local_segments(batch.lengths, own)
+        _thd(end, longest, ranks) if transformer_engine else local_segments(batch.lengths, own, mesh.context, group)
         for batch, end, own in zip(batches, ends, places, strict=True)
     ]
     moved = {name: move([_chosen(array, batch.responses) for batch in batches]) for name, array in values.items()}
@@ -94,10 +99,10 @@ def place(
             tokens=tokens.unsqueeze(0),
             positions=own.unsqueeze(0),
             packing=packing,
-            filling=filling.unsqueeze(0) if (host.rows < 0).any() else None,
+            filling=filling.unsqueeze(0) if host.filling.any() or group is not None else None,
             predicting=predicting,
             targets=targets,
-            segments=Segments(lengths),
+            segments=Segments(lengths, group),
             weights=weight,
             count=count.squeeze(0),
             values={name: parts[number] for name, parts in moved.items()},
@@ -115,8 +120,15 @@ def _chosen(values: Vector, places: NDArray[np.int64]) -> Vector:
     return chosen
 
 
-def _thd(ends: torch.Tensor, longest: int) -> PackedSeqParams:
-    rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+def _thd(ends: torch.Tensor, longest: int, ranks: int) -> PackedSeqParams:
+    """What Transformer Engine asks for; with context-parallel `ranks` the ends are those of whole sequences.
+
+    What fills up a sequence comes last in it, so that no other position attends to it: it counts as part of it.
+    """
+    rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP * ranks
+    padded: dict[str, Any] = {}
+    if ranks > 1:
+        padded = {"cu_seqlens_q_padded": ends, "cu_seqlens_kv_padded": ends, "pad_between_seqs": False}
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=rounded, max_seqlen_kv=rounded
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=rounded, max_seqlen_kv=rounded, **padded
     )

@@ -22,11 +22,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from storage.errors import InputError, NumericsError, RatchetError
-from trainer_core.config import MegatronConfig, TrainerConfig, check_layout
-from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back
+from trainer_core.config import MegatronConfig, MemoryConfig, TrainerConfig, check_layout
+from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
 from trainer_core.model.fusion import fuse_accumulation
+from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
-from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings
+from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings, uses_graphs
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.telling import told
 
@@ -54,6 +55,10 @@ class Model:
     """Whether layers are built from Transformer Engine's modules."""
     effective: Effective
     """The settings that the live modules and buffers were found to have."""
+    graphs: bool
+    """Whether micro-batches of one shape may be launched as one CUDA graph each."""
+    residence: Residence
+    """What of parameters, gradients and optimizer is on the device."""
 
     def forward(
         self,
@@ -93,10 +98,12 @@ class Model:
         With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
         here the rest is gathered first, and nothing is gathered while the block lasts. What Megatron computes with in
         float32, the biases of routers, is in float32 here, also if no pass has come since it was cast with the rest.
+        Weights that were given up are put back.
 
         Raises:
             RatchetError: weights or buffers were changed where they may only be read.
         """
+        self.residence.resume("parameters")
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -113,6 +120,16 @@ class Model:
                 "trained: start again from the last state, and report this"
             )
 
+    def release(self, wanted: MemoryConfig) -> int:
+        """Give up what is wanted until it is needed again; returns the bytes. Collective.
+
+        Raises:
+            AccumulationPending: see `Residence.release`.
+        """
+        gathering = wanted.offload_parameters and self.residence.has("parameters")
+        with self.weights("readable") if gathering else contextlib.nullcontext():
+            return self.residence.release(wanted)
+
     @contextlib.contextmanager
     def buffers_kept_on_failure(self) -> Iterator[None]:
         """If the block fails for its numbers, buffers are as before: passes move some, as the biases of routers."""
@@ -121,13 +138,14 @@ class Model:
         try:
             yield
         except NumericsError:
+            self.residence.accumulating = False  # these gradients are never used
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
             raise
 
     def _restore_float32(self) -> None:
-        """As each forward pass of a router begins; wrapping a model of low precision has cast its buffers."""
+        """As each forward pass of a router begins: what casts a whole module to low precision casts them too."""
         if self.dtype == torch.float32 or not self.config.num_moe_experts:
             return
         for router in (one for module in self.modules for one in module.modules() if isinstance(one, TopKRouter)):
@@ -137,8 +155,23 @@ class Model:
         """How often each tensor was changed in place, as torch counts it."""
         return [tensor._version for tensor in self.tensors()]
 
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Passes in here leave the sums of their micro-batches: not divided by tokens, nor reduced over replicas."""
+        reduction, self.config.finalize_model_grads_func = self.config.finalize_model_grads_func, None
+        try:
+            yield
+        finally:
+            self.config.finalize_model_grads_func = reduction
+
+    def reduce(self, tokens: torch.Tensor) -> None:
+        """End a pass in `unreduced`, over `tokens`, () int32, of this replica. Collective."""
+        finalize_model_grads(list(self.chunks), tokens)
+
     def zero_gradients(self) -> None:
-        """Begin a pass: no gradients, and none reduced yet."""
+        """Begin a pass that accumulates gradients: there are none, and none is reduced yet."""
+        self.residence.resume("gradients")
+        self.residence.accumulating = True
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
@@ -205,6 +238,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     config = _decided(config, platform, deterministic)
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
+    _check_attention(config, platform)
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
@@ -230,7 +264,9 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         vocabulary=_vocabulary(bridge),
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
-        effective=read_back(MODEL, config, built),
+        effective=read_back(MODEL, config, built) | read_layers(config.parallel, built),
+        graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
+        residence=Residence(chunks, platform.device),
     )
 
 
@@ -244,6 +280,22 @@ def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> 
         # segments of some 20 positions on an H100
         decided["attention"] = "unfused"
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=decided)})
+
+
+def _check_attention(config: TrainerConfig, platform: Platform) -> None:
+    """Refuse context parallelism where Transformer Engine has no kernel for it."""
+    if config.parallel.context == 1 or not platform.transformer_engine:
+        return
+    if config.precision != "bf16":
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context} and train.precision {config.precision!r}, but "
+            'Transformer Engine divides sequences in bf16 alone: set train.precision = "bf16" or the other to 1'
+        )
+    if config.megatron.attention == "unfused":
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context}, which Transformer Engine's unfused attention cannot "
+            "compute: set train.megatron.attention to another, and device.deterministic = false"
+        )
 
 
 def _bridge(model_dir: str) -> AutoBridge:

@@ -1,6 +1,7 @@
 """Megatron's distributed AdamW with its learning-rate schedule, and an update that refuses non-finite gradients."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ class Optimizer:
 
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
         self.config = config
+        self._residence = model.residence
+        self._residence.resume("parameters")  # of which main weights are copies
         self.megatron = get_megatron_optimizer(
             _megatron_config(config, model.dtype), list(model.chunks), use_gloo_process_groups=False
         )
@@ -26,6 +29,7 @@ class Optimizer:
         model.config.grad_scale_func = self.megatron.scale_loss
         self.effective = read_back(OPTIMIZER, config, self.parts)
         """The settings that the live optimizers were found to have."""
+        self._residence.serve(self._tensors)
 
     @property
     def parts(self) -> list[Any]:
@@ -48,6 +52,8 @@ class Optimizer:
         Raises:
             NumericsError: if the norm is not finite; weights and moments are then unchanged.
         """
+        self._residence.resume()
+        self._residence.accumulating = False
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
@@ -60,7 +66,8 @@ class Optimizer:
         return norm
 
     def allocate(self) -> None:
-        """Create the moments before the first update, as saving and loading expect."""
+        """Create the moments before the first update, as saving and loading expect, or put them back."""
+        self._residence.resume("optimizer")
         for part in _parts(self.megatron):
             if not part.optimizer.state:
                 part.init_state_fn(part.optimizer, part.config)
@@ -82,6 +89,14 @@ class Optimizer:
             elif updates:
                 for group in part.optimizer.param_groups:
                     group["step"] = updates
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Main weights and moments."""
+        for part in self.parts:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (values for name, values in state.items() if name != "step" and torch.is_tensor(values))
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:

@@ -1,6 +1,6 @@
 """Run the model over sequences, in flat micro-batches, through Megatron's forward-backward schedules."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,12 +10,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
-from trainer_core.batches.flat import flatten
+from trainer_core.batches.flat import alike, flatten
 from trainer_core.batches.sequences import Sequences, Vector
 from trainer_core.batches.sharing import Limits, share
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model
+from trainer_core.model.replay import FEWEST, Record, Report, replayed
 from trainer_core.model.token_loss import TokenLoss
 from trainer_core.model.vocab_parallel import EntropyUse, log_probabilities
 
@@ -65,6 +66,8 @@ class Passes:
     mesh: Mesh
     limits: Limits
     """Of a micro-batch of one data-parallel rank."""
+    record: Record | None = None
+    """How micro-batches are recorded to be launched again, instead of kernel by kernel."""
 
     def score(
         self, sequences: Sequences, rows: NDArray[np.int64], temperature: float, entropy: EntropyUse = "none"
@@ -107,14 +110,35 @@ class Passes:
     def _batches(
         self, sequences: Sequences, rows: NDArray[np.int64], weights: Vector, values: Mapping[str, Vector]
     ) -> list[MicroBatch]:
-        shares = share(sequences.positions, rows, self.mesh.parallel.data, self.limits, self.mesh.parallel.rounds)[
-            self.mesh.data_rank
-        ]
-        multiple = self.mesh.parallel.tensor if self.mesh.parallel.sequence else 1
-        batches = [flatten(sequences, chosen, multiple) for chosen in shares]
-        return place(batches, weights, values, self.mesh.device, self.model.transformer_engine)
+        mesh, parallel = self.mesh, self.mesh.parallel
+        held = mesh.context.held(sequences.positions)
+        shares = share(held, rows, parallel.data, self.limits, parallel.rounds)[mesh.data_rank]
+        multiple = parallel.tensor if parallel.sequence else 1
+        batches = [flatten(sequences, chosen, multiple, mesh.context) for chosen in shares]
+        if self.record is not None:
+            batches = alike(batches)
+        return place(batches, weights, values, mesh, self.model.transformer_engine)
 
-    def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[dict]:
+    def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Report]:
+        self.model.residence.resume("parameters")
+        schedule = partial(self._scheduled, finish=finish, forward_only=forward_only)
+        if self.record is None or len(batches) < FEWEST:
+            return schedule(batches, self.model.sources(batches))
+        with self.model.unreduced():
+            reports = replayed(batches, lambda some: schedule(some, iter(some)), self.record)
+        if not forward_only:
+            self.model.reduce(torch.stack([batch.count for batch in batches]).sum(dtype=torch.int32))
+        return reports
+
+    def _scheduled(
+        self,
+        batches: Sequence[MicroBatch],
+        source: Iterator[MicroBatch] | list[Iterator[MicroBatch]],
+        finish: Callable[..., Any],
+        forward_only: bool,
+    ) -> list[Report]:
+        """The passes of the micro-batches, in the order of Megatron's schedule, and what their gradients sum up to."""
+
         def forward(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
             # last stage: logits (R, V/tp); before it: hidden states (T, 1, H)
@@ -123,7 +147,7 @@ class Passes:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=self.model.sources(batches),
+            data_iterator=source,
             model=list(self.model.chunks),
             num_microbatches=len(batches),
             seq_length=batches[0].tokens.shape[1],  # stages tell each other the shapes
@@ -150,15 +174,15 @@ class Passes:
         """As `_scored`, with the loss."""
         logprobs, entropy = self._logprobs(batch, logits, objective.temperature, objective.entropy)
         result = objective.loss(batch, logprobs, entropy)
-        total = (batch.segments.sum(result.loss) * batch.weights).sum()
-        clipped = (batch.segments.sum(result.clipped) * (batch.weights != 0)).sum()
+        total = (batch.segments.own_sum(result.loss) * batch.weights).sum()
+        clipped = (batch.segments.own_sum(result.clipped) * (batch.weights != 0)).sum()
         report = {
             "values": torch.stack((logprobs.detach(), entropy.detach())),
             "sums": torch.stack((total.detach(), clipped)),
         }
         return total, batch.count, report
 
-    def _scores(self, sequences: Sequences, batches: list[MicroBatch], reports: list[dict]) -> Scores:
+    def _scores(self, sequences: Sequences, batches: list[MicroBatch], reports: Sequence[Report]) -> Scores:
         found = np.zeros((2, int(sequences.response_lengths.sum())))
         if reports:  # of the last stage
             values = torch.cat([report["values"] for report in reports], dim=1).double().cpu().numpy()  # (2, R)

@@ -43,6 +43,7 @@ def model_settings(config: TrainerConfig, platform: Platform, deterministic: boo
     dtype = dtype_of(config)
     settings: dict[str, Any] = {
         "sequence_parallel": config.parallel.sequence,
+        "context_parallel_size": config.parallel.context,
         "expert_model_parallel_size": config.parallel.expert,
         "expert_tensor_parallel_size": config.parallel.expert_tensor or config.parallel.tensor,
         "params_dtype": dtype,
@@ -85,6 +86,8 @@ def _of_pipeline(config: TrainerConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": config.parallel.tensor,
         "pipeline_model_parallel_size": config.parallel.pipeline,
         "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_first_pipeline_stage": config.parallel.layers_first_stage,
+        "num_layers_in_last_pipeline_stage": config.parallel.layers_last_stage,
         "variable_seq_lengths": config.parallel.pipeline > 1,  # flat batches differ in length
         # of two ranks each is the next and the previous of the other: batched exchanges of both directions get mixed up
         "batch_p2p_comm": virtual is None,
@@ -117,3 +120,27 @@ def buffer_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
         overlap_param_gather=config.overlap_param_gather,
         check_for_nan_in_grad=False,  # the trainer checks loss and norm itself and raises a typed error
     )
+
+
+def uses_graphs(config: TrainerConfig, platform: Platform, deterministic: bool, has_experts: bool) -> bool:
+    """Whether micro-batches may be recorded as CUDA graphs.
+
+    Raises:
+        InputError: that is asked for, and something is in the way.
+    """
+    megatron = config.megatron
+    in_the_way = {
+        "the model runs without Transformer Engine": not platform.transformer_engine,
+        "device.deterministic": deterministic,
+        "its experts are dispatched by the host": has_experts,
+        f"the layout {config.parallel}": config.parallel.world_size > config.parallel.data,
+        f"train.megatron.recompute = {megatron.recompute!r}": megatron.recompute != "none",
+        "train.megatron.overlap_grad_reduce": megatron.overlap_grad_reduce,
+        "train.megatron.overlap_param_gather": megatron.overlap_param_gather,
+    }
+    reasons = [reason for reason, applies in in_the_way.items() if applies]
+    if megatron.cuda_graphs and reasons:
+        raise InputError(
+            f"train.megatron.cuda_graphs = true, but micro-batches cannot be recorded: {', '.join(reasons)}"
+        )
+    return megatron.cuda_graphs is not False and not reasons

@@ -145,6 +145,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # which speeds up copies to a GPU, and needs its driver
         return factory(*args, **kwargs)
 
     return make

@@ -1,6 +1,7 @@
 """Causal attention within the segments of a flat batch, by torch's scaled_dot_product_attention.
 
-Used where Transformer Engine, which has kernels for that, is absent.
+Used where Transformer Engine, which has kernels for that, is absent. Context-parallel ranks gather keys and values of
+the whole sequences, and each attends with its own queries.
 """
 
 from dataclasses import dataclass, replace
@@ -8,8 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -19,14 +22,12 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 
+from trainer_core.context import Context
+
 
 @dataclass(kw_only=True)
 class LocalSegments(PackedSeqParams):
-    """The segments of a flat batch, prepared once for all layers.
-
-    The format is not "thd", with which megatron-core rotates one segment after another: the batch axis of length 1
-    stays, and every position brings its own angles.
-    """
+    """The segments of a flat batch, prepared once for all layers. `cp_group` is the ranks that divide them, if any."""
 
     positions: torch.Tensor
     """(T,) int64, place of each position in its segment."""
@@ -36,22 +37,35 @@ class LocalSegments(PackedSeqParams):
     """(T,) int64, undoes `order`."""
     blocks: tuple[tuple[int, int], ...]
     """(segments, length) of each block of equal lengths, in that order."""
+    gathered: torch.Tensor | None = None
+    """(T * ranks,) int64, where the positions of whole segments, in the order of the blocks, are among those of all
+    context-parallel ranks; None if there is one rank."""
+    visible: tuple[torch.Tensor, ...] = ()
+    """Of each block (length, length * ranks) bool, the positions to which this rank's attend; none if there is one."""
 
 
-def local_segments(lengths: NDArray[np.int64], positions: torch.Tensor) -> LocalSegments:
+def local_segments(
+    lengths: NDArray[np.int64], positions: torch.Tensor, context: Context, group: dist.ProcessGroup | None
+) -> LocalSegments:
     """What the local layers need to know of segments.
 
-    `lengths`, (S,), sum to T; `positions`, (T,) int64 on the model's device, count from 0 in each segment.
+    Args:
+        lengths: (S,) positions of each that this rank holds; they sum to T.
+        positions: (T,) int64 on the model's device, place of each in its segment, from 0.
+        context: which share of each segment this rank holds.
+        group: the ranks that hold the others, if there are any.
     """
     order = np.argsort(np.repeat(lengths, lengths), kind="stable")
-    found, counts = np.unique(lengths, return_counts=True)
+    found, counts = np.unique(lengths[lengths > 0], return_counts=True)
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     permutations = torch.from_numpy(np.stack((order, inverse))).to(positions.device)  # (2, T)
-    longest = int(lengths.max())
-    ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)).to(positions.device)  # (S + 1,)
+    longest = int(lengths.max()) * context.ranks
+    ends = np.concatenate(([0], np.cumsum(lengths) * context.ranks)).astype(np.int32)  # (S + 1,), of whole segments
+    ends = torch.from_numpy(ends).to(positions.device)
+    several = context.ranks > 1
     return LocalSegments(
-        qkv_format="sbhd",
+        qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,
@@ -60,7 +74,26 @@ def local_segments(lengths: NDArray[np.int64], positions: torch.Tensor) -> Local
         order=permutations[0],
         inverse=permutations[1],
         blocks=tuple(zip(counts.tolist(), found.tolist(), strict=True)),
+        cp_group=cast(Any, group),
+        gathered=torch.from_numpy(_gathered(lengths, context)).to(positions.device) if several else None,
+        visible=tuple(_visible(length, context).to(positions.device) for length in found) if several else (),
     )
+
+
+def _gathered(lengths: NDArray[np.int64], context: Context) -> NDArray[np.int64]:
+    """(T * ranks,) `LocalSegments.gathered`, of which ranks have T positions each, one rank after another."""
+    starts, order = np.cumsum(lengths) - lengths, np.argsort(lengths, kind="stable")
+    whole = lengths[order] * context.ranks
+    segment = np.repeat(order, whole)
+    positions = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
+    rank, place = context.holders(positions, lengths[segment])
+    return rank * lengths.sum() + starts[segment] + place
+
+
+def _visible(length: int, context: Context) -> torch.Tensor:
+    """(length, length * ranks) bool, the positions of a segment to which the `length` of this rank attend."""
+    own = context.positions(np.arange(length), np.full(length, length))
+    return torch.from_numpy(own[:, None] >= np.arange(length * context.ranks)[None])
 
 
 class LocalSelfAttention(SelfAttention):
@@ -77,10 +110,12 @@ class LocalSelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(T, 1, H) -> (T, 1, H); `rotary_pos_emb` (L, 1, 1, D) holds the angles of the first L places of a segment.
 
-        Without segments each row of (S, B, H) is one.
+        Every position brings its own angles. With the format "thd" megatron-core would rotate one segment after
+        another. Without segments each row of (S, B, H) is one.
         """
         if packed_seq_params is not None:
             rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]  # (T, 1, 1, D)
+            packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
         return super().forward(
             hidden_states,
             attention_mask,
@@ -93,19 +128,6 @@ class LocalSelfAttention(SelfAttention):
 
 class LocalLatentAttention(MLASelfAttention):
     """megatron-core's multi-latent attention over segments, whose gradient is right on several tensor ranks too."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor,
-        *args: Any,
-        packed_seq_params: LocalSegments | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """(T, 1, H) -> (T, 1, H). Without segments each row of (S, B, H) is one."""
-        if packed_seq_params is not None:  # one format in which each segment is rotated from its own beginning
-            packed_seq_params = replace(packed_seq_params, qkv_format="thd")
-        return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:
         """The modules to build. Queries that are projected at once have no norm; upstream wants one all the same."""
@@ -161,6 +183,8 @@ class LocalDotProductAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
         segments = cast(LocalSegments, packed_seq_params)
+        if segments.gathered is not None:
+            return self._attend_over_ranks(query, key, value, segments, segments.gathered)
         if len(segments.blocks) == 1:  # nothing to sort
             rows = (tensor.unflatten(0, segments.blocks[0]).squeeze(2) for tensor in (query, key, value))
             return self._attend(*rows).flatten(0, 1).unsqueeze(1)
@@ -172,10 +196,42 @@ class LocalDotProductAttention(MegatronModule):
         ]
         return torch.cat(mixed)[segments.inverse].unsqueeze(1)
 
-    def _attend(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Query, key and value of n sequences of equal length, (n, L, heads, D) -> (n, L, heads * D)."""
+    def _attend_over_ranks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: LocalSegments,
+        gathered: torch.Tensor,
+    ) -> torch.Tensor:
+        """The same where ranks divide each segment: their keys and values together, this rank's queries alone."""
+        both = torch.cat((key, value), -1)  # (T, 1, heads / tp, D + D of values)
+        everyones = gather_from_sequence_parallel_region(both, group=segments.cp_group)  # (T * ranks, 1, ...)
+        sizes = [count * length for count, length in segments.blocks]
+        queries = query.squeeze(1)[segments.order].split(sizes)
+        ranks = len(gathered) // len(query)
+        wholes = everyones.squeeze(1)[gathered].split([size * ranks for size in sizes])
+        mixed = []
+        for (count, length), visible, own, whole in zip(
+            segments.blocks, segments.visible, queries, wholes, strict=True
+        ):
+            keys, values = whole.unflatten(0, (count, length * ranks)).split((key.shape[-1], value.shape[-1]), -1)
+            mixed.append(self._attend(own.unflatten(0, (count, length)), keys, values, visible=visible).flatten(0, 1))
+        return torch.cat(mixed)[segments.inverse].unsqueeze(1)
+
+    def _attend(self, *parts: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+        """Query, key and value of n sequences of equal length, (n, L, heads, D) -> (n, L, heads * D).
+
+        With `visible`, (L, K) bool, there are K keys and values, of which it says which ones a query attends to.
+        """
         query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, D)
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=visible,
+            is_causal=visible is None,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return mixed.transpose(1, 2).flatten(2)

@@ -59,6 +59,7 @@ def _prepare_cuda(local_rank: int) -> Platform:
     if not torch.cuda.is_available():
         raise InputError('the trainer\'s device is "cuda", but torch sees no GPU; use device = "cpu"')
     torch.cuda.set_device(local_rank)
+    torch.cuda.set_stream(torch.cuda.Stream())  # kernels on the default stream cannot be recorded as CUDA graphs
     _import_megatron()
     return Platform(torch.device("cuda", local_rank), "nccl", transformer_engine=not te_absent.is_absent())
 

@@ -22,6 +22,7 @@ from trainer_core.model import rng
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
+from trainer_core.platform.pinning import pinning_of
 from trainer_core.platform.platform import quietly
 from trainer_core.state import generators
 from trainer_core.state.boxes import Shard
@@ -162,7 +163,7 @@ def _restore_rng(state: SavedState, mesh: Mesh) -> None:
 
 def _laid_out(directory: Path, shards: list[Shard], mesh: Mesh) -> MappedFiles | StorageUnavailable:
     try:
-        return MappedFiles(directory, mesh.rank, shards, mesh.device)
+        return MappedFiles(directory, mesh.rank, shards, pinning_of(mesh.device))
     except StorageUnavailable as error:
         return error
 

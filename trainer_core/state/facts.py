@@ -17,7 +17,9 @@ OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
 
 
-_NOT_SAVED = {"virtual_pipeline", "sequence", "expert", "expert_tensor"}
+_NOT_SAVED = {
+    "context", "virtual_pipeline", "layers_first_stage", "layers_last_stage", "sequence", "expert", "expert_tensor",
+}  # fmt: skip
 """Of a layout: the file stays as earlier versions wrote it, and nothing that reads it asks for these."""
 
 STATE_SCHEME = 1

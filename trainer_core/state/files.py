@@ -1,18 +1,19 @@
 """The tensors of a state in torch's distributed-checkpoint format: files that are laid out once and filled in place.
 
 Each rank writes what it owns into two files, that of the optimizer apart. Both are mapped into memory, so that saving
-is one copy of each element, from the device straight to its place in the file. On a GPU the memory is pinned.
+is one copy of each element, from the device straight to its place in the file. For a GPU the memory is pinned where
+that is possible: in shared memory, not on a disk.
 """
 
 import io
 import itertools
 import json
+import logging
 import os
 import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import (
@@ -27,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from storage.errors import RatchetError, StorageUnavailable
+from storage.errors import RatchetError, StorageUnavailable, WorkerLost
+from trainer_core.platform.pinning import Pinning
 from trainer_core.state.boxes import Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.pickles import COMMON_FILE, METADATA_FILE
@@ -36,6 +38,8 @@ from trainer_core.state.saved import Region
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _ALIGNED = 64  # bytes: every element type can be viewed there
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,22 +60,29 @@ class Entry:
 class MappedFiles:
     """The files of one rank in a folder."""
 
-    def __init__(self, directory: Path, rank: int, shards: Iterable[Shard], device: torch.device) -> None:
+    def __init__(self, directory: Path, rank: int, shards: Iterable[Shard], pinning: Pinning | None) -> None:
         """Lay the files out for the given shards; `fill` is called with the same ones, whatever their values are.
+
+        Args:
+            pinning: how memory is pinned for the device; None for a CPU.
 
         Raises:
             StorageUnavailable: there is no room for them.
+            WorkerLost: as `Pinning.pin`.
         """
         self.directory = directory
         self.entries = list(_entries(shards, rank))
-        self._pins = device.type == "cuda"
+        self._pinning = pinning
+        self._pinned: set[str] = set()
         self._maps: dict[str, torch.Tensor] = {}
         try:
             for name, own in _by_file(self.entries):
                 self._maps[name] = self._mapped(name, list(own))
-        except StorageUnavailable:
+        except (StorageUnavailable, WorkerLost):
             self.close()
             raise
+        if pinning is not None and len(self._pinned) < len(self._maps):
+            logger.warning("memory of files in %s cannot be pinned: states are saved there at a lower speed", directory)
         self._places = [_place(self._maps[entry.file], entry) for entry in self.entries]
 
     @property
@@ -88,16 +99,15 @@ class MappedFiles:
         given = [(shard.box.name, region, values) for shard in shards for region, values in shard.regions()]
         if [one[:2] for one in given] != [(entry.name, entry.region) for entry in self.entries]:
             raise RatchetError(f"the state has other tensors than the files in {self.directory} were laid out for")
-        for place, (_, _, values) in zip(self._places, given, strict=True):
-            place.copy_(values.reshape(-1), non_blocking=self._pins)
-        if self._pins:
-            torch.cuda.synchronize()
+        for entry, place, (_, _, values) in zip(self.entries, self._places, given, strict=True):
+            place.copy_(values.reshape(-1), non_blocking=entry.file in self._pinned)
+        if self._pinning is not None:
+            self._pinning.wait()
 
     def close(self) -> None:
         """Release pinned memory; the files remain."""
-        if self._pins:
-            for mapped in self._maps.values():
-                torch.cuda.check_error(_runtime().cudaHostUnregister(mapped.data_ptr()))
+        while self._pinning is not None and self._pinned:
+            self._pinning.release(self._maps[self._pinned.pop()])
 
     def _mapped(self, name: str, entries: list[Entry]) -> torch.Tensor:
         path = self.directory / name
@@ -111,8 +121,8 @@ class MappedFiles:
             around = frame(entry.dtype, entry.region.shape)
             _put(mapped, entry.offset, around.head)
             _put(mapped, entry.offset + entry.length - len(around.tail), around.tail)
-        if self._pins:
-            torch.cuda.check_error(_runtime().cudaHostRegister(mapped.data_ptr(), size, 0))
+        if self._pinning is not None and self._pinning.pin(mapped, path):
+            self._pinned.add(name)
         return mapped
 
 
@@ -173,10 +183,6 @@ def _reserve(path: Path, size: int) -> None:
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     os.link(path, second)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 def _put(mapped: torch.Tensor, offset: int, content: bytes) -> None:

@@ -71,12 +71,12 @@ def test_what_processes_take():
             "max_length": 128,
             "precision": "bf16",
             "optimizer": {"learning_rate": 1e-3},
-            "parallel": {"tensor": 2, "data": 2},
+            "parallel": {"tensor": 2, "context": 2, "data": 2},
         },
         "engine": {"kv_cache_mib": 3, "precision": "bf16"},
     }
     needs = needs_of(parse_config(document, "test"), "cpu", parameters=1000, prompt_bytes=7)
-    assert needs.ranks == 4
-    assert needs.rank_bytes == 500 * (2 + 4 + 12 / 2)
+    assert needs.ranks == 8
+    assert needs.rank_bytes == 500 * (2 + 4 + 12 / 4)
     assert needs.engine_bytes == 2000 + (3 << 20)
     assert (needs.stored_bytes, needs.state_bytes, needs.states_kept) == (2007, 14_000, 2)

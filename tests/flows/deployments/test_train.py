@@ -34,6 +34,7 @@ AUTOMATIC, BY_HAND = Scheduled(name=AGAIN), AwaitingRetry()
         ((Scheduled(), Running()), 0),
         ((Scheduled(), Running(), Crashed(), AUTOMATIC, Running()), 1),
         ((Scheduled(), Running(), Crashed(), AUTOMATIC, AUTOMATIC, AUTOMATIC, Running()), 1),
+        ((Scheduled(), Running(), Crashed(), Crashed(), AUTOMATIC, Running()), 1),
         ((Scheduled(), *[Running(), Crashed(), AUTOMATIC] * (LIMIT + 1), Running()), LIMIT + 1),
         ((Scheduled(), *[Running(), Crashed(), AUTOMATIC] * LIMIT, BY_HAND, Running()), 0),
     ],

@@ -27,6 +27,22 @@ def test_every_process_every_stage_and_every_point_can_be_chosen(config: RunConf
     assert len(set(faults)) == len(faults)
 
 
+@pytest.mark.parametrize(
+    ("engine", "inside"),
+    [
+        ({"own_process": True}, {"core-0"}),
+        ({"own_process": True, "count": 2}, {"core-0", "core-1"}),
+        ({"tensor": 2, "count": 2}, {"core-0", "core-1", *(f"worker-{number}" for number in range(4))}),
+        ({"own_process": False}, set()),
+    ],
+)
+def test_what_vllm_starts_can_be_killed(config: RunConfig, engine: dict[str, object], inside: set[str]):
+    asked = prolonged(config.model_copy(update={"engine": config.engine.model_copy(update=engine)}), 1)
+    victims = {fault.victim for fault in possible(asked, regenerate=True)}
+    assert {victim for victim in victims if victim.startswith(("core-", "worker-"))} == inside
+    assert all(Fault.parse(str(fault)) == fault for fault in possible(asked, regenerate=True))
+
+
 def test_with_stored_rollouts_nothing_is_killed_while_sampling(config: RunConfig):
     sampling = Fault(Stage.ROLLOUT, 1, Point.MID_PART)
     asked = prolonged(config)

@@ -57,3 +57,18 @@ def test_down_ends_what_nothing_recorded(folder: SiteFolder, begun: RunningProce
     assert down(folder).ended == ("stray",)
     assert find(begun) is None
     assert not any(child.is_running() for child in children)
+
+
+def test_a_worker_that_is_asked_to_end_starts_nothing_any_more(folder: SiteFolder, tmp_path: Path):
+    """As Prefect's does under load: it starts a flow run anew that has just ended, and lives on with it."""
+    again = f"pathlib.Path({str(tmp_path / 'again')!r}).write_text('')"
+    text = (
+        f"import pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: {again}); print(flush=True); {CHILD}"
+    )
+    environment = site_environment(folder.path, folder.prefect_home, "http://127.0.0.1:1/api", "a:b")
+    worker = start("worker", [sys.executable, "-c", text], environment, folder.log("worker"))
+    folder.keep(SiteRecord(api="http://127.0.0.1:1/api", processes=(worker,)))
+    wait_for(lambda: folder.log("worker").read_text())
+    assert down(folder).ended == ("worker",)
+    assert find(worker) is None
+    assert not (tmp_path / "again").exists()

@@ -95,3 +95,12 @@ def test_a_prompt_may_be_an_array(engine):
     prompts = [np.array(prompt, np.int32) for prompt in BATCHES[0][0]]
     assert all(token < VOCABULARY for prompt in prompts for token in prompt)
     assert engine.generate(prompts, BATCHES[0][1], LONG).equals(engine.generate(*BATCHES[0], LONG))
+
+
+def test_an_engine_on_cpu_does_not_sleep_and_says_so(engine):
+    before = engine.generate(PROMPTS, range(len(PROMPTS)), LONG)
+    held = engine.identity()
+    assert engine.sleep() is False
+    engine.wake()
+    assert engine.identity() == held
+    assert engine.generate(PROMPTS, range(len(PROMPTS)), LONG).equals(before)

@@ -429,3 +429,21 @@ def test_a_parameter_that_moves_is_refused_because_of_cuda_graphs(in_place, tmp_
             load_in_place(in_place, tmp_path / "moved", tensors_of_model(in_place.new))
     finally:
         in_place.engine.repair()
+
+
+def test_of_an_architecture_without_a_table_the_names_are_checked(engines, tmp_path):
+    process, reference = engines["qwen3", False].process, engines["qwen3", False].reference
+    models = {name: str(tmp_path / name) for name in ("old", "new")}
+    for seed, directory in enumerate(models.values()):
+        reference.make(directory, seed, True, "gemma")
+    spec = EngineSpec(model_dir=models["old"], max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
+    served = SimpleNamespace(engine=process.FaultyEngine(spec), reference=reference, **models)
+    served.engine.break_loading("skip", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight")
+    match = r"parameters that vLLM loaded: 1 \['model\.layers\.1\.mlp\.gate_up_proj\.weight'\] missing"
+    refused(served.engine, tmp_path / "broken", tensors_of_model(served.new), SyncMismatch, match)
+    served.engine.repair()
+    (tmp_path / "whole").mkdir()
+    arrived, sent = deliver(served.engine, tmp_path / "whole", tensors_of_model(served.new))
+    assert (arrived.digests, arrived.landed) == (sent, 0)
+    served.engine.commit_update(1, weights_digest(sent))
+    assert_agrees(served, "new", prompts=PROMPTS[:4])

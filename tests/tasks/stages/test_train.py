@@ -12,6 +12,20 @@ from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 
 
+@pytest.mark.parametrize("asked", ["true", "false"])
+def test_engines_give_their_memory_away_before_anything_is_trained(tmp_path, asked):
+    root = open_root(str(tmp_path / "runs"))
+    config = small_config(["run.iterations=1", "warmup.steps=1", f"engine.sleep={asked}"])
+    run = driver(root, config, tmp_path)
+    run.drive()
+    calls = [
+        call for call in run.workers.calls if call in ("sleep", "train_policy", "train_supervised", "prepare_update")
+    ]
+    sync = ["prepare_update"] * config.engine.count
+    rest = ["sleep"] * config.engine.count if asked == "true" else []
+    assert calls == [*rest, "train_supervised", *sync, *rest, "train_policy", *sync]
+
+
 @pytest.mark.parametrize("replaced", [True, False], ids=["ranks replaced in this process", "ranks of this process"])
 def test_the_time_to_the_first_gradient_begins_with_the_ranks_that_compute_it(tmp_path, replaced):
     root = open_root(str(tmp_path / "runs"))

@@ -118,7 +118,7 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
     with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
         (engine,) = fleet.engines(model)
         wrong = [records[0].model_copy(update={"digest": "0" * 32}), *records[1:]]
-        with pytest.raises(SyncMismatch, match=f"engine 0: tensor {records[0].name} arrived as"):
+        with pytest.raises(SyncMismatch, match=f"engine 0: tensor {records[0].name} arrived with digest"):
             engine.receive(str(tmp_path), 1, wrong)
         receipt = engine.receive(str(tmp_path), 2, records)
         assert receipt == served.engine.receive(str(tmp_path), 2, records).model_copy(
@@ -134,10 +134,14 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
         scored = zip(engine.score(PROMPTS), served.engine.score(PROMPTS), strict=True)
         assert all(np.allclose(ours, theirs, atol=1e-5) for ours, theirs in scored)
 
+        started = fleet.processes()
+        workers = {f"worker-{number}" for number in range(tensor)} if tensor > 1 else set()
+        assert started.keys() == {"engine-0", "core-0", "node", *workers}
         (actor,) = map(psutil.Process, engine.processes())
         family = [actor, *actor.children(recursive=True)]
         names = [" ".join(process.cmdline()) for process in family]
         assert sum("VLLM::" in name for name in names) == (1 if tensor == 1 else 3)
+        assert {started[name] for name in ("core-0", *workers)} <= {process.pid for process in family}
         assert listening_addresses(cluster.processes()) == {"127.0.0.1"}
         killed = actor if victim is None else family[next(n for n, name in enumerate(names) if victim in name)]
         killed.kill()

@@ -19,8 +19,12 @@ DIVISIONS = {
     "split": (ParallelConfig(), 20),
     "dp2": (ParallelConfig(data=2), 20),
     "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 20),
+    "cp2": (ParallelConfig(context=2), 10),
+    "pp2-cp2": (ParallelConfig(context=2, pipeline=2), 10),
+    "cp4": (ParallelConfig(context=4), 6),
 }
-PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name == "tp2-pp2" else []) for name in DIVISIONS]
+SLOW = {"tp2-pp2", "pp2-cp2", "cp4"}
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DIVISIONS]
 OBJECTIVES = {
     "clip": {"old_policy": "behaviour"},
     "dual": {"old_policy": "behaviour", "loss": {"type": "clip", "dual_limit": 1.1}},

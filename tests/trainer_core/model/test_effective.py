@@ -37,7 +37,7 @@ def spoiled(trainer):
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from trainer_core.model.effective import MODEL, OPTIMIZER, Built, check_effective, read_back
+    from trainer_core.model.effective import MODEL, OPTIMIZER, Built, check_effective, read_back, read_layers
 
     trainer.import_model()
     model, optimizer = trainer._model, trainer._optimizer
@@ -45,11 +45,14 @@ def spoiled(trainer):
     linear = model.modules[0].decoder.layers[0].mlp.linear_fc1
     (chunk,), (part,) = model.chunks, optimizer.parts
     first = lambda kind: next(module for module in modules if isinstance(module, kind))  # noqa: E731
+    several = types.SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     group, block = part.optimizer.param_groups[0], first(TransformerBlock)
     parts = {
-        "parallel.tensor": (vars(linear), "tp_group", types.SimpleNamespace(size=lambda: 2)),
-        "parallel.pipeline": (block._modules, "layers", torch.nn.ModuleList(list(block.layers)[:2])),
-        "parallel.data": (vars(chunk.buffers[0]), "data_parallel_world_size", 2),
+        "parallel.tensor": (vars(linear), "tp_group", several),
+        "parallel.pipeline": (vars(block), "pg_collection", types.SimpleNamespace(pp=several)),
+        "layers of this rank": (block._modules, "layers", torch.nn.ModuleList(list(block.layers)[:2])),
+        "parallel.context": (vars(first(Attention)), "pg_collection", types.SimpleNamespace(cp=several)),
+        "parallel.data times context": (vars(chunk.buffers[0]), "data_parallel_world_size", 2),
         "precision of gradients": (vars(next(chunk.parameters())), "main_grad", torch.zeros(1).bfloat16()),
         "parallel.sequence": (vars(linear), "sequence_parallel", True),
         "hidden_dropout": (vars(first(TransformerLayer)), "hidden_dropout", 0.1),
@@ -75,7 +78,9 @@ def spoiled(trainer):
 
     def complaint():
         try:
-            read_back(MODEL, trainer._config, Built(model.chunks, model.config.num_layers))
+            live = Built(model.chunks, model.config.num_layers)
+            read_back(MODEL, trainer._config, live)
+            read_layers(trainer._config.parallel, live)
             read_back(OPTIMIZER, optimizer.config, optimizer.parts)
             check_effective(model.config, {"sequence_parallel": False})
         except InputError as error:
@@ -154,6 +159,33 @@ def refusal(rank, world_size, store, model_dir, config):
 )
 def test_what_this_model_cannot_do_is_refused_at_the_start(model_dir, changes, words):
     (message,) = run_ranks(1, refusal, model_dir, plain(**changes))
+    assert all(word in message for word in words), message
+
+
+def refusal_with_transformer_engine(rank, world_size, store, config):
+    import torch
+
+    from trainer_core.model.model import _check_attention
+    from trainer_core.platform.platform import Platform
+
+    with pytest.raises(InputError) as caught:
+        _check_attention(config, Platform(torch.device("cuda"), "nccl", transformer_engine=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"precision": "fp32"}, ["context is 2 and train.precision 'fp32'", 'train.precision = "bf16"']),
+        (
+            {"precision": "bf16", "megatron": MegatronConfig(attention="unfused")},
+            ["context is 2", "unfused attention", "device.deterministic = false"],
+        ),
+    ],
+)
+def test_sequences_are_divided_where_transformer_engine_has_kernels_for_it(changes, words):
+    given = plain(parallel=ParallelConfig(context=2), **changes)
+    (message,) = run_ranks(1, refusal_with_transformer_engine, given)
     assert all(word in message for word in words), message
 
 

@@ -15,6 +15,8 @@ LAYOUTS = {
     "tp2-pp2": ParallelConfig(tensor=2, pipeline=2),
     "pp2-vpp2": ParallelConfig(pipeline=2, virtual_pipeline=2),
     "tp2-sp": ParallelConfig(tensor=2, sequence=True),
+    "cp2": ParallelConfig(context=2),
+    "uneven": ParallelConfig(pipeline=2, layers_last_stage=1),
 }
 # without moments and with a large eps the weights move by about lr * gradient / eps, so that they show the gradient
 PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
@@ -108,7 +110,7 @@ def test_the_gradient_does_not_depend_on_the_layout(walks, layout, tied):
     "limits",
     [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"micro_batch_tokens": 25}, {"micro_batch_tokens": 1}],
 )
-@pytest.mark.parametrize("layout", ["single", "dp2"])
+@pytest.mark.parametrize("layout", ["single", "dp2", "cp2"])
 def test_the_gradient_does_not_depend_on_the_micro_batches(walks, layout, limits):
     reference, other = walks(SINGLE), walks(LAYOUTS.get(layout, SINGLE), **limits)
     assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
@@ -123,7 +125,7 @@ def test_a_normalised_loss_is_the_same_however_it_is_divided(walks, aggregation)
     assert largest_difference(walks(SINGLE)["stepped"], reference["stepped"]) > 1e-4
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "cp2"])
 def test_sequence_means_do_not_depend_on_the_layout(walks, layout):
     settings = {"loss_aggregation": "sequence", "micro_batch_size": 3, "entropy_coefficient": 0.1}
     reference, other = walks(SINGLE, **settings), walks(LAYOUTS[layout], **settings)

@@ -2,21 +2,22 @@
 
 import io
 import json
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from storage.errors import RatchetError, StorageError, StorageUnavailable
+from storage.errors import RatchetError, StorageError, StorageUnavailable, WorkerLost
 from trainer_core.config import OptimizerConfig, ParallelConfig
+from trainer_core.platform.pinning import Pinning, pinning_of
 from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import FACTS_FILE, StateFacts, facts_text
 from trainer_core.state.files import MappedFiles, describe
 from trainer_core.state.recording import frame
 from trainer_core.state.saved import Region, SavedState
 
-CPU = torch.device("cpu")
 SHAPES = [(), (3,), (16, 1), (5, 7), (1, 200, 300)]
 OPTIMIZER = OptimizerConfig(learning_rate=1)
 FACTS = StateFacts(step=1, optimizer_updates=1, optimizer=OPTIMIZER, parallel=ParallelConfig(data=2), precision="bf16")
@@ -50,7 +51,7 @@ def shards(rank, seed):
 
 @pytest.fixture
 def files(tmp_path):
-    found = [MappedFiles(tmp_path, rank, shards(rank, seed=0), CPU) for rank in range(2)]
+    found = [MappedFiles(tmp_path, rank, shards(rank, seed=0), None) for rank in range(2)]
     describe(tmp_path, [entry for one in found for entry in one.entries])
     (tmp_path / FACTS_FILE).write_text(facts_text(FACTS))
     return found
@@ -71,10 +72,62 @@ def test_what_was_filled_in_last_is_read_by_torch_and_by_us(files, tmp_path):
 
 def test_each_byte_of_a_file_has_room_before_it_is_written(tmp_path):
     box = Box("large", (1 << 20,), (1 << 20,), Region((0,), (1 << 20,)))
-    (name,) = MappedFiles(tmp_path, 0, [Shard(box, 0, torch.empty(1 << 20))], CPU).names
+    (name,) = MappedFiles(tmp_path, 0, [Shard(box, 0, torch.empty(1 << 20))], None).names
     status = (tmp_path / name).stat()
     assert status.st_blocks * 512 >= status.st_size > 4 << 20
     assert status.st_nlink == 2  # so that the store copies it
+
+
+class Runtime:
+    """CUDA's functions, on a machine without a GPU: each file gets the next of the given error codes."""
+
+    def __init__(self, *codes):
+        self._codes, self.pinned, self.events = list(codes), set(), []
+        self.pinning = Pinning(
+            self.register, self.unregister, *(partial(self.events.append, e) for e in ("forget", "wait"))
+        )
+
+    def register(self, address, count):
+        assert count > 0
+        code = self._codes.pop(0)
+        if not code:
+            self.pinned.add(address)
+        return code
+
+    def unregister(self, address):
+        self.pinned.remove(address)
+        return 0
+
+
+@pytest.mark.parametrize(("codes", "forgotten"), [((0, 0), 0), ((1, 1), 2), ((0, 2), 1), ((801, 0), 1)])
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(tmp_path, caplog, codes, forgotten):
+    runtime = Runtime(*codes)
+    whole = [
+        Shard(Box(n, (3,), (3,), Region((0,), (3,))), 0, torch.ones(3)) for n in ("a", "optimizer.state.exp_avg.a")
+    ]
+    files = MappedFiles(tmp_path, 0, whole, runtime.pinning)
+    assert runtime.events == ["forget"] * forgotten  # else the next kernel would report it
+    assert len(runtime.pinned) == codes.count(0)
+    assert [str(tmp_path) in line for line in caplog.messages] == [True] * bool(forgotten)
+    files.fill(whole)
+    assert runtime.events[forgotten:] == ["wait"]
+    describe(tmp_path, files.entries)
+    (tmp_path / FACTS_FILE).write_text(facts_text(FACTS))
+    assert all(SavedState(tmp_path).read(one.box.name, one.box.region).equal(one.values) for one in whole)
+    files.close()
+    files.close()
+    assert not runtime.pinned
+
+
+def test_a_runtime_that_does_not_work_ends_the_process(tmp_path):
+    runtime = Runtime(0, 712)
+    with pytest.raises(WorkerLost, match=rf"{tmp_path}/.*cannot be pinned .* CUDA error 712"):
+        MappedFiles(tmp_path, 0, shards(0, seed=0), runtime.pinning)
+    assert not runtime.pinned
+
+
+def test_a_cpu_needs_no_pinned_memory():
+    assert pinning_of(torch.device("cpu")) is None
 
 
 def test_other_tensors_do_not_fit(files):
@@ -85,7 +138,7 @@ def test_other_tensors_do_not_fit(files):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(StorageUnavailable, match=r"cannot be reserved in .*nowhere/__0_0.distcp"):
-        MappedFiles(tmp_path / "nowhere", 0, shards(0, seed=0), CPU)
+        MappedFiles(tmp_path / "nowhere", 0, shards(0, seed=0), None)
 
 
 @pytest.mark.parametrize(("name", "region"), [("matrix", Region((4, 0), (2, 7))), ("other", Region((0,), (1,)))])

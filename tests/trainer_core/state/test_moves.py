@@ -1,4 +1,4 @@
-"""A state of a model with experts moves between layouts: equal identity, equal weights, equal next update."""
+"""A state moves between layouts: equal identity, equal weights, equal next update."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,8 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, T
 
 SINGLE = ParallelConfig()
 EP2 = ParallelConfig(data=2, expert=2)
+CP2 = ParallelConfig(context=2)
+UNEVEN = ParallelConfig(pipeline=2, layers_first_stage=3)
 MOVES = [
     pytest.param("deepseek-v3", EP2, SINGLE, id="ep2-to-ep1"),
     pytest.param(
@@ -20,6 +22,16 @@ MOVES = [
         ParallelConfig(pipeline=2, virtual_pipeline=2), id="tp2-dp2-ep2-to-pp2-vpp2", marks=pytest.mark.slow,
     ),
     pytest.param("deepseek-v3", EP2, ParallelConfig(pipeline=2), id="ep2-to-pp2", marks=pytest.mark.slow),
+    pytest.param("qwen3", CP2, SINGLE, id="cp2-to-cp1"),
+    pytest.param("qwen3", CP2, ParallelConfig(data=2), id="cp2-to-dp2", marks=pytest.mark.slow),
+    pytest.param("qwen3", UNEVEN, ParallelConfig(pipeline=2), id="uneven-to-even"),
+    pytest.param(
+        "qwen3-moe", ParallelConfig(context=2, expert=2), UNEVEN, id="cp2-ep2-to-uneven", marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        "deepseek-v3", ParallelConfig(context=2, pipeline=2, layers_last_stage=1, expert=2),
+        ParallelConfig(pipeline=2, virtual_pipeline=2), id="uneven-cp2-ep2-to-pp2-vpp2", marks=pytest.mark.slow,
+    ),
 ]  # fmt: skip
 
 
@@ -56,6 +68,8 @@ def test_a_state_moves_to_another_layout(tmp_path, family, before, after):
     moved = run_trainers(model, configuration(after), load_and_go_on, first, second)[0]
     assert moved.tensors == saved.tensors  # weights, main weights and moments
     assert moved.progress == saved.progress
+    if before.ranks == after.ranks:
+        assert moved.generators == saved.generators  # to a state, all of these are the same ranks
     one, other = (read_export(f"{folder}/exports/before") for folder in (first, second))
     assert all(np.array_equal(one[name], other[name]) for name in one)
     one, other = (read_export(f"{folder}/exports/after") for folder in (first, second))

@@ -186,6 +186,19 @@ def test_nothing_is_sent_without_a_plan_of_the_weights_of_now(model_dir, tmp_pat
         assert "no plan is held" in found["trained"][1]
 
 
+def biases_cast(trainer, folder):
+    trainer.import_model()
+    for module in modules(trainer):
+        if module._buffers.get("expert_bias") is not None:
+            module.expert_bias.data = module.expert_bias.data.bfloat16()  # as a wrapper of low precision leaves it
+    planned = trainer.plan_weights(1, 1 << 20)
+    return {tensor.dtype for tensor in planned.plan.tensors if "e_score_correction_bias" in tensor.name}
+
+
+def test_biases_of_routers_are_sent_in_the_type_in_which_they_are_used(model_dir, tmp_path):
+    assert run_trainers(model_dir, configuration(), biases_cast, str(tmp_path)) == [{"float32"}]
+
+
 def gives_up(trainer, folder):
     trainer.import_model()
     found = told(lambda: sync(trainer, folder, 1, spoil=lambda bucket, receiver: receiver.fail("the engine broke")))

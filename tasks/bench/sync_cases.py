@@ -1,0 +1,68 @@
+"""What the sync bench syncs, and what it notes of a round. Imports no torch."""
+
+from dataclasses import dataclass
+
+from tasks.bench.cases import CASES, SyncCaseName
+from tasks.bench.latent import LatentModel
+from tasks.config.model import GeneratedModel
+from tasks.stages.transaction import Delivery
+from trainer_core.config import Frozen, Precision
+
+
+class SyncCase(Frozen):
+    """What is synced, and from how many ranks."""
+
+    model: GeneratedModel | LatentModel
+    """Its shape."""
+    precision: Precision
+    """Of trainer and engine."""
+    pipeline: int = 1
+    """Stages of the trainer's pipeline, a rank each."""
+
+
+SYNC_CASES: dict[SyncCaseName, SyncCase] = {
+    "cpu": SyncCase(
+        model=GeneratedModel(layers=4, hidden=256, intermediate=512, vocabulary=512, max_positions=128),
+        precision="fp32",
+        pipeline=2,
+    ),
+    "cpu-experts": SyncCase(
+        model=LatentModel(
+            layers=4, hidden=128, intermediate=256, expert=64, experts=16, chosen=2, heads=4, query_rank=48,
+            value_rank=32, plain=24, rotary=8, value=32, vocabulary=512,
+        ),
+        precision="fp32",
+        pipeline=2,
+    ),
+    "0.75b": SyncCase(model=CASES["0.75b"].model, precision="bf16"),
+    "4b": SyncCase(model=CASES["4b"].model, precision="bf16"),
+    # Moonlight-16B-A3B, but with a latent vector for queries: without one megatron-core has no layers for it
+    "moonlight": SyncCase(
+        model=LatentModel(
+            layers=27, hidden=2048, intermediate=11264, expert=1408, experts=64, chosen=6, heads=16, query_rank=1536,
+            value_rank=512, plain=128, rotary=64, value=128, vocabulary=163_840,
+        ),
+        precision="bf16",
+        pipeline=2,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SyncRound:
+    """One round of all ways."""
+
+    delivery: Delivery
+    """Of ours."""
+    seconds: float
+    kept_plan_seconds: float
+    stock_seconds: float
+    probe_s: float
+    probe_difference: float
+    """Mean |engine - trainer| over the probe, nat."""
+    stock_probe_difference: float
+    object_collectives: int
+    stock_object_collectives: int
+    extra_bytes: int
+    """Of the card."""
+    stock_extra_bytes: int

@@ -1,0 +1,83 @@
+"""Micro-batches that are launched again instead of anew. Without a card the work is done again instead of a graph."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from storage.errors import InputError
+from tests.trainer_core.models import VOCABULARY, random_samples
+from tests.trainer_core.ranks import run_ranks, run_trainers
+from trainer_core.batches.sequences import Samples
+from trainer_core.config import MegatronConfig, OptimizerConfig, ParallelConfig, RankSpec, TrainerConfig
+from trainer_core.policy import PolicyConfig
+from trainer_core.start import start_trainer
+
+
+def equal_lengths(seed, count=24):
+    """Samples of one length: micro-batches of as many have one shape."""
+    generator = np.random.default_rng(seed)
+    return Samples(
+        tokens=generator.integers(0, VOCABULARY, count * 9).astype(np.int32),
+        prompt_lengths=np.full(count, 4),
+        response_lengths=np.full(count, 5),
+        engine_logprobs=-5 * generator.random(count * 5).astype(np.float32),
+        rewards=generator.random(count).astype(np.float32),
+        groups=(np.arange(count) // 4).astype(np.int32),
+        usable=np.ones(count, dtype=bool),
+    )
+
+
+def done_again(work):
+    """What `replay.record` does, without a card: results are filled in by each repetition, in place."""
+    results = [{}]
+
+    def again():
+        for name, value in work()[0].items():
+            results[0].setdefault(name, value.clone()).copy_(value)
+
+    return results, again
+
+
+def trained(trainer, folder, recorded, samples):
+    trainer.import_model()
+    if recorded:
+        trainer._passes = replace(trainer._passes, record=done_again)
+    metrics = [trainer.train_policy(one, 0.9) for one in samples]
+    return metrics, trainer.save(folder).identity
+
+
+def configuration(**changes):
+    policy = PolicyConfig.model_validate({"kl_sample": 16, "epochs": 2, "entropy_coefficient": 0.01})
+    optimizer = OptimizerConfig(learning_rate=1e-2)
+    return TrainerConfig(optimizer=optimizer, policy=policy, micro_batch_size=2, max_length=64, **changes)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_recorded_micro_batches_train_as_others_do(model_dir, tmp_path, replicas):
+    config = configuration(parallel=ParallelConfig(data=replicas))
+    samples = [equal_lengths(seed) for seed in (1, 2)]
+    found = [run_trainers(model_dir, config, trained, str(tmp_path), recorded, samples) for recorded in (False, True)]
+    assert found[0] == found[1]
+
+
+def test_what_fills_batches_up_to_one_shape_changes_no_update(model_dir, tmp_path):
+    config = configuration().model_copy(update={"micro_batch_size": 8})  # two batches: too few to be recorded
+    samples = [random_samples(seed) for seed in (1, 2)]
+    (plain, _), (filled, _) = (
+        run_trainers(model_dir, config, trained, str(tmp_path), recorded, samples)[0] for recorded in (False, True)
+    )
+    for one, other in zip(plain, filled, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def refusal(rank, world_size, store, model_dir, config):
+    with pytest.raises(InputError) as caught:
+        start_trainer(model_dir, config, RankSpec(rank=rank, world_size=world_size, store=store))
+    return str(caught.value)
+
+
+def test_graphs_that_cannot_be_recorded_are_refused_with_all_reasons(model_dir):
+    config = configuration(megatron=MegatronConfig(cuda_graphs=True, recompute="layers"))
+    (message,) = run_ranks(1, refusal, model_dir, config)
+    assert all(word in message for word in ("cuda_graphs = true", "Transformer Engine", "recompute = 'layers'"))

@@ -1,0 +1,167 @@
+"""What of a trainer leaves the device while something else has it: parameters, gradients, the optimizer's state.
+
+Storages are emptied and filled again, and no tensor is replaced. So whatever looks into one stays what it was: a
+parameter in its buffer, an fp32 main weight that is a view of the parameter, a `main_grad`, what a saver keeps.
+Gradient buffers are dropped by Megatron's own `offload_grad_buffers`. Its other two means are not used:
+`offload_to_cpu` of an optimizer gives main weights new tensors, of which the model knows nothing where they were views
+of its parameters; and `reload_from_cpu` of a parameter buffer returns before the bytes have arrived, and knows no
+frozen parameters.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from storage.errors import AccumulationPending
+from trainer_core.config import MemoryConfig
+from trainer_core.platform.pinning import pin, unpin
+
+Kind = Literal["parameters", "gradients", "optimizer"]
+Tensors = Callable[[], Iterable[torch.Tensor]]
+
+
+class Residence:
+    """Which of the three kinds of memory of one rank are on the device. At first all are."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], device: torch.device) -> None:
+        self._chunks = chunks
+        self._parameters = _Compartment(pinned=device.type == "cuda")
+        self._optimizer = _Compartment(pinned=device.type == "cuda")
+        self._gradients_dropped = False
+        self._of_optimizer: Tensors = tuple
+        self.accumulating = False
+        """Whether the gradient buffers hold what no update has used yet."""
+
+    def has(self, kind: Kind) -> bool:
+        """Whether it is on the device."""
+        away = {
+            "parameters": self._parameters.released,
+            "gradients": self._gradients_dropped,
+            "optimizer": self._optimizer.released,
+        }
+        return not away[kind]
+
+    def serve(self, tensors: Tensors) -> None:
+        """From now on the optimizer's state is what `tensors` returns; that of an earlier optimizer is forgotten."""
+        self._optimizer.forget()
+        self._of_optimizer = tensors
+
+    def release(self, wanted: MemoryConfig) -> int:
+        """Give up what is wanted and still there; returns the bytes. Nothing may be computing with it.
+
+        Raises:
+            AccumulationPending: gradients are to be dropped that no update has used; nothing was given up.
+        """
+        if wanted.drop_gradients and self.accumulating:
+            raise AccumulationPending(
+                "gradients are to be dropped, but they belong to an update that was not taken yet: take it, or begin "
+                "another pass, before train.memory.drop_gradients takes effect"
+            )
+        torch.cuda.synchronize()  # whatever still computes with them, on any stream
+        freed = 0
+        if wanted.drop_gradients and not self._gradients_dropped:
+            freed += self._drop_gradients()
+        if wanted.offload_optimizer and not self._optimizer.released:
+            freed += self._optimizer.release(self._optimizer_storages())
+        if wanted.offload_parameters and not self._parameters.released:
+            freed += self._parameters.release(_storages(self._of_model()).values())
+        torch.cuda.empty_cache()
+        return freed
+
+    def resume(self, *kinds: Kind) -> None:
+        """Put these kinds, or without arguments all of them, where they were; gradients come back as zeros.
+
+        On return every byte has arrived. If the device has no room, what is missing remains on the host.
+        """
+        if "parameters" in kinds or not kinds:
+            self._parameters.resume()
+        if "optimizer" in kinds or not kinds:
+            self._optimizer.resume()
+        if self._gradients_dropped and ("gradients" in kinds or not kinds):
+            for chunk in self._chunks:
+                chunk.restore_grad_buffers(synchronize=True)
+            self._gradients_dropped = False
+
+    def _drop_gradients(self) -> int:
+        kinds = ("buffers", "expert_parallel_buffers")  # the wrapper's, not the module's
+        buffers = [buffer for chunk in self._chunks for kind in kinds for buffer in vars(chunk)[kind]]
+        size = sum(_storage(buffer.grad_data).nbytes() for buffer in buffers)
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers(synchronize=True, empty_cache=False)
+        self._gradients_dropped = True
+        return size
+
+    def _of_model(self) -> Iterable[torch.Tensor]:
+        """All parameters, also frozen ones, which are in no buffer."""
+        return (parameter.data for chunk in self._chunks for parameter in chunk.module.parameters())
+
+    def _optimizer_storages(self) -> list[torch.UntypedStorage]:
+        """Moments, and main weights where they are not the parameters themselves."""
+        model = _storages(self._of_model())
+        return [own for place, own in _storages(self._of_optimizer()).items() if place not in model]
+
+
+class _Compartment:
+    """Storages that are emptied and filled together, and host memory for their bytes, kept for the next time."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._host = torch.empty(0, dtype=torch.uint8)
+        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+
+    @property
+    def released(self) -> bool:
+        return bool(self._away)
+
+    def forget(self) -> None:
+        """Leave what is away: nobody needs it any more."""
+        self._away = []
+
+    def release(self, storages: Iterable[torch.UntypedStorage]) -> int:
+        found = list(storages)
+        sizes = [storage.nbytes() for storage in found]
+        parts = self._memory(sum(sizes)).split(sizes)
+        for storage, part in zip(found, parts, strict=True):
+            part.copy_(_bytes(storage), non_blocking=True)
+        torch.cuda.synchronize()  # the copies must have read what is now given back
+        for storage in found:
+            storage.resize_(0)
+        self._away = list(zip(found, parts, strict=True))
+        return sum(sizes)
+
+    def resume(self) -> None:
+        for storage, part in self._away:
+            if not storage.nbytes():
+                storage.resize_(part.nbytes)
+            _bytes(storage).copy_(part, non_blocking=True)
+        if self._away:
+            torch.cuda.synchronize()  # who reads next may do so on another stream
+        self._away = []
+
+    def _memory(self, size: int) -> torch.Tensor:
+        """(size,) bytes on the host."""
+        if self._host.nbytes < size:
+            self._host = torch.empty(0, dtype=torch.uint8)  # the smaller one first goes back
+            self._host = torch.empty(size, dtype=torch.uint8)
+            if self._pinned:
+                pin(self._host)
+                weakref.finalize(self._host, unpin, self._host.data_ptr()).atexit = False
+        return self._host[:size]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors, each once, by their addresses; empty ones have none."""
+    found = (_storage(tensor) for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return tensor.untyped_storage()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """(n,) uint8, the whole content."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

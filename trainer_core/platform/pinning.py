@@ -1,0 +1,94 @@
+"""Pinned host memory, which a GPU copies into directly and behind the host's back."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from storage.errors import WorkerLost
+
+_NOT_HERE = (1, 2, 801)
+"""cudaErrorInvalidValue, cudaErrorMemoryAllocation, cudaErrorNotSupported: this memory cannot be pinned, or no more."""
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """What pins host memory for one device: the functions of its runtime."""
+
+    register: Callable[[int, int], int]
+    """Pins that many bytes from an address on. Returns CUDA's error code, 0 if they are pinned."""
+    unregister: Callable[[int], int]
+    """Releases what was pinned from an address on; returns the same."""
+    forget: Callable[[], None]
+    """Lets the runtime forget an error, which it would report again as that of the next kernel."""
+    wait: Callable[[], None]
+    """Waits until what was copied is there."""
+
+    def pin(self, memory: torch.Tensor, file: Path) -> bool:
+        """Pin the memory that a file is mapped to.
+
+        Returns:
+            False if it cannot be pinned, as that of a file on a disk: the kernel does not let a device write to it.
+
+        Raises:
+            WorkerLost: the device does not work, or the memory is pinned already.
+        """
+        code = self.register(memory.data_ptr(), memory.nbytes)
+        if code in _NOT_HERE:
+            self.forget()
+        elif code:
+            raise WorkerLost(
+                f"the memory of {file} cannot be pinned for the GPU: CUDA error {code}. The next attempt starts a new "
+                "process; if it ends in the same way, the GPU or its driver is at fault"
+            )
+        return not code
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Release memory that was pinned.
+
+        Raises:
+            WorkerLost: as `pin`.
+        """
+        code = self.unregister(memory.data_ptr())
+        if code:
+            raise WorkerLost(
+                f"pinned memory cannot be released: CUDA error {code}. The next attempt starts a new process"
+            )
+
+
+def pinning_of(device: torch.device) -> Pinning | None:
+    """How memory is pinned for a device; None for a CPU, which needs none."""
+    if device.type != "cuda":
+        return None
+    runtime = _runtime()
+    return Pinning(
+        register=lambda address, count: int(runtime.cudaHostRegister(address, count, 0)),
+        unregister=lambda address: int(runtime.cudaHostUnregister(address)),
+        forget=lambda: _launch(device),
+        wait=torch.cuda.synchronize,
+    )
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Lock the pages of contiguous host memory that is in no file, of exactly its size: torch's own allocator of pinned
+    memory takes the next power of two. Raises what CUDA says.
+    """
+    torch.cuda.check_error(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+
+def unpin(address: int) -> None:
+    """Undo `pin` of the memory that begins there, before it is given back."""
+    torch.cuda.check_error(_runtime().cudaHostUnregister(address))
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()
+
+
+def _launch(device: torch.device) -> None:
+    """Launch a kernel: torch then asks the runtime for its last error, which ends it; torch has no call for that."""
+    with contextlib.suppress(torch.AcceleratorError):
+        torch.ones(1, device=device)
