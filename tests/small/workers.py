@@ -280,6 +280,8 @@ class SmallEngine(EngineProtocol):
 
     def receive_update(self):
         """Written in place, layer by layer; not usable from the first on."""
+        if self._update is None:
+            raise SyncMismatch("no weight update was prepared")
         plan, channel, number = self._update
         with told(SmallEnd(channel, plan)) as end:
             for bucket in plan.buckets:

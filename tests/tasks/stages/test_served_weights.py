@@ -12,7 +12,7 @@ from tasks.stages.served_weights import ensure_served
 from tasks.stages.views import Served
 from tests.small.config import small_config
 from tests.small.here import WorkersHere, context_here
-from tests.small.workers import LAYERS, SmallEngine
+from tests.small.workers import LAYERS, SmallEngine, SmallTrainer
 
 
 class Lying(SmallEngine):
@@ -58,6 +58,31 @@ def test_a_new_engine_gets_the_weights_that_were_recorded(context, config, posit
     (engine,) = ensure_served(other, position.prepared, position.served)
     assert engine.identity().weights_digest == position.served.weights_digest
     assert {"plan_weights", "send_weights", "receive_update", "commit_update"} <= set(other.workers.calls)
+    assert "load" not in other.workers.calls  # the optimizer is not needed
+    assert all(rank.identity() is None for rank in other.workers.ranks)
+
+
+def test_only_the_engine_that_is_new_gets_them_from_ranks_that_hold_them(config, tmp_path):
+    config = small_config(["engine.count=2"])
+    root = open_root(str(tmp_path / "root"))
+    record_config(root, "small", config)
+    asked = []
+
+    class Asked(SmallTrainer):
+        def send_weights(self, digest, channel, stored=None):
+            asked.append(stored)
+            return super().send_weights(digest, channel, stored)
+
+    with context_here(root, config, tmp_path / "scratch", workers=WorkersHere(config, trainer=Asked)) as context:
+        position = begin(context)
+        workers = context.workers
+        workers._engines.pop()
+        workers.calls.clear()
+        engines = ensure_served(context, position.prepared, position.served)
+        assert {engine.identity().weights_digest for engine in engines} == {position.served.weights_digest}
+        assert workers.calls.count("prepare_update") == workers.calls.count("commit_update") == 1
+        assert set(asked) == {None}
+        context.outbox.settle()
 
 
 def test_a_new_engine_that_does_not_hold_what_it_was_sent_is_refused(context, config, position):

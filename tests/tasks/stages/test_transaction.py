@@ -121,14 +121,17 @@ def run(tmp_path):
         )  # fmt: skip
 
 
-def serving(run):
-    """What each engine says that it holds; one that holds nothing usable must not sample."""
+def serving(run, reason=""):
+    """What each engine says that it holds; one that holds nothing usable does not sample and says why. None is in the
+    middle of an update."""
     for engine in run.engines:
         if engine.identity() == UNUSABLE:
-            with pytest.raises(SyncMismatch, match="cannot be used"):
+            with pytest.raises(SyncMismatch, match=f"cannot be used: .*{reason}"):
                 engine.generate([[5]], [0], HOW)
         else:
             engine.generate([[5]], [0], HOW)
+        with pytest.raises(SyncMismatch, match="no weight update was prepared"):
+            engine.receive_update()
     return [engine.identity() for engine in run.engines]
 
 
@@ -182,7 +185,7 @@ def test_nobody_commits_what_is_not_proven(who, fault, message, after, run):
     with pytest.raises(SyncMismatch, match=message):
         run.sync()
     assert "commit_update" not in run.calls
-    assert serving(run) == [run.before if one is OLD else UNUSABLE for one in after]
+    assert serving(run, message) == [run.before if one is OLD else UNUSABLE for one in after]
     for one in faulty:
         one.fault = ""
     delivery = run.sync()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -13,11 +14,13 @@ import ray
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings
-from tasks.engine.protocol import Sampling, weights_digest
+from tasks.engine.protocol import EngineIdentity, Sampling
+from tasks.stages import transaction
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
 from tasks.workers.sampling import Batch, sample
+from tasks.workers.scratch import scratch
 from tests.tasks.engine.test_engine import export
 from tests.tasks.engine_process import weights_of
 from tests.tasks.workers.test_cluster import listening_addresses
@@ -44,11 +47,15 @@ def model(engines):
     return engines["qwen3", False].old
 
 
-def deliver(group, engine, version, folder):
-    folder.mkdir()
-    records = group.export(folder)
-    receipt = engine.receive(str(folder), version, records)
-    assert receipt.weights_digest == weights_digest({record.name: record.digest for record in records})
+def deliver(fleet, config, group, engine, version):
+    """A weight update as the stage does it; what was sent is what the trainer exports, and what the engine holds."""
+    context = SimpleNamespace(config=config, workers=fleet, say=print)
+    delivery = transaction.deliver(context, {0: engine}, group, version)
+    assert engine.identity() == EngineIdentity(weight_version=version, weights_digest=delivery.weights_digest)
+    assert engine.held() == delivery.digests
+    assert delivery.exchanges == 1
+    with scratch() as folder:
+        assert {record.name: record.digest for record in group.export(folder)} == delivery.digests
 
 
 def kill(group):
@@ -67,7 +74,7 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
         group.import_model()
         group.adopt("state-0")
         assert group.identity() == "state-0"
-        deliver(group, engine, 3, tmp_path / "first")
+        deliver(fleet, config, group, engine, 3)
         assert engine.identity().weight_version == 3
         assert fleet.trainers(model, config.train) is group
         assert fleet.engines(model) == [engine]
@@ -92,7 +99,7 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
         assert again.identity() is None
         assert revived.identity().weight_version is None
         again.import_model()
-        deliver(again, revived, 4, tmp_path / "second")
+        deliver(fleet, config, again, revived, 4)
     assert not psutil.wait_procs(processes, timeout=0)[1]
 
 
