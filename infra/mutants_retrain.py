@@ -109,8 +109,8 @@ RETRAIN = (
         "retrain-starts-engines",
         "engines are started for a run that samples nothing",
         "tasks/stages/held_state.py",
-        "    if context.config.retrain is None:\n",
-        "    if True:\n",
+        "    if context.config.retrain is None and not config.memory.in_use:\n",
+        "    if not config.memory.in_use:\n",
         _LOOP,
     ),
     Mutant(
