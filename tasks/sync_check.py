@@ -100,14 +100,14 @@ def _checked(name: str, engine: EngineHandle, served: Served, stored: Mapping[st
         weight_version=version,
         weights_digest=found,
         differing=tuple(wrong),
-        problem=_problem(version, found, served, len(wrong)),
+        problem=_problem(version, found, served),
     )
 
 
-def _problem(version: int | None, found: str | None, served: Served, wrong: int) -> str | None:
+def _problem(version: int | None, found: str | None, served: Served) -> str | None:
     if found is None:
         return "it serves no weights: the next weight sync, or the next stage that samples, gives it some"
-    if found != served.weights_digest or wrong:
+    if found != served.weights_digest:
         return f"it holds weights {found}, but {served.weights_digest} were served"
     if version != served.weight_version:
         return f"it serves version {version}, not {served.weight_version}"

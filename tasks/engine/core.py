@@ -79,6 +79,11 @@ class Core:
         self.wake()
         return self._vllm.collective_rpc(method, kwargs=options)
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the card's memory was given back."""
+        return self._asleep
+
     def sleep(self) -> None:
         """Give the card's memory back: weights go to memory of the host, the key-value cache is emptied."""
         if not self._asleep:

@@ -128,6 +128,9 @@ class Engine(EngineProtocol):
         if self._running:
             self._core.forget(list(self._running))
             self._running.clear()
+        if self._on_hold:  # whoever began that update is gone
+            self._on_hold = False
+            self._core.go_on()
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """See `EngineProtocol.score`."""
@@ -192,6 +195,8 @@ class Engine(EngineProtocol):
         """See `EngineProtocol.held`."""
         if self.identity().weights_digest is None:
             return {}
+        if self._core.asleep:  # to wake it would take the card's memory from a trainer
+            return dict(self._digests)
         changed: dict[str, str] = {}
         for worker in self._core.workers("changed_tensors"):
             changed |= worker

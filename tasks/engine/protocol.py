@@ -262,7 +262,8 @@ class EngineProtocol(Protocol):
 
     def held(self) -> dict[str, str]:
         """Digest of each tensor of the committed weights by name: of what the live parameters hold now, where kernels
-        use them as they were loaded, else as it arrived. Empty if nothing is committed. What is queued stays.
+        use them as they were loaded, else as it arrived. Empty if nothing is committed. What is queued stays, and an
+        engine that sleeps goes on sleeping: of it, what was committed.
         """
         ...
 

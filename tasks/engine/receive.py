@@ -24,6 +24,7 @@ from tasks.engine.receivers.receiver import Receiver, open_receiver
 from tasks.engine.update import Report, Update
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan, plan_digest
+from trainer_core.weights.signals import fail
 
 BACKEND = "ratchet"
 
@@ -113,7 +114,11 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     def _receiver(self, plan: WeightPlan, channel: Channel, number: int, files: Sequence[str]) -> Receiver:
         if files:
             return ExportedFiles(channel.folder, plan, files, self.device)
-        return open_receiver(channel, plan, number, self.device)
+        try:
+            return open_receiver(channel, plan, number, self.device)
+        except BaseException as error:  # or the senders would wait for this one
+            fail(channel.folder, f"an engine cannot receive: {error}")
+            raise
 
 
 class WorkerExtension:

@@ -23,6 +23,7 @@ from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.signals import fail
 
 _DEADLINE_S = 600.0  # for which one side waits for the other
+_SHARE = 0.8  # of the deadline of a call, which ends the process: this one must come first, which only fails the update
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _channel(context: RunContext, way: Transport, folder: Path, engines: int) ->
         transport=way,
         folder=str(folder),
         receivers=engines * context.config.engine.tensor,
-        deadline_s=min(_DEADLINE_S, context.config.workers.call_deadline_s),
+        deadline_s=min(_DEADLINE_S, _SHARE * context.config.workers.call_deadline_s),
     )
 
 
@@ -153,7 +154,7 @@ class _Update:
 
     def abort(self, error: BaseException) -> None:
         """Make everybody stop, and every engine forget the update."""
-        reason = str(error) or "the weight sync was interrupted"
+        reason = _reason(error)
         fail(self.channel.folder, reason)
         for number, engine in self.engines.items():
             try:
@@ -183,7 +184,7 @@ class _Update:
         receiving = [engine.receive_update for engine in self.engines.values()]
         sent, *arrived = at_once(
             [partial(self.group.send_weights, digest, self.channel, self.stored), *receiving],
-            lambda error: fail(self.channel.folder, str(error)),
+            lambda error: fail(self.channel.folder, _reason(error)),
         )
         return sent, dict(zip(self.engines, arrived, strict=True))
 
@@ -198,6 +199,10 @@ class _Update:
                 raise SyncMismatch(
                     f"engine {number} serves {held} after {committed} was committed; sync the weights again"
                 )
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or "the weight sync was interrupted"
 
 
 def _with_pause(seconds: dict[str, float]) -> dict[str, float]:

@@ -171,6 +171,14 @@ class WorkerGroup:
         )
 
 
+class ObservedGroup(WorkerGroup):
+    """The group of a run that others drive: it is asked, and its processes are never ended from here."""
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._ended = True
+
+
 class PendingCall:
     """A call that was sent to all members of a group."""
 

@@ -20,7 +20,7 @@ from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
 from tasks.engine.engine import Engine
 from tasks.engine.protocol import EngineSpec
-from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, short_name, spawn
+from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
 from tasks.workers.placement import Placement, engine_cards, placement
@@ -53,7 +53,8 @@ def release(run: str, cluster: Cluster) -> int:
 
 
 def engines_on(run: str, config: RunConfig, cluster: Cluster) -> dict[str, EngineHandle]:
-    """The engines that a run has on a cluster now, by name: `engine-0`. None is started or ended.
+    """The engines that a run has on a cluster now, by name: `engine-0`. None is started or ended, also if it does not
+    answer.
 
     Raises:
         InputError, WorkerLost: the cluster does not answer.
@@ -63,7 +64,7 @@ def engines_on(run: str, config: RunConfig, cluster: Cluster) -> dict[str, Engin
     found: dict[str, EngineHandle] = {}
     for name, actors in sorted(find_groups(run).items()):
         role = short_name(name + "/0")
-        group = WorkerGroup.found(name, [role] * len(actors), actors)
+        group = ObservedGroup.found(name, [role] * len(actors), actors)
         if role.startswith("engine-") and group.alive():
             found[role] = EngineHandle(group, config.workers)
     return found

@@ -77,6 +77,7 @@ def test_an_engine_that_serves_something_else_is_told(prepare, problem, run):
 def test_a_state_that_gives_other_weights_is_told(run):
     found = asked(run, run.engine, {**run.stored, LAYERS[0]: "0" * 32})
     assert (found.equal, found.stored) == (False, "different")
+    assert (found.engines[0].problem, found.engines[0].differing) == (None, (LAYERS[0],))
 
 
 @pytest.mark.parametrize("faulty", [False, True])

@@ -3,11 +3,11 @@
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from storage.errors import StorageUnavailable
+from trainer_core.platform.pinning import Pinning, pinning_of
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 
@@ -15,22 +15,32 @@ from trainer_core.weights.plan import WeightPlan
 class SharedArenas:
     """The arenas of one sender, as seen from one end."""
 
-    def __init__(self, file: mmap.mmap, arena_bytes: int) -> None:
+    def __init__(self, path: Path, file: mmap.mmap, arena_bytes: int) -> None:
+        self._path = path
         self._whole = torch.frombuffer(file, dtype=torch.uint8)  # keeps the mapping
         self.buffers = list(self._whole.split(arena_bytes))  # (arena_bytes,) each
-        self._pinned = False
+        self._pinning: Pinning | None = None
 
-    def pin(self) -> None:
-        """Let cards copy from and to the arenas at the speed of the link. Where that is refused they copy slowly."""
-        code = _runtime().cudaHostRegister(self._whole.data_ptr(), self._whole.nbytes, 0)
-        self._pinned = int(code) == 0
+    def pin(self, device: torch.device) -> None:
+        """Let a card copy from and to the arenas at the speed of the link. Where that is refused it copies slowly.
+
+        Raises:
+            WorkerLost: the card does not work.
+        """
+        pinning = pinning_of(device)
+        if pinning is not None and pinning.pin(self._whole, self._path):
+            self._pinning = pinning
 
     def close(self) -> None:
-        """Forget the mapping, which ends with the last tensor that shows some of it."""
-        if self._pinned:
-            _runtime().cudaHostUnregister(self._whole.data_ptr())
-            self._pinned = False
+        """Forget the mapping, which ends with the last tensor that shows some of it.
+
+        Raises:
+            WorkerLost: as `pin`.
+        """
         self.buffers = []
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.release(self._whole)
 
 
 def make_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas:
@@ -40,10 +50,11 @@ def make_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas
         StorageUnavailable: there is no room in shared memory.
     """
     size = channel.arenas * plan.arena_bytes
-    handle = os.open(_path(channel, sender), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    path = _path(channel, sender)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(handle, 0, size)  # or a later write would end the process
-        return SharedArenas(mmap.mmap(handle, size), plan.arena_bytes)
+        return SharedArenas(path, mmap.mmap(handle, size), plan.arena_bytes)
     except OSError as error:
         raise StorageUnavailable(
             f"{channel.arenas} arenas of {plan.arena_bytes >> 20} MiB for a weight update do not fit into "
@@ -55,16 +66,12 @@ def make_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas
 
 def open_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas:
     """The arenas that a sender has made."""
-    handle = os.open(_path(channel, sender), os.O_RDWR)
+    path = _path(channel, sender)
+    handle = os.open(path, os.O_RDWR)
     try:
-        return SharedArenas(mmap.mmap(handle, channel.arenas * plan.arena_bytes), plan.arena_bytes)
+        return SharedArenas(path, mmap.mmap(handle, channel.arenas * plan.arena_bytes), plan.arena_bytes)
     finally:
         os.close(handle)
-
-
-def _runtime() -> Any:
-    """The CUDA runtime as torch has bound it."""
-    return torch.cuda.cudart()
 
 
 def _path(channel: Channel, sender: int) -> Path:

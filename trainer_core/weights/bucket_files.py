@@ -11,7 +11,7 @@ from storage.errors import StorageUnavailable, SyncMismatch
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import packed, tensors_of, views
 from trainer_core.weights.plan import Bucket, WeightPlan
-from trainer_core.weights.signals import FAILED
+from trainer_core.weights.signals import FAILED, UNKNOWN, fail
 
 _PAUSE_S = 0.05  # an object store is asked twenty times a second
 
@@ -64,11 +64,14 @@ class BucketFiles:
             SyncMismatch: with its reason.
         """
         if self._fs.exists(f"{self._folder}/{FAILED}"):
-            raise SyncMismatch(self._fs.cat_file(f"{self._folder}/{FAILED}").decode())
+            raise SyncMismatch(self._fs.cat_file(f"{self._folder}/{FAILED}").decode() or UNKNOWN)
 
     def fail(self, reason: str) -> None:
         """Tell the other end that this update will not be completed."""
-        self._put(f"{self._folder}/{FAILED}", reason.encode())
+        if self._local:
+            fail(self._folder, reason)
+        else:
+            self._put(f"{self._folder}/{FAILED}", reason.encode())
 
     def _put(self, path: str, content: bytes) -> None:
         """Let a file appear whole."""

@@ -14,12 +14,14 @@ from trainer_core.weights.digest import dtype_name, tensor_digests
 from trainer_core.weights.packing import views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.senders.sender import Sender, open_sender
+from trainer_core.weights.signals import fail
 
 
 class Outbox:
     """A sender that, after a failure, takes no more: its rank goes on with what is collective, and fails at the end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh) -> None:
+        self._folder = channel.folder
         self._sender: Sender | None = None
         self._failure: RatchetError | None = None
         self.digests: dict[str, str] = {}
@@ -74,7 +76,9 @@ class Outbox:
             yield
         except RatchetError as error:
             self._failure = error
-            if self._sender is not None:
+            if self._sender is None:  # it could not be opened
+                fail(self._folder, str(error))
+            else:
                 self._sender.fail(str(error))
 
     @contextmanager

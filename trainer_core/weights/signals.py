@@ -3,6 +3,7 @@
 Imports without torch.
 """
 
+import errno
 import mmap
 import os
 import time
@@ -11,30 +12,46 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.errors import SyncMismatch
+from storage.errors import StorageUnavailable, SyncMismatch
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 
 FAILED = "failed"
 """Name of the file, in the folder of a channel, that makes everybody stop; it says why."""
 
+UNKNOWN = "another process of the weight update failed, and its disk had no space left to say why"
+"""What an empty mark stands for."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _COUNTERS = "counters"
 _WORD = 8  # bytes; one word is written and read as a whole
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _GROWTH = 50e-6, 1e-3, 1.05  # at the last pause an end looks a thousand times a second
 
 
 def fail(folder: str | Path, reason: str) -> None:
-    """Make everybody who uses the channel in `folder` stop, with that reason; the first reason counts."""
+    """Make everybody who uses the channel in `folder` stop, with that reason; the first reason counts.
+
+    On a full disk the mark is empty, and stops them all the same.
+    """
     place = Path(folder)
     own = place / f"{FAILED}-{os.getpid()}-{time.monotonic_ns()}"
     try:
-        own.write_text(reason, encoding="utf-8")
+        _write(own, reason)
         os.link(own, place / FAILED)  # appears whole, and only if there is none
     except FileExistsError:
         pass
     except FileNotFoundError:
         return  # the channel has been removed: nobody uses it any more
     own.unlink(missing_ok=True)
+
+
+def _write(path: Path, reason: str) -> None:
+    try:
+        path.write_text(reason, encoding="utf-8")
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        os.truncate(path, 0)  # no half of a reason; an empty file needs no space
 
 
 class Signals:
@@ -65,7 +82,7 @@ class Signals:
             SyncMismatch: with the reason that was given first.
         """
         try:
-            reason = (self._folder / FAILED).read_text(encoding="utf-8")
+            reason = (self._folder / FAILED).read_text(encoding="utf-8") or UNKNOWN
         except FileNotFoundError:
             if self._folder.is_dir():
                 return
@@ -109,8 +126,12 @@ def _shared(path: Path, size: int) -> mmap.mmap:
     except FileNotFoundError as error:
         raise SyncMismatch(f"the folder {path.parent} of the weight update is not there: sync again") from error
     try:
-        os.ftruncate(handle, size)
+        os.posix_fallocate(handle, 0, size)  # or a later write would end the process
         return mmap.mmap(handle, size)
+    except OSError as error:
+        raise StorageUnavailable(
+            f"the counters of a weight update do not fit into {path.parent}: {error}; free space there"
+        ) from error
     finally:
         os.close(handle)
 

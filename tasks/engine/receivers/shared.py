@@ -52,7 +52,7 @@ class SharedReceiver:
         if self._channel.transport == "memory":
             arenas = open_arenas(self._channel, self._plan, sender)
             if self._device.type == "cuda":
-                arenas.pin()
+                arenas.pin(self._device)
             self._arenas.append(arenas)
             return arenas.buffers
         from trainer_core.weights import card  # its library comes with torch for CUDA only

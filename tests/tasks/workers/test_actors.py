@@ -13,7 +13,7 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import NotCommitted, WorkerLost
-from tasks.workers.actors import WorkerGroup, find_groups, fresh_names, spawn
+from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, spawn
 
 WAIT_S = 120.0
 
@@ -122,6 +122,16 @@ def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster)
     assert found.submit("pop").wait(WAIT_S) == [7, 7]
     found._actors[0].call.remote("append", 1)  # as if the flow process had died between two members
     assert not found.in_step()
+
+
+def test_who_only_asks_ends_nobody(make_group):
+    group = make_group(collections.deque, [([1],)])
+    asking = ObservedGroup.found("run-a/role", ["other"], group._actors)
+    with pytest.raises(WorkerLost):
+        asking.submit("no_such_method").wait(WAIT_S)
+    assert not asking.alive()
+    assert group.alive()
+    assert group.submit("pop").wait(WAIT_S) == [1]
 
 
 def test_a_call_that_takes_too_long_ends_the_group(make_group):

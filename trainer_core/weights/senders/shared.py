@@ -70,7 +70,7 @@ def memory_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.d
     arenas = make_arenas(channel, plan, rank)
     if device.type == "cpu":
         return SharedSender(turns, rank, arenas.buffers, arenas.close)
-    arenas.pin()
+    arenas.pin(device)
     return StagedSender(turns, rank, arenas.buffers, arenas.close, device)
 
 
