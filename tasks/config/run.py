@@ -76,10 +76,11 @@ class SyncSection(Section):
 
     transport: TransportChoice = "auto"
     """Shared `memory` of the host, buffers on a `cuda` card that trainer and engines share, `collective` broadcasts
-    (NCCL, or gloo on CPU), or safetensors `files`. `auto`: `cuda` if all processes share a card, `collective` if each
-    has its own, else `memory`."""
+    (gloo on CPU; not on cards: NCCL needs one for each process, but trainer and engines share the first), or
+    safetensors `files`. `auto`: `cuda` if all processes share one card, else `memory`."""
     arena_mib: int = Field(default=256, ge=1)
-    """Weights travel in buckets of at most this size; each sender has two such buffers. MiB."""
+    """Weights travel in buckets of at most this size; each sender has two such buffers. A larger tensor travels alone,
+    and then all buffers have its size. On a card they are kept from one sync to the next. MiB."""
     in_flight: Literal["abort", "wait", "keep"] = "abort"
     """What becomes of requests that an engine is at work on: `abort` drops them, `wait` completes them first, with
     `keep` they go on with the new weights. In the loop there are none."""

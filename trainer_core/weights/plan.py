@@ -70,7 +70,8 @@ class WeightPlan(Frozen):
     buckets: tuple[Bucket, ...]
     """By number."""
     arena_bytes: int
-    """Size of an arena: of the largest bucket, or of the limit that was asked for if that is smaller than a tensor."""
+    """Size of every arena: that of the largest bucket. It is above the limit that was asked for if a tensor is, which
+    then travels alone."""
     config: str = ""
     """Digest of what names and shapes depend on besides the model: the trainer's configuration."""
 

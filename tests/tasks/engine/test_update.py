@@ -1,5 +1,6 @@
 """A weight update in four steps on a real vLLM: what is refused, what is found, and what serves afterwards."""
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -365,6 +366,39 @@ def test_requests_under_way_go_on_under_the_new_weights(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     kept = assert_goes_on(served, tmp_path)
     assert all(3 <= same < 40 for same in kept)
+
+
+def test_a_hold_ends_with_whoever_began_it(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    plan = plan_of(tensors_of_model(served.new))
+    channel = Channel(transport="memory", folder=str(tmp_path), receivers=1)
+    served.engine.prepare_update(plan, plan_digest(plan), channel, 0, "keep")  # and its driver dies
+    served.engine.drop()
+    served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], PLAIN)
+    assert [batch.number for batch in served.engine.collect(60).finished] == [0]
+
+
+def test_a_receiver_that_cannot_be_opened_stops_everybody(served, tmp_path, monkeypatch):
+    def full(*_given):
+        raise OSError("no space left")
+
+    serve(served, tmp_path / "before", "old", 4)
+    plan = plan_of(tensors_of_model(served.new))
+    channel = Channel(transport="memory", folder=str(tmp_path), receivers=1)
+    served.engine.prepare_update(plan, plan_digest(plan), channel, 0)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SyncMismatch, match="no space left"):
+        served.engine.receive_update()
+    assert "no space left" in (tmp_path / "failed").read_text()
+    assert served.engine.abort_update("no space left")
+
+
+def test_an_engine_that_sleeps_is_asked_without_being_woken(served, tmp_path, monkeypatch):
+    serve(served, tmp_path / "before", "old", 4)
+    awake = served.engine.held()
+    monkeypatch.setattr(served.engine._core, "_asleep", True)  # vLLM sleeps on cards only
+    assert served.engine.held() == awake
+    assert served.engine._core.asleep
 
 
 @pytest.mark.slow

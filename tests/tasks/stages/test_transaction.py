@@ -11,12 +11,14 @@ from storage.errors import SyncMismatch, WorkerLost
 from storage.kill_points import Point
 from tasks.config.stored import record_config
 from tasks.engine.protocol import EngineIdentity, Sampling
+from tasks.stages import transaction
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.transaction import deliver
 from tests.small.config import small_config
 from tests.small.here import WorkersHere, context_here
 from tests.small.workers import LAYERS, SmallEngine, SmallTrainer, plan_of
 from trainer_core.weights.plan import plan_digest
+from trainer_core.weights.signals import fail
 
 HOW = Sampling(max_tokens=4, stop_token_ids=(1,))
 UNUSABLE = EngineIdentity(weight_version=None, weights_digest=None)
@@ -241,7 +243,23 @@ def test_an_interruption_makes_everybody_stop(run, monkeypatch):
     def interrupted(*_given):
         raise Interrupted
 
+    def marked(folder, reason):
+        reasons.append(reason)
+        fail(folder, reason)
+
+    reasons = []
+    monkeypatch.setattr(transaction, "fail", marked)
     monkeypatch.setattr(run.ranks[1], "_packed", interrupted)
     with pytest.raises(Interrupted):
         run.sync()
+    assert set(reasons) >= {"the weight sync was interrupted"}
+    assert "" not in reasons
     assert serving(run) == [UNUSABLE] * 2
+
+
+@pytest.mark.parametrize("call_s", [1.0, 100.0, 36000.0])
+def test_an_update_gives_up_before_the_call_that_carries_it(run, tmp_path, call_s):
+    workers = run.context.config.workers.model_copy(update={"call_deadline_s": call_s})
+    config = run.context.config.model_copy(update={"workers": workers})
+    context = type(run.context)(**{**vars(run.context), "config": config})
+    assert transaction._channel(context, "memory", tmp_path, 2).deadline_s < call_s

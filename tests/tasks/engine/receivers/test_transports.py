@@ -1,10 +1,13 @@
 """Bytes from senders to receivers over each transport, and what happens when one end is slow, fails or dies."""
 
+import errno
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from tasks.engine.receivers.receiver import open_receiver
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
 from trainer_core.weights import signals
 from trainer_core.weights.channel import Channel
+from trainer_core.weights.meeting import Meeting
+from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import tensors_of, view
 from trainer_core.weights.senders.sender import open_sender
 
@@ -221,8 +226,56 @@ def test_a_folder_that_is_removed_ends_the_wait(tmp_path):
 def test_arenas_that_do_not_fit_are_refused(tmp_path):
     sent = weights()
     plan = plan_of(sent).model_copy(update={"arena_bytes": 1 << 60})
+    channel = channel_of(tmp_path, "memory")
     with pytest.raises(StorageUnavailable, match=r"sync\.arena_mib"):
-        open_sender(channel_of(tmp_path, "memory"), plan, 0, CPU)
+        open_sender(channel, plan, 0, CPU)
+    (tmp_path / "arenas-0").unlink()
+    reading = Receiving(channel, plan)
+    outbox = Outbox(channel, plan, SimpleNamespace(rank=0, device=CPU))  # of a rank that goes on with the others
+    with pytest.raises(SyncMismatch, match=r"sync\.arena_mib"):
+        reading.result()
+    with pytest.raises(StorageUnavailable, match=r"sync\.arena_mib"):
+        outbox.finish()
+
+
+def full(*_given):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_fails_on_a_full_disk_still_stops_everybody(tmp_path, monkeypatch, transport):
+    def half(path, text, encoding):
+        path.write_bytes(text.encode(encoding)[: len(text) // 2])
+        full()
+
+    reading = Receiving(channel_of(tmp_path, transport), plan_of(weights()))
+    monkeypatch.setattr(Path, "write_text", half)
+    signals.fail(tmp_path, "a reason")
+    with pytest.raises(SyncMismatch, match="no space left to say why"):
+        reading.result()
+
+
+def test_counters_that_do_not_fit_are_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageUnavailable, match="counters of a weight update do not fit"):
+        open_receiver(channel_of(tmp_path, "memory"), plan_of(weights(5)), 0, CPU)
+
+
+def test_a_broadcast_may_wait_until_all_take_part(tmp_path, monkeypatch):
+    """As the first of NCCL does."""
+    together, broadcast = threading.Barrier(2, timeout=10), Meeting.broadcast
+
+    def waiting(meeting, arena):
+        together.wait()
+        return broadcast(meeting, arena)
+
+    monkeypatch.setattr(Meeting, "broadcast", waiting)
+    sent = weights(10)
+    plan = plan_of(sent)
+    channel = channel_of(tmp_path, "collective", deadline_s=5.0)
+    sending, reading = Sending(channel, plan, sent), Receiving(channel, plan)
+    assert_same(reading.result(), sent)
+    sending.result()
 
 
 def test_files_go_through_any_store(tmp_path):
