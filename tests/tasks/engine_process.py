@@ -97,6 +97,14 @@ class FaultyEngine(Engine):
         """Parameters with a NaN in them."""
         return [name for name, parameter in self.model().named_parameters() if bool(parameter.isnan().any())]
 
+    def held_asleep(self) -> tuple[dict[str, str], bool]:
+        """What `held` says as if it slept, which vLLM does on cards only; and whether it still does."""
+        self._core._asleep = True
+        try:
+            return self.held(), self._core.asleep
+        finally:
+            self._core._asleep = False
+
 
 class InPlaceEngine(FaultyEngine):
     """An engine on CPU whose kernels use parameters as they were loaded, as those on a card do."""

@@ -378,27 +378,22 @@ def test_a_hold_ends_with_whoever_began_it(served, tmp_path):
     assert [batch.number for batch in served.engine.collect(60).finished] == [0]
 
 
-def test_a_receiver_that_cannot_be_opened_stops_everybody(served, tmp_path, monkeypatch):
-    def full(*_given):
-        raise OSError("no space left")
-
+def test_a_receiver_that_cannot_be_opened_stops_everybody(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     plan = plan_of(tensors_of_model(served.new))
     channel = Channel(transport="memory", folder=str(tmp_path), receivers=1)
     served.engine.prepare_update(plan, plan_digest(plan), channel, 0)
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SyncMismatch, match="no space left"):
+    os.mkfifo(tmp_path / "counters")  # can hold none
+    with pytest.raises(SyncMismatch, match="counters of a weight update do not fit"):
         served.engine.receive_update()
-    assert "no space left" in (tmp_path / "failed").read_text()
-    assert served.engine.abort_update("no space left")
+    assert "an engine cannot receive: the counters" in (tmp_path / "failed").read_text()
+    assert served.engine.abort_update("no counters")
 
 
-def test_an_engine_that_sleeps_is_asked_without_being_woken(served, tmp_path, monkeypatch):
+def test_an_engine_that_sleeps_is_asked_without_being_woken(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     awake = served.engine.held()
-    monkeypatch.setattr(served.engine._core, "_asleep", True)  # vLLM sleeps on cards only
-    assert served.engine.held() == awake
-    assert served.engine._core.asleep
+    assert served.engine.held_asleep() == (awake, True)
 
 
 @pytest.mark.slow
