@@ -122,4 +122,20 @@ SYNC = (
         "    if found is None:\n",
         ("tests/tasks/test_sync_check.py",),
     ),
+    Mutant(
+        "check-sync-ends-engines",
+        "check-sync ends an engine of a live run that does not answer",
+        "tasks/workers/actors.py",
+        '        """Ask no more."""\n        self._ended = True\n',
+        '        """Ask no more."""\n        super().end()\n',
+        ("tests/tasks/workers/test_actors.py",),
+    ),
+    Mutant(
+        "update-outlives-its-call",
+        "a weight update waits as long as the call, whose deadline ends the processes",
+        "tasks/stages/transaction.py",
+        "_SHARE * context.config.workers.call_deadline_s",
+        "context.config.workers.call_deadline_s",
+        ("tests/tasks/stages/test_transaction.py",),
+    ),
 )
