@@ -85,8 +85,8 @@ TRAINER = (
         "buffers-stay-the-references",
         "a reference that was in place leaves its buffers behind",
         "trainer_core/model/model.py",
-        "for tensor in (*module.parameters(), *module.buffers())]",
-        "for tensor in module.parameters()]",
+        "for held in (part._parameters, part._buffers) for tensor in held.values()]",
+        "for held in (part._parameters,) for tensor in held.values()]",
         _REENTRY,
     ),
     Mutant(

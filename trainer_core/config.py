@@ -259,16 +259,14 @@ def check_stages(parallel: ParallelConfig, layers: int) -> None:
         key = [*asked][-1]  # in the order of the fields
         fitting = [n for n in range(1, layers + 1) if stage_layers(parallel.model_copy(update={key: n}), layers)]
         named = " and ".join(f"train.parallel.{name} = {value}" for name, value in asked.items())
-        raise InputError(
-            f"the model's layers ({layers}) cannot be divided by {named}: choose one of {fitting} for "
-            f"train.parallel.{key}"
-        )
+        advice = f"choose one of {fitting} for train.parallel.{key}" if fitting else "give the first stage fewer layers"
+        raise InputError(f"the model's layers ({layers}) cannot be divided by {named}: {advice}")
     virtual = parallel.virtual_pipeline or 1
     for stage in {number for number in stages if number % virtual}:
-        fitting = [n for n in range(1, stage + 1) if all(number % n == 0 for number in stages)]
+        fitting = [n for n in range(2, stage + 1) if all(number % n == 0 for number in stages)]
         raise InputError(
             f"the model's layers of a rank ({stage}) cannot be divided by train.parallel.virtual_pipeline = {virtual}: "
-            f"choose one of {fitting}"
+            f"{f'choose one of {fitting}, or ' if fitting else ''}leave it out"
         )
 
 

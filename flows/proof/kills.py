@@ -55,7 +55,11 @@ def _points(stage: Stage, stored: bool) -> list[Point]:
 def _victims(config: RunConfig, stage: Stage, point: Point) -> list[str]:
     if stage in (Stage.PREPARE, Stage.REWARD) or point is Point.STARTED:
         return [FLOW, NODE]  # after a restart the workers may not exist yet
-    return [FLOW, NODE, *_workers(config)]
+    workers = _workers(config)
+    if stage is Stage.TRAIN:  # engines start beside it, or with `train.memory` behind it
+        late = ("engine-", "core-", "worker-") if config.train.memory.in_use else ("core-", "worker-")
+        workers = [one for one in workers if not one.startswith(late)]
+    return [FLOW, NODE, *workers]
 
 
 def _workers(config: RunConfig) -> list[str]:

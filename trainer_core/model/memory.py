@@ -146,8 +146,7 @@ class _Compartment:
         if self._host.nbytes < size:
             self._host = torch.empty(0, dtype=torch.uint8)  # the smaller one first goes back
             self._host = torch.empty(size, dtype=torch.uint8)
-            if self._pinned:
-                pin(self._host)
+            if self._pinned and pin(self._host):
                 weakref.finalize(self._host, unpin, self._host.data_ptr()).atexit = False
         return self._host[:size]
 

@@ -30,6 +30,7 @@ class Optimizer:
         self.effective = read_back(OPTIMIZER, config, self.parts)
         """The settings that the live optimizers were found to have."""
         self._residence.serve(self._tensors)
+        self._residence.accumulating = False  # what an earlier pass has left is for no update of this optimizer
 
     @property
     def parts(self) -> list[Any]:

@@ -72,11 +72,18 @@ def pinning_of(device: torch.device) -> Pinning | None:
     )
 
 
-def pin(memory: torch.Tensor) -> None:
+def pin(memory: torch.Tensor) -> bool:
     """Lock the pages of contiguous host memory that is in no file, of exactly its size: torch's own allocator of pinned
-    memory takes the next power of two. Raises what CUDA says.
+    memory takes the next power of two.
+
+    Returns:
+        False if they cannot be locked: copies then only take longer.
+
+    Raises:
+        WorkerLost: the device does not work, or the memory is pinned already.
     """
-    torch.cuda.check_error(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    pinning = pinning_of(torch.device("cuda"))
+    return pinning is not None and pinning.pin(memory, Path("what the trainer gives up"))
 
 
 def unpin(address: int) -> None:

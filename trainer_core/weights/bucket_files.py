@@ -1,6 +1,7 @@
 """The buckets of an update as safetensors files, in a local folder or an object store that both ends reach."""
 
 import time
+import uuid
 from typing import Any
 
 import fsspec.core
@@ -77,8 +78,9 @@ class BucketFiles:
         """Let a file appear whole."""
         try:
             if self._local:
-                self._fs.pipe_file(f"{path}.part", content)
-                self._fs.mv(f"{path}.part", path)
+                written = f"{path}.{uuid.uuid4().hex}.part"  # both ends may fail at the same time
+                self._fs.pipe_file(written, content)
+                self._fs.mv(written, path)
             else:
                 self._fs.pipe_file(path, content)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Which layouts are tested with which family of models, and which pairs of settings fit four ranks.
 
 A layout is a product of few settings. Every two settings that fit together on `RANKS` ranks meet in some layout of each
-kind of model, as `test_matrix.py` checks, so that two that do not get along are found.
+kind of model, as `test_families.py` checks, so that two that do not get along are found.
 """
 
 import itertools
