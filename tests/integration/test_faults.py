@@ -31,6 +31,8 @@ CELLS = [
     "rollout@1:parts-done:flow",  # with all pieces there, one of which the next process samples again
     "reward@1:committed:flow",
     "train@1:mid-part:trainer-0",
+    "weight-sync@1:sent:engine-0",
+    "weight-sync@1:served:flow",
     "weight-sync@1:parts-done:trainer-1",
     "rollout@2:parts-done:engine-0",
     "reward@2:mid-part:node",
