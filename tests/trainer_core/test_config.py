@@ -11,7 +11,7 @@ MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
     ("parallel", "model", "named"),
     [
         ({"pipeline": 3}, {}, ["layers (4)", "parallel.pipeline = 3", "[1, 2, 4]"]),
-        ({"pipeline": 2, "virtual_pipeline": 4}, {}, ["layers of a rank (2)", "virtual_pipeline = 4", "[1, 2]"]),
+        ({"pipeline": 2, "virtual_pipeline": 4}, {}, ["layers of a rank (2)", "virtual_pipeline = 4", "[2], or leave it out"]),
         (
             {"pipeline": 3, "layers_first_stage": 1},
             {},
@@ -25,7 +25,7 @@ MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
         (
             {"pipeline": 2, "virtual_pipeline": 2, "layers_last_stage": 3},
             {},
-            ["layers of a rank (1)", "virtual_pipeline = 2", "[1]"],
+            ["layers of a rank (1)", "virtual_pipeline = 2", "2: leave it out"],
         ),
         ({"tensor": 3}, {}, ["attention heads (8)", "parallel.tensor = 3"]),
         ({"tensor": 4}, {}, ["key-value heads (2)", "parallel.tensor = 4", "[1, 2]"]),
