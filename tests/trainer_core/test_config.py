@@ -11,7 +11,11 @@ MODEL = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
     ("parallel", "model", "named"),
     [
         ({"pipeline": 3}, {}, ["layers (4)", "parallel.pipeline = 3", "[1, 2, 4]"]),
-        ({"pipeline": 2, "virtual_pipeline": 4}, {}, ["layers of a rank (2)", "virtual_pipeline = 4", "[2], or leave it out"]),
+        (
+            {"pipeline": 2, "virtual_pipeline": 4},
+            {},
+            ["layers of a rank (2)", "virtual_pipeline = 4", "[2], or leave it out"],
+        ),
         (
             {"pipeline": 3, "layers_first_stage": 1},
             {},
