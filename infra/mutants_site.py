@@ -23,7 +23,7 @@ SITE = (
     ),
     Mutant(
         "site-asks-the-worker",
-        "`down` asks the worker to end, which may start a flow run anew meanwhile",
+        "`down` asks the worker to end, which may start a flow run again meanwhile",
         "flows/site/up.py",
         "end_starter(one) if one.role == _WORKER else end(one)",
         "end(one)",

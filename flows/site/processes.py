@@ -91,7 +91,7 @@ def end(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
 def end_starter(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
     """End a process that may start others until its end: killed at once, and what it has started as `end` does.
 
-    A worker that is asked to end may start a flow run anew that has ended a moment before, and lives on with it.
+    A worker that is asked to end may start a flow run again that ended a moment before, and stays alive with it.
     """
     process = find(running)
     if process is None:

@@ -11,7 +11,7 @@ class SyncRankProtocol(Protocol):
     """One trainer rank of the bench, beyond `TrainerProtocol`."""
 
     def draw(self, seed: int) -> None:
-        """Draw all weights anew: matrices around 0, vectors, which are norms, around 1."""
+        """Draw new weights: matrices around 0, vectors, which are norms, around 1."""
         ...
 
     def keep_plan(self, keep: bool) -> None:

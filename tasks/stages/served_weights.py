@@ -32,7 +32,7 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
 
     An engine that is new, or holds something else, gets them from the trainer ranks, if they hold the train state of
     that iteration, else from its stored weights alone: the ranks still hold what they held before. The other engines
-    are left alone. The trainer ranks give up what `train.memory` names.
+    are left alone. The trainer ranks release what `train.memory` names.
 
     Raises:
         SyncMismatch: the stored state gives other weights than those recorded, or they did not arrive.

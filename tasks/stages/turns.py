@@ -9,7 +9,7 @@ from trainer_core.config import MemoryConfig
 
 
 def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> dict[str, float]:
-    """Let the ranks give up what the configuration names; returns metrics, none if it names nothing.
+    """Let the ranks release what the configuration names; returns metrics, none if it names nothing.
 
     A state that was saved is in files by then, whether or not it is stored, so that nothing reads what is given up.
 

@@ -1,6 +1,6 @@
 """Micro-batches of one shape, launched as one CUDA graph each instead of kernel by kernel.
 
-A small model computes faster than a host can launch its kernels. The graph is recorded anew in each pass, so nothing
+A small model computes faster than a host can launch its kernels. The graph is recorded in each pass, so nothing
 in it outlives the tensors that it names.
 """
 

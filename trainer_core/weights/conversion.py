@@ -1,7 +1,7 @@
 """Megatron's live tensors and the bridge's own mappings that make Hugging Face tensors of them, on the rank that holds
 them: no pipeline or expert group is asked.
 
-Everything here is made anew for each update and dropped after it. A mapping that is kept remembers shapes, types and
+Everything here is made for one update and dropped after it. A mapping that is kept remembers shapes, types and
 owners of an earlier moment; receivers that are sized by them take garbage without an error.
 """
 

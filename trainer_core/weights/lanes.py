@@ -1,5 +1,5 @@
 """Which weights are converted on the rank that holds them, and how the others are sent: by megatron-bridge's whole
-export with tasks that are made anew, in which all ranks take part.
+export with fresh tasks, in which all ranks take part.
 """
 
 from collections.abc import Collection, Iterator

@@ -20,7 +20,7 @@ class Meeting:
         """Meet the others. They must all come: one that does not ends it with the channel's deadline.
 
         Raises:
-            SyncMismatch: somebody has failed or did not come.
+            SyncMismatch: a process has failed or did not come.
         """
         self._signals = signals
         met = signals.met[signals.place[sender]]  # (1 + R,)
@@ -44,7 +44,7 @@ class Meeting:
         """Return once a broadcast is done.
 
         Raises:
-            SyncMismatch: somebody has failed, or the deadline has passed.
+            SyncMismatch: a process has failed, or the deadline has passed.
         """
         self._signals.wait(done, what)
 

@@ -1,6 +1,6 @@
 """What one weight update moves: every tensor by its Hugging Face name, who sends it, and where it lies in which bucket.
 
-A plan is made anew for each update from the live model, and forgotten with it. Imports without torch.
+A plan is made for each update from the live model, and forgotten with it. Imports without torch.
 """
 
 import hashlib

@@ -76,7 +76,7 @@ class Signals:
         fail(self._folder, reason)
 
     def check(self) -> None:
-        """Raise if somebody has failed.
+        """Raise if a process has failed.
 
         Raises:
             SyncMismatch: with the reason that was given first.
@@ -93,7 +93,7 @@ class Signals:
         """Return once `reached` is true.
 
         Raises:
-            SyncMismatch: somebody has failed, or the deadline has passed: then everybody else is told.
+            SyncMismatch: a process has failed, or the deadline has passed: then all others are told.
         """
         pause, end = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
         while not reached():

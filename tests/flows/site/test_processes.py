@@ -60,7 +60,7 @@ def test_down_ends_what_nothing_recorded(folder: SiteFolder, begun: RunningProce
 
 
 def test_a_worker_that_is_asked_to_end_starts_nothing_any_more(folder: SiteFolder, tmp_path: Path):
-    """As Prefect's does under load: it starts a flow run anew that has just ended, and lives on with it."""
+    """As Prefect's does under load: it starts a flow run again that has just ended, and stays alive with it."""
     again = f"pathlib.Path({str(tmp_path / 'again')!r}).write_text('')"
     text = (
         f"import pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: {again}); print(flush=True); {CHILD}"

@@ -268,7 +268,7 @@ def test_gradients_of_an_update_to_come_cannot_be_dropped(model_dir):
 
 
 def on_a_late_device(trainer):
-    """The same where a copy that need not be waited for happens only when somebody waits, as on a GPU it may."""
+    """The same where a copy that need not be waited for happens only when it is waited for, as on a GPU it may."""
     import torch
 
     trainer.import_model()

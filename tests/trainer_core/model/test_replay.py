@@ -1,4 +1,4 @@
-"""Micro-batches that are launched again instead of anew. Without a card the work is done again instead of a graph."""
+"""Micro-batches that are launched as a graph. Without a card the work is repeated instead."""
 
 from dataclasses import replace
 
