@@ -4,8 +4,10 @@ A small model computes faster than a host can launch its kernels. The graph is r
 in it outlives the tensors that it names.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -14,51 +16,137 @@ from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.telling import told
 
 FEWEST = 4
-"""Micro-batches for which recording, which takes as long as one or two of them, is worth its time."""
+"""Micro-batches for which recording, which takes as long as one or two of them, can be worth its time."""
+_DEVICE_BOUND = 1.05
+"""A device that ends so much later than the host was what took the time."""
 
 Report = Mapping[str, torch.Tensor]
 """What a pass keeps of a micro-batch."""
 Run = Callable[[Sequence[MicroBatch]], list[Report]]
 """Takes micro-batches through the model."""
-Record = Callable[[Callable[[], list[Report]]], tuple[list[Report], Callable[[], None]]]
-"""Returns what the work returns, without its values, and a function that does it again and fills in the values."""
+Work = Callable[[], list[Report]]
+"""Takes one through it."""
 
 
-def record(work: Callable[[], list[Report]]) -> tuple[list[Report], Callable[[], None]]:
-    """Record the kernels that `work` launches on the current stream, which must not be the device's default.
+class Recorder(Protocol):
+    """Records work and does it again, if that is worth its time."""
 
-    Raises:
-        RatchetError: something in it waits for the device, or allocates outside torch.
-    """
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    try:
-        # other threads, such as autograd's, launch on the same stream
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            results = work()
-    except (torch.AcceleratorError, RuntimeError) as error:
-        raise RatchetError(
-            f"the kernels of a micro-batch cannot be recorded as a CUDA graph: {error}. Set "
-            "train.megatron.cuda_graphs = false"
-        ) from error
-    return results, graph.replay
+    def first(self, work: Work) -> list[Report]:
+        """Do it as it is, and see what it takes."""
+        ...
+
+    def pays(self, left: int, positions: int) -> bool:
+        """Whether `left` micro-batches of so many positions end sooner if the next is recorded."""
+        ...
+
+    def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:
+        """What the work returns, without its values, and a function that does it again and fills in the values."""
+        ...
 
 
-def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Record) -> list[Report]:
-    """Take all micro-batches of a pass, of one shape, through the model by recording one of them.
+@dataclass
+class Pace:
+    """Seconds that were last seen; 0 is not known yet."""
+
+    launch: float = 0.0
+    """Of the host, to launch a micro-batch kernel by kernel."""
+    elapsed: float = 0.0
+    """From that launch until the device had ended."""
+    recording: float = 0.0
+    """Of recording one."""
+    position: float = 0.0
+    """Of the device, for one position of a recorded one."""
+
+    def pays(self, left: int, positions: int) -> bool:
+        """See `Recorder.pays`. What is not known yet is taken to be in favour."""
+        device = self.position * positions
+        if self.elapsed > _DEVICE_BOUND * self.launch:
+            device = self.elapsed
+        return (self.recording or self.launch) + left * device < left * max(self.launch, device)
+
+
+class Graphs:
+    """CUDA graphs of the kernels that work launches on the current stream, which must not be the device's default."""
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+        self._replays: list[tuple[torch.cuda.Event, int]] = []
+
+    def first(self, work: Work) -> list[Report]:
+        """See `Recorder.first`."""
+        torch.cuda.synchronize()
+        self._learn()
+        begun, clock = _mark(), time.perf_counter()
+        results = work()
+        self._pace.launch = time.perf_counter() - clock
+        ended = _mark()
+        ended.synchronize()
+        self._pace.elapsed = begun.elapsed_time(ended) / 1e3
+        return results
+
+    def pays(self, left: int, positions: int) -> bool:
+        """See `Recorder.pays`."""
+        return self._pace.pays(left, positions)
+
+    def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:
+        """See `Recorder.record`.
+
+        Raises:
+            RatchetError: something in it waits for the device, or allocates outside torch.
+        """
+        graph, clock = torch.cuda.CUDAGraph(), time.perf_counter()
+        torch.cuda.synchronize()
+        try:
+            # other threads, such as autograd's, launch on the same stream
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                results = work()
+        except (torch.AcceleratorError, RuntimeError) as error:
+            raise RatchetError(
+                f"the kernels of a micro-batch cannot be recorded as a CUDA graph: {error}. Set "
+                "train.megatron.cuda_graphs = false"
+            ) from error
+        self._pace.recording = time.perf_counter() - clock
+        self._replays = [(_mark(), 0)]
+
+        def again() -> None:
+            graph.replay()
+            self._replays.append((_mark(), positions))
+
+        return results, again
+
+    def _learn(self) -> None:
+        """What the device took in the pass before; called when all of that has ended."""
+        if len(self._replays) > 1:
+            (begun, _), (ended, _) = self._replays[0], self._replays[-1]
+            self._pace.position = begun.elapsed_time(ended) / 1e3 / sum(size for _, size in self._replays)
+        self._replays = []
+
+
+def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Recorder) -> list[Report]:
+    """Take all micro-batches of a pass, of one shape, through the model, by recording one of them if that pays.
 
     The first runs as it is: what is made once, such as plans of kernels and tables of rotations, is made there.
     """
     waiting = iter(told(batches, "micro-batches"))
-    reports = run([next(waiting)])
+    first = next(waiting)
+    positions = first.tokens.numel()
+    reports = recorder.first(lambda: run([first]))
+    if not recorder.pays(len(batches) - 1, positions):
+        return reports + [report for batch in waiting for report in run([batch])]
     held = _copied(batches[1])
-    (recorded,), again = recorder(lambda: run([held]))
+    (recorded,), again = recorder.record(lambda: run([held]), positions)
     for batch in waiting:
         for own, given in zip(_tensors(held), _tensors(batch), strict=True):
             own.copy_(given)
         again()
         reports.append({name: value.clone() for name, value in recorded.items()})
     return reports
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _tensors(batch: MicroBatch) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from tests.trainer_core.models import VOCABULARY, random_samples
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import MegatronConfig, OptimizerConfig, ParallelConfig, RankSpec, TrainerConfig
+from trainer_core.model.replay import Pace
 from trainer_core.policy import PolicyConfig
 from trainer_core.start import start_trainer
 
@@ -28,23 +29,41 @@ def equal_lengths(seed, count=24):
     )
 
 
-def done_again(work):
-    """What `replay.record` does, without a card: results are filled in by each repetition, in place."""
-    results = [{}]
+class Repetition:
+    """What `replay.Graphs` does, without a card: results are filled in by each repetition, in place."""
 
-    def again():
-        for name, value in work()[0].items():
-            results[0].setdefault(name, value.clone()).copy_(value)
+    def __init__(self, pays):
+        self._pays, self.left = pays, []
 
-    return results, again
+    def first(self, work):
+        return work()
+
+    def pays(self, left, positions):
+        self.left.append(left)
+        return self._pays
+
+    def record(self, work, positions):
+        results = [{}]
+
+        def again():
+            for name, value in work()[0].items():
+                results[0].setdefault(name, value.clone()).copy_(value)
+
+        return results, again
 
 
-def trained(trainer, folder, recorded, samples):
+def trained(trainer, folder, recorder, samples):
     trainer.import_model()
-    if recorded:
-        trainer._passes = replace(trainer._passes, record=done_again)
+    if recorder is not None:
+        trainer._passes = replace(trainer._passes, recorder=recorder)
     metrics = [trainer.train_policy(one, 0.9) for one in samples]
     return metrics, trainer.save(folder).identity
+
+
+def trained_in_pieces(trainer, folder, recorder, samples):
+    result = trained(trainer, folder, recorder, samples)
+    assert len(recorder.left) >= 2 * len(samples)  # of each epoch
+    return result
 
 
 def configuration(**changes):
@@ -57,18 +76,39 @@ def configuration(**changes):
 def test_recorded_micro_batches_train_as_others_do(model_dir, tmp_path, replicas):
     config = configuration(parallel=ParallelConfig(data=replicas))
     samples = [equal_lengths(seed) for seed in (1, 2)]
-    found = [run_trainers(model_dir, config, trained, str(tmp_path), recorded, samples) for recorded in (False, True)]
-    assert found[0] == found[1]
+    plain = run_trainers(model_dir, config, trained, str(tmp_path), None, samples)
+    for pays in (True, False):
+        assert plain == run_trainers(
+            model_dir, config, trained_in_pieces, str(tmp_path), Repetition(pays=pays), samples
+        )
 
 
 def test_what_fills_batches_up_to_one_shape_changes_no_update(model_dir, tmp_path):
     config = configuration().model_copy(update={"micro_batch_size": 8})  # two batches: too few to be recorded
     samples = [random_samples(seed) for seed in (1, 2)]
     (plain, _), (filled, _) = (
-        run_trainers(model_dir, config, trained, str(tmp_path), recorded, samples)[0] for recorded in (False, True)
+        run_trainers(model_dir, config, trained, str(tmp_path), recorder, samples)[0]
+        for recorder in (None, Repetition(pays=True))
     )
     for one, other in zip(plain, filled, strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pace", "left", "pays"),
+    [
+        (Pace(), 3, False),  # nothing takes time
+        (Pace(launch=0.2, elapsed=0.2), 3, True),  # the host is slower; by how much, the first graph will show
+        (Pace(launch=0.2, elapsed=0.2), 1, False),
+        (Pace(launch=0.2, elapsed=0.2, recording=0.2, position=1e-6), 13, True),
+        (Pace(launch=0.2, elapsed=0.2, recording=0.2, position=19e-5), 13, False),  # 0.19 s of the device each
+        (Pace(launch=0.2, elapsed=0.2, recording=0.2, position=19e-5), 31, True),
+        (Pace(launch=0.2, elapsed=0.24), 31, False),  # the device is slower, which a graph does not change
+        (Pace(launch=0.2, elapsed=0.24, recording=0.01, position=1e-6), 31, False),
+    ],
+)
+def test_micro_batches_are_recorded_if_that_pays(pace, left, pays):
+    assert pace.pays(left, positions=1000) == pays
 
 
 def refusal(rank, world_size, store, model_dir, config):
