@@ -310,3 +310,32 @@ def check_experts(parallel: ParallelConfig, experts: int) -> None:
         raise InputError(
             f"the model's experts ({experts or 'none'}) cannot be divided by train.parallel.expert = {parallel.expert}"
         )
+
+
+def attention_of(config: MegatronConfig, transformer_engine: bool, deterministic: bool) -> Attention:
+    """The kernels that may be used, where the configuration leaves it open.
+
+    Args:
+        deterministic: whether kernels must be chosen whose results do not depend on timing.
+    """
+    # cuDNN's deterministic backward pass over segments asks for far more memory than there is: 512 GiB for 256
+    # segments of some 20 positions on an H100
+    return "unfused" if deterministic and transformer_engine and config.attention == "auto" else config.attention
+
+
+def check_context(config: TrainerConfig, transformer_engine: bool, deterministic: bool) -> None:
+    """Refuse context parallelism where Transformer Engine has no kernel for it. Raises InputError."""
+    if config.parallel.context == 1 or not transformer_engine:
+        return
+    if config.precision != "bf16":
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context} and train.precision {config.precision!r}, but "
+            'Transformer Engine divides sequences in bf16 alone: set train.precision = "bf16" or the other to 1'
+        )
+    if attention_of(config.megatron, transformer_engine, deterministic) == "unfused":
+        chosen = config.megatron.attention == "unfused"
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context}, which Transformer Engine's unfused attention cannot "
+            f"compute, and {'train.megatron.attention' if chosen else 'device.deterministic'} asks for that one: set "
+            f"train.parallel.context = 1, or {'choose another' if chosen else 'device.deterministic = false'}"
+        )
