@@ -279,6 +279,7 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
     `model` is the content of the model's config.json (Hugging Face names). Raises InputError.
     """
     heads = int(model["num_attention_heads"])
+    check_predictions(model, "the model")
     check_stages(parallel, int(model["num_hidden_layers"]))
     divisors = {
         ("attention heads", "tensor"): (heads, parallel.tensor),
@@ -292,6 +293,23 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
                 f"the model's {what} ({amount}) cannot be divided by parallel.{field} = {ranks}; "
                 f"choose one of {[n for n in range(1, amount + 1) if amount % n == 0]} for parallel.{field}"
             )
+
+
+def check_predictions(model: Mapping[str, Any], where: str) -> None:
+    """Refuse a model with layers that predict further tokens: nothing trains them, so engines would get stale ones.
+
+    Args:
+        model: the content of its config.json.
+        where: the model's name in the message.
+
+    Raises:
+        InputError: with the number of such layers.
+    """
+    if model.get("num_nextn_predict_layers"):
+        raise InputError(
+            f"{where}: num_nextn_predict_layers = {model['num_nextn_predict_layers']} in config.json: layers that "
+            "predict further tokens are not trained. Set it to 0 and leave their weights out"
+        )
 
 
 def experts_of(model: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from storage.errors import InputError
-from trainer_core.config import Device
+from trainer_core.config import Device, check_predictions
 
 KNOWN_TO_BOTH = frozenset(
     {
@@ -87,11 +87,7 @@ def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> 
             f"{where}: the architecture {name} needs Transformer Engine, which needs a GPU; on CPU use one of "
             f"{', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
         )
-    if facts.get("num_nextn_predict_layers"):
-        raise InputError(
-            f"{where}: num_nextn_predict_layers = {facts['num_nextn_predict_layers']} in config.json: layers that "
-            "predict further tokens are not trained. Set it to 0 and leave their weights out"
-        )
+    check_predictions(facts, where)
     if name in _ROPE_TYPES:
         _check_positions(facts, name, where)
     if name in _WITHOUT_BIASES:
