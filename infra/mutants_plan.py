@@ -32,11 +32,19 @@ PLAN = (
     ),
     Mutant(
         "biases-stay-rounded",
-        "the biases of routers are not put back to float32 before weights are read and written",
+        "biases of routers that something has cast, which megatron-bridge itself does not, are sent in low precision",
         "trainer_core/model/model.py",
         "        self._restore_float32()\n",
         "",
         (f"{_FAULTS}biases_of_routers_are_sent_in_the_type_in_which_they_are_used",),
+    ),
+    Mutant(
+        "borrowed-biases-are-rounded",
+        "stored weights, and the live ones meanwhile, are kept in the type of most of them, which rounds the biases",
+        "trainer_core/algorithms/reference.py",
+        'tensor.detach().to("cpu", copy=True)',
+        'tensor.detach().to("cpu", model.dtype, copy=True)',
+        _STORED,
     ),
     Mutant(
         "padding-is-sent",
