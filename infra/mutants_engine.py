@@ -218,6 +218,14 @@ ENGINE = (
         (f"{_UPDATE}another_digest_is_refused",),
     ),
     Mutant(
+        "files-of-another-type",
+        "what a file holds is taken in another type than was planned",
+        "trainer_core/weights/packing.py",
+        "        if (tensor.dtype, tensor.shape) != (place.dtype, place.shape):\n",
+        "        if tensor.shape != place.shape:\n",
+        (f"{_TRANSPORTS[0]}::test_a_file_with_other_tensors_is_refused",),
+    ),
+    Mutant(
         "arena-written-before-it-is-read",
         "a sender does not wait until every receiver has read what an arena held",
         "trainer_core/weights/signals.py",
