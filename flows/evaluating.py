@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flows.run import process_cluster
 from flows.views.evaluations import EvaluationRecord, evaluations
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
-from storage.revisions import read_revisions
+from storage.revisions import Revisions, read_revisions
 from storage.write_behind import Outbox
 from tasks.checks import check_config, prepared_stage
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.stored import StoredConfig, read_config
-from tasks.export.choice import choose
+from tasks.export.choice import Chosen, choose
 from tasks.stages.context import NoPage, Page, Performer, RunContext, directly
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import Stage
@@ -23,6 +23,20 @@ from tasks.workers.fleet import Fleet
 from tasks.workers.scratch import scratch, sweep
 
 UNSEEN = NoPage()
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """Weights of a run that its engines have served."""
+
+    store: Root
+    """Where they are."""
+    chosen: Chosen
+    """The run and the iteration."""
+    revisions: Revisions
+    """What was changed of the run since it began."""
+    stored: StoredConfig
+    """Its configuration, as of the last revision."""
 
 
 def evaluate_weights(
@@ -41,21 +55,33 @@ def evaluate_weights(
     Raises:
         InputError: there are no such weights, or they cannot be served here.
     """
+    weights = choose_served(root, which, "export them, and start a run that begins with that model")
+    store, chosen, stored = weights.store, weights.chosen, weights.stored
+    check_config(stored.config, store, prepared_stage(store, chosen.run))
+    with open_evaluation(chosen.run, store, stored) as context:
+        shown = replace(context, performer=performer, page=page, say=say, revisions=weights.revisions)
+        manifest = evaluation(persistent(shown, say), chosen.iteration, settings).manifest
+    return recorded(store, chosen.run, manifest.digest)
+
+
+def choose_served(root: str, which: str, instead: str) -> ServedWeights:
+    """The weights of one iteration, with what the run's engines served them by. Prepares this process too.
+
+    Args:
+        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
+        instead: what to do if the run has no engines.
+
+    Raises:
+        InputError: there are no such weights, or the run has no engines.
+    """
     prepare_process()
     store = open_root(root)
     chosen = choose(store, which)
     revisions = read_revisions(store, chosen.run)
     stored = read_config(store, chosen.run, revisions)
     if stored.config.retrain is not None:
-        raise InputError(
-            f"run {chosen.run!r} trains on stored samples and serves no weights: export them, and start a run that "
-            "begins with that model"
-        )
-    check_config(stored.config, store, prepared_stage(store, chosen.run))
-    with open_evaluation(chosen.run, store, stored) as context:
-        shown = replace(context, performer=performer, page=page, say=say, revisions=revisions)
-        manifest = evaluation(persistent(shown, say), chosen.iteration, settings).manifest
-    return recorded(store, chosen.run, manifest.digest)
+        raise InputError(f"run {chosen.run!r} trains on stored samples and serves no weights: {instead}")
+    return ServedWeights(store, chosen, revisions, stored)
 
 
 @contextmanager

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Mapping
 
-from flows.evaluating import open_evaluation
+from flows.evaluating import choose_served, open_evaluation
 from flows.run import process_cluster
-from storage.backends.root import Root, open_root
+from storage.backends.root import Root
 from storage.errors import InputError
-from storage.revisions import read_revisions
 from tasks.checks import check_config, prepared_stage
-from tasks.config.environment import prepare_process
-from tasks.config.stored import StoredConfig, read_config
-from tasks.export.choice import Chosen, choose
+from tasks.config.stored import StoredConfig
+from tasks.export.choice import Chosen
 from tasks.sync_check import CheckedSync, check_sync
 from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import engines_on
@@ -25,12 +23,8 @@ def check_engines(root: str, which: str, say: Callable[[str], object]) -> Checke
     Raises:
         InputError: there are no such weights, or they cannot be served here.
     """
-    prepare_process()
-    store = open_root(root)
-    chosen = choose(store, which)
-    stored = read_config(store, chosen.run, read_revisions(store, chosen.run))
-    if stored.config.retrain is not None:
-        raise InputError(f"run {chosen.run!r} trains on stored samples and serves no weights: nothing can be compared")
+    weights = choose_served(root, which, "nothing can be compared")
+    store, chosen, stored = weights.store, weights.chosen, weights.stored
     digests = _digests(store, chosen, say)
     running = _running(chosen.run, stored)
     if not running:

@@ -19,7 +19,6 @@ from pathlib import Path
 from infra.mutants_algorithms import ALGORITHMS
 from infra.mutants_engine import ENGINE
 from infra.mutants_families import FAMILIES
-from infra.mutants_known import MUTANTS as OTHERS
 from infra.mutants_known import Mutant
 from infra.mutants_memory import MEMORY
 from infra.mutants_pages import PAGES
@@ -28,13 +27,16 @@ from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
 from infra.mutants_site import SITE
+from infra.mutants_stages import STAGES
+from infra.mutants_states import STATES
+from infra.mutants_storage import STORAGE
 from infra.mutants_sync import SYNC
+from infra.mutants_tasks import TASKS
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
 from infra.mutants_upkeep import UPKEEP
 
 MUTANTS = (
-    *OTHERS,
     *ALGORITHMS,
     *ENGINE,
     *FAMILIES,
@@ -45,6 +47,10 @@ MUTANTS = (
     *REVISIONS,
     *REWARDS,
     *SITE,
+    *STAGES,
+    *STATES,
+    *STORAGE,
+    *TASKS,
     *SYNC,
     *TRAINER,
     *TRAINER_CORE,

@@ -3,14 +3,16 @@
 from infra.mutants_known import Mutant
 
 _SERVING = ("tests/tasks/engine/test_serving.py",)
+_IN_FLIGHT = "tests/tasks/engine/test_in_flight.py::test_"
+_LOADING = "tests/tasks/engine/test_loading.py::test_"
 _UPDATE = "tests/tasks/engine/test_update.py::test_"
 _TRANSPORTS = ("tests/tasks/engine/receivers/test_transports.py",)
-_LOADERS = (f"{_UPDATE}a_fault_of_the_loaders_fails_with_the_name_and_the_next_update_repairs_it",)
+_LOADERS = (f"{_LOADING}a_fault_of_the_loaders_fails_with_the_name_and_the_next_update_repairs_it",)
 _IN_PLACE = (
-    f"{_UPDATE}a_fault_of_the_loaders_in_place_fails_with_the_name",
-    f"{_UPDATE}a_parameter_that_moves_is_refused_because_of_cuda_graphs",
+    f"{_LOADING}a_fault_of_the_loaders_in_place_fails_with_the_name",
+    f"{_LOADING}a_parameter_that_moves_is_refused_because_of_cuda_graphs",
 )
-_EXPERTS = (f"{_UPDATE}a_fault_at_an_expert_or_in_latent_attention_fails_with_the_name",)
+_EXPERTS = (f"{_LOADING}a_fault_at_an_expert_or_in_latent_attention_fails_with_the_name",)
 _SERVED = (f"{_UPDATE}what_was_committed_is_served",)
 _DEALING = ("tests/tasks/workers/test_sampling.py",)
 
@@ -29,7 +31,7 @@ ENGINE = (
         "tasks/engine/engine.py",
         '            case "abort":\n                self.drop()\n',
         '            case "abort":\n                pass\n',
-        (f"{_UPDATE}requests_under_way_are_dropped",),
+        (f"{_IN_FLIGHT}requests_under_way_are_dropped",),
     ),
     Mutant(
         "requests-run-on",
@@ -141,7 +143,7 @@ ENGINE = (
         "tasks/engine/loading.py",
         "            for layer, method in self._tied:\n",
         "            for layer, method in self._tied[:0]:\n",
-        ("tests/tasks/engine/test_engine.py::test_new_weights_are_served_in_place",),
+        _SERVED,
     ),
     Mutant(
         "arena-released-before-it-is-read",
@@ -173,7 +175,7 @@ ENGINE = (
         "tasks/engine/landing.py",
         "    for expert, local in enumerate(locals_):\n",
         "    for expert, local in enumerate([*locals_[:2][::-1], *locals_[2:]]):\n",
-        (f"{_UPDATE}experts_and_latent_attention_land_and_are_served",),
+        (f"{_LOADING}experts_and_latent_attention_land_and_are_served",),
     ),
     Mutant(
         "any-weights-are-committed",
@@ -197,7 +199,7 @@ ENGINE = (
         "tasks/engine/engine.py",
         "        self._core.forget_prompts()\n",
         "",
-        ("tests/tasks/engine/test_engine.py::test_new_weights_are_served_in_place",),
+        _SERVED,
     ),
     Mutant(
         "held-requests-are-forgotten",
@@ -205,7 +207,7 @@ ENGINE = (
         "tasks/engine/engine.py",
         "                    self._finished += batches\n",
         "                    pass\n",
-        (f"{_UPDATE}requests_under_way_are_finished_first",),
+        (f"{_IN_FLIGHT}requests_under_way_are_finished_first",),
     ),
     Mutant(
         "plan-digest-is-not-compared",
@@ -214,6 +216,14 @@ ENGINE = (
         "        if computed != {digest}:\n",
         "        if False:\n",
         (f"{_UPDATE}another_digest_is_refused",),
+    ),
+    Mutant(
+        "files-of-another-type",
+        "what a file holds is taken in another type than was planned",
+        "trainer_core/weights/packing.py",
+        "        if (tensor.dtype, tensor.shape) != (place.dtype, place.shape):\n",
+        "        if tensor.shape != place.shape:\n",
+        (f"{_TRANSPORTS[0]}::test_a_file_with_other_tensors_is_refused",),
     ),
     Mutant(
         "arena-written-before-it-is-read",

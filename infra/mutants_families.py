@@ -10,6 +10,22 @@ _OBJECTIVES = ("tests/trainer_core/algorithms/test_objectives.py::test_a_step_is
 
 FAMILIES = (
     Mutant(
+        "kernels-checked-by-ranks-alone",
+        "that no kernel can divide the sequences is found when ranks build the model",
+        "tasks/model_checks/fitness.py",
+        "        check_context(config.train, True, config.device.deterministic)\n",
+        "",
+        ("tests/tasks/test_checks.py",),
+    ),
+    Mutant(
+        "windows-over-divided-sequences",
+        "the sequences of a model with windows are divided for an attention that has none",
+        "tasks/model_checks/fitness.py",
+        "            check_full_attention(facts, where)\n",
+        "            pass\n",
+        ("tests/tasks/test_checks.py",),
+    ),
+    Mutant(
         "rotated-keys-not-summed",
         "the gradient of the rotated part of keys is that of one rank's heads",
         "trainer_core/platform/local_attention.py",

@@ -6,6 +6,8 @@ _PLANNING = ("tests/trainer_core/weights/test_planning.py",)
 _IMPORTED = "tests/trainer_core/weights/test_sync.py::test_what_was_imported_arrives_bit_for_bit"
 _FAULTS = "tests/trainer_core/weights/test_sync_faults.py::test_"
 _NOT_WHOLE = (f"{_FAULTS}a_model_that_is_not_whole_stops_all_ranks_with_the_name",)
+_LAYOUTS = "tests/trainer_core/weights/test_sync_layouts.py::test_"
+_UNEQUAL = f"{_LAYOUTS}unequal_stages_and_divided_sequences_send_everything_once"
 _STORED = (f"{_FAULTS}the_weights_of_a_stored_state_are_sent_and_the_live_ones_come_back",)
 _FLOAT32 = (f"{_IMPORTED}[deepseek-v3-pp2-bf16]",)
 _SHARDS = (f"{_IMPORTED}[llama-tied-tp2-pp2-fp32]",)
@@ -30,11 +32,19 @@ PLAN = (
     ),
     Mutant(
         "biases-stay-rounded",
-        "the biases of routers are not put back to float32 before weights are read and written",
+        "biases of routers that something has cast, which megatron-bridge itself does not, are sent in low precision",
         "trainer_core/model/model.py",
         "        self._restore_float32()\n",
         "",
         (f"{_FAULTS}biases_of_routers_are_sent_in_the_type_in_which_they_are_used",),
+    ),
+    Mutant(
+        "borrowed-biases-are-rounded",
+        "stored weights, and the live ones meanwhile, are kept in the type of most of them, which rounds the biases",
+        "trainer_core/algorithms/reference.py",
+        'tensor.detach().to("cpu", copy=True)',
+        'tensor.detach().to("cpu", model.dtype, copy=True)',
+        _STORED,
     ),
     Mutant(
         "padding-is-sent",
@@ -59,6 +69,44 @@ PLAN = (
         "        whole_name = _megatron_local_name_to_global(self._chunks, self._model.config, name, stage)\n",
         "        whole_name = name\n",
         _EXPERTS,
+    ),
+    Mutant(
+        "layers-counted-as-if-even",
+        "layers get their numbers as if all stages of the pipeline had equally many",
+        "trainer_core/weights/conversion.py",
+        "        whole_name = _megatron_local_name_to_global(self._chunks, self._model.config, name, stage)\n",
+        '        parts, config = name.split("."), self._model.config\n'
+        '        if "layers" in parts:\n'
+        "            each = config.num_layers // parallel_state.get_pipeline_model_parallel_world_size()\n"
+        "            parts[2] = str(int(parts[2]) + each * parallel_state.get_pipeline_model_parallel_rank())\n"
+        '        whole_name = ".".join(parts)\n',
+        (f"{_UNEQUAL}[first1]",),
+    ),
+    Mutant(
+        "one-rank-of-a-context-sends",
+        "of the ranks that divide sequences only the first sends, also of what each has for itself",
+        "trainer_core/weights/update.py",
+        "            if wanted and bucket.sender in dist",
+        "            if parallel_state.get_context_parallel_rank():\n"
+        "                return\n"
+        "            if wanted and bucket.sender in dist",
+        (f"{_UNEQUAL}[cp2-ep2]",),
+    ),
+    Mutant(
+        "sent-without-putting-back",
+        "weights that were given up after the plan are sent as they are, and shares of replicas are not gathered",
+        "trainer_core/trainer.py",
+        '        with self._model.weights("readable"):\n            return self._send(update, digest, channel)\n',
+        "        return self._send(update, digest, channel)\n",
+        (f"{_LAYOUTS}weights_that_were_given_up_arrive_all_the_same",),
+    ),
+    Mutant(
+        "further-predictions-are-built",
+        "the trainer builds layers that predict further tokens, which nothing trains",
+        "trainer_core/config.py",
+        '    check_predictions(model, "the model")\n',
+        "",
+        (f"{_LAYOUTS}a_model_with_layers_that_predict_further_tokens_is_refused_by_the_trainer",),
     ),
     Mutant(
         "every-owner-sends",

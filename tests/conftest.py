@@ -29,7 +29,9 @@ SHARES = {
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",  # a whole run
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
     "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # an engine's model
-    "tests/tasks/engine/test_update.py": "tests/tasks/engine/test_serving.py",  # engines
+    "tests/tasks/engine/test_in_flight.py": "tests/tasks/engine/test_serving.py",  # engines, as those that follow
+    "tests/tasks/engine/test_loading.py": "tests/tasks/engine/test_serving.py",
+    "tests/tasks/engine/test_update.py": "tests/tasks/engine/test_serving.py",
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/deployments/test_maintain.py": "tests/flows/server",
     "tests/flows/site/test_elsewhere.py": "tests/flows/server",

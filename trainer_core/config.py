@@ -279,6 +279,7 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
     `model` is the content of the model's config.json (Hugging Face names). Raises InputError.
     """
     heads = int(model["num_attention_heads"])
+    check_predictions(model, "the model")
     check_stages(parallel, int(model["num_hidden_layers"]))
     divisors = {
         ("attention heads", "tensor"): (heads, parallel.tensor),
@@ -292,6 +293,23 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
                 f"the model's {what} ({amount}) cannot be divided by parallel.{field} = {ranks}; "
                 f"choose one of {[n for n in range(1, amount + 1) if amount % n == 0]} for parallel.{field}"
             )
+
+
+def check_predictions(model: Mapping[str, Any], where: str) -> None:
+    """Refuse a model with layers that predict further tokens: nothing trains them, so engines would get stale ones.
+
+    Args:
+        model: the content of its config.json.
+        where: the model's name in the message.
+
+    Raises:
+        InputError: with the number of such layers.
+    """
+    if model.get("num_nextn_predict_layers"):
+        raise InputError(
+            f"{where}: num_nextn_predict_layers = {model['num_nextn_predict_layers']} in config.json: layers that "
+            "predict further tokens are not trained. Set it to 0 and leave their weights out"
+        )
 
 
 def experts_of(model: Mapping[str, Any]) -> int:
@@ -309,4 +327,33 @@ def check_experts(parallel: ParallelConfig, experts: int) -> None:
     if parallel.expert > 1 and (not experts or experts % parallel.expert):
         raise InputError(
             f"the model's experts ({experts or 'none'}) cannot be divided by train.parallel.expert = {parallel.expert}"
+        )
+
+
+def attention_of(config: MegatronConfig, transformer_engine: bool, deterministic: bool) -> Attention:
+    """The kernels that may be used, where the configuration leaves it open.
+
+    Args:
+        deterministic: whether kernels must be chosen whose results do not depend on timing.
+    """
+    # cuDNN's deterministic backward pass over segments asks for far more memory than there is: 512 GiB for 256
+    # segments of some 20 positions on an H100
+    return "unfused" if deterministic and transformer_engine and config.attention == "auto" else config.attention
+
+
+def check_context(config: TrainerConfig, transformer_engine: bool, deterministic: bool) -> None:
+    """Refuse context parallelism where Transformer Engine has no kernel for it. Raises InputError."""
+    if config.parallel.context == 1 or not transformer_engine:
+        return
+    if config.precision != "bf16":
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context} and train.precision {config.precision!r}, but "
+            'Transformer Engine divides sequences in bf16 alone: set train.precision = "bf16" or the other to 1'
+        )
+    if attention_of(config.megatron, transformer_engine, deterministic) == "unfused":
+        chosen = config.megatron.attention == "unfused"
+        raise InputError(
+            f"train.parallel.context is {config.parallel.context}, which Transformer Engine's unfused attention cannot "
+            f"compute, and {'train.megatron.attention' if chosen else 'device.deterministic'} asks for that one: set "
+            f"train.parallel.context = 1, or {'choose another' if chosen else 'device.deterministic = false'}"
         )

@@ -6,7 +6,7 @@ vLLM and torch are imported when an engine is created.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,11 @@ from tasks.engine.protocol import (
     Finished,
     InFlight,
     Sampling,
-    SyncReceipt,
     TokenIds,
-    weights_digest,
 )
-from tasks.engine.transaction import Transaction, plan_of_export
+from tasks.engine.transaction import Transaction
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import WeightPlan, plan_digest
-from trainer_core.weights.records import TensorRecord
+from trainer_core.weights.plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -213,31 +210,6 @@ class Engine(EngineProtocol):
         """See `EngineProtocol.wake`."""
         self._core.wake()
 
-    def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
-        """See `EngineProtocol.receive`."""
-        clock = time.perf_counter()
-        self.drop()
-        plan, files = plan_of_export(records, version)
-        try:
-            channel = Channel(transport="files", folder=directory, receivers=self._spec.tensor)
-            self._update = Transaction(self._core.workers)
-            self._update.prepare(plan, plan_digest(plan), channel, 0, files)
-            arrived = self.receive_update()
-            _same_tensors(arrived.digests, records)
-        except Exception as error:
-            self.abort_update(str(error))
-            self._held = Unusable(str(error))
-            raise
-        digest = weights_digest(arrived.digests)
-        self.commit_update(version, digest)
-        return SyncReceipt(
-            version=version,
-            digests=arrived.digests,
-            weights_digest=digest,
-            bytes=sum((Path(directory) / file).stat().st_size for file in files),
-            seconds=time.perf_counter() - clock,
-        )
-
     def _settle(self, in_flight: InFlight) -> None:
         """Drop, finish or hold what is under way."""
         match in_flight:
@@ -311,14 +283,6 @@ class Engine(EngineProtocol):
                     f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit} "
                     f"(engine.max_model_len is {self._spec.max_model_len} and one token is sampled)"
                 )
-
-
-def _same_tensors(digests: Mapping[str, str], records: Sequence[TensorRecord]) -> None:
-    for record in records:
-        if digests[record.name] != record.digest:
-            raise SyncMismatch(
-                f"tensor {record.name} arrived with digest {digests[record.name]}; the trainer sent {record.digest}"
-            )
 
 
 def _finished(batch: Batch) -> Finished:

@@ -13,7 +13,6 @@ from storage.reader import row_views
 from trainer_core.config import Device, Frozen
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
-from trainer_core.weights.records import TensorRecord
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 """The tokens of one sequence."""
@@ -96,24 +95,9 @@ class EngineIdentity(Frozen):
     """Which weights an engine holds."""
 
     weight_version: int | None
-    """Version stamped at the last successful `receive`; None before the first, and while the weights are unusable."""
+    """Version stamped at the last commit; None before the first, and while the weights are unusable."""
     weights_digest: str | None
     """`weights_digest` of those weights."""
-
-
-class SyncReceipt(Frozen):
-    """What an engine reports to have received and loaded."""
-
-    version: int
-    """Version stamped on the weights."""
-    digests: dict[str, str]
-    """Digest of each tensor by name, computed inside the engine before loading."""
-    weights_digest: str
-    """`weights_digest` of them."""
-    bytes: int
-    """Size of the files."""
-    seconds: float
-    """From the first file to the reset of the prefix cache."""
 
 
 class Arrived(Frozen):
@@ -176,7 +160,7 @@ class EngineProtocol(Protocol):
 
         Raises:
             InputError: there is no prompt, or one is empty or leaves no room for a response.
-            SyncMismatch: the last `receive` failed, so the weights must not be used.
+            SyncMismatch: the last weight update failed, so the weights must not be used.
         """
         ...
 
@@ -207,7 +191,7 @@ class EngineProtocol(Protocol):
 
         Raises:
             InputError: a sequence is empty or fills the whole context (the engine always samples one token more).
-            SyncMismatch: the last `receive` failed, so the weights must not be used.
+            SyncMismatch: the last weight update failed, so the weights must not be used.
         """
         ...
 
@@ -278,16 +262,4 @@ class EngineProtocol(Protocol):
 
     def wake(self) -> None:
         """Take the card's memory again, with the weights of before; calls that need it do so by themselves."""
-        ...
-
-    def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
-        """Replace the weights by the safetensors files in `directory`, in place, and stamp them with `version`.
-
-        Every tensor is compared with its record before it is loaded. Until a call succeeds as a whole the engine
-        refuses to generate.
-
-        Raises:
-            SyncMismatch: a tensor is missing, unknown, sent twice, or differs from its record; or a parameter of the
-                model was not loaded; or the prefix cache could not be reset.
-        """
         ...

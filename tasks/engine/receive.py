@@ -5,7 +5,7 @@ weight-transfer backend `ratchet` with vLLM's factory.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 from vllm.distributed.weight_transfer.base import (
@@ -19,7 +19,6 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine import inside  # noqa: F401 - prepares the process of a worker
 from tasks.engine.landing import landing_of
 from tasks.engine.loading import found
-from tasks.engine.receivers.exported import ExportedFiles
 from tasks.engine.receivers.receiver import Receiver, open_receiver
 from tasks.engine.update import Report, Update
 from trainer_core.weights.channel import Channel
@@ -53,22 +52,21 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
 
     def forget(self) -> None:
         """Forget what was prepared."""
-        self._prepared: tuple[Update, WeightPlan, Channel, int, Sequence[str]] | None = None
+        self._prepared: tuple[Update, WeightPlan, Channel, int] | None = None
 
-    def prepare(self, plan: str, channel: str, number: int, files: Sequence[str]) -> str:
+    def prepare(self, plan: str, channel: str, number: int) -> str:
         """Compare a plan with the live model; see `EngineProtocol.prepare_update`.
 
         Args:
             plan, channel: as JSON.
             number: of this worker among the receivers.
-            files: of an export, one per bucket, instead of a channel's own.
 
         Returns:
             The plan's digest.
         """
         self.forget()
         planned, way = WeightPlan.model_validate_json(plan), Channel.model_validate_json(channel)
-        self._prepared = Update(self.model, self.vllm_config, planned), planned, way, number, files
+        self._prepared = Update(self.model, self.vllm_config, planned), planned, way, number
         return plan_digest(planned)
 
     @property
@@ -96,8 +94,8 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     def receive_weights(self, update_info: RatchetUpdate) -> None:
         """Receive, load and verify everything; see `EngineProtocol.receive_update`."""
         if self._prepared is not None:
-            update, plan, channel, number, files = self._prepared
-            self.report = update.receive(self._receiver(plan, channel, number, files))
+            update, plan, channel, number = self._prepared
+            self.report = update.receive(self._receiver(plan, channel, number))
 
     def finish_weight_update(self) -> None:
         """Forget the update; its report stays until the next."""
@@ -111,9 +109,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         """Not used: the trainer sends as trainer_core/weights/senders does."""
         raise NotImplementedError("trainer ranks send through trainer_core.weights.senders")
 
-    def _receiver(self, plan: WeightPlan, channel: Channel, number: int, files: Sequence[str]) -> Receiver:
-        if files:
-            return ExportedFiles(channel.folder, plan, files, self.device)
+    def _receiver(self, plan: WeightPlan, channel: Channel, number: int) -> Receiver:
         try:
             return open_receiver(channel, plan, number, self.device)
         except BaseException as error:  # or the senders would wait for this one
@@ -130,10 +126,10 @@ class WorkerExtension:
     weight_transfer_engine: RatchetTransfer
     rank: int
 
-    def prepare_update(self, plan: str, channel: str, first: int, files: Sequence[str]) -> dict[str, Any]:
+    def prepare_update(self, plan: str, channel: str, first: int) -> dict[str, Any]:
         """See `RatchetTransfer.prepare`: the digest, or why the update is refused."""
         try:
-            return {"digest": self.weight_transfer_engine.prepare(plan, channel, first + self.rank, files)}
+            return {"digest": self.weight_transfer_engine.prepare(plan, channel, first + self.rank)}
         except RatchetError as refusal:
             return {"refused": str(refusal)}
 

@@ -6,8 +6,7 @@ from typing import Any, cast
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import Arrived, weights_digest
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan
-from trainer_core.weights.records import TensorRecord
+from trainer_core.weights.plan import WeightPlan
 
 Workers = Callable[..., list[Any]]
 """Calls a method of every worker, with options; their results."""
@@ -23,18 +22,10 @@ class Transaction:
         self.touched = False
         """Whether a worker's weights of before are gone, or may be."""
 
-    def prepare(self, plan: WeightPlan, digest: str, channel: Channel, first: int, files: Sequence[str] = ()) -> str:
-        """See `EngineProtocol.prepare_update`.
-
-        Args:
-            files: names of the files of an export, one per bucket, in `channel.folder`.
-        """
+    def prepare(self, plan: WeightPlan, digest: str, channel: Channel, first: int) -> str:
+        """See `EngineProtocol.prepare_update`."""
         answers = self._workers(
-            "prepare_update",
-            plan=plan.model_dump_json(),
-            channel=channel.model_dump_json(),
-            first=first,
-            files=list(files),
+            "prepare_update", plan=plan.model_dump_json(), channel=channel.model_dump_json(), first=first
         )
         _refuse(answers)
         computed = {cast(str, answer["digest"]) for answer in answers}
@@ -80,22 +71,3 @@ def _refuse(answers: Sequence[dict[str, Any]]) -> None:
     for answer in answers:
         if "refused" in answer:
             raise SyncMismatch(answer["refused"])
-
-
-def plan_of_export(records: Sequence[TensorRecord], version: int) -> tuple[WeightPlan, list[str]]:
-    """The plan of an update from the files of an export, one bucket each, and their names by bucket."""
-    files = list(dict.fromkeys(record.file for record in records))
-    places = {file: place for place, file in enumerate(files)}
-    sizes = [0] * len(files)
-    tensors: list[PlannedTensor] = []
-    for record in sorted(records, key=lambda record: places[record.file]):
-        bucket = places[record.file]
-        tensor = PlannedTensor(
-            name=record.name, dtype=record.dtype, shape=record.shape, bucket=bucket, offset=sizes[bucket]
-        )
-        sizes[bucket] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        tensors.append(tensor)
-    buckets = tuple(Bucket(number=number, sender=0, nbytes=size) for number, size in enumerate(sizes))
-    return WeightPlan(
-        version=version, tensors=tuple(tensors), buckets=buckets, arena_bytes=max(sizes, default=0)
-    ), files

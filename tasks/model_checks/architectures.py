@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from storage.errors import InputError
-from trainer_core.config import Device
+from trainer_core.config import Device, check_predictions
 
 KNOWN_TO_BOTH = frozenset(
     {
@@ -26,6 +26,16 @@ LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 WITHOUT_TRANSFORMER_ENGINE = LLAMA_LIKE | {"Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"}
 """Those that can be built without Transformer Engine, and so on CPU: besides, mixtures of experts, and multi-latent
 attention."""
+
+NOT_FULL_ATTENTION = frozenset(
+    {
+        "DeepseekV4ForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "FalconH1ForCausalLM",
+        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
+        "MiMoV2FlashForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Step3p5ForCausalLM",
+    }
+)  # fmt: skip
+"""Those with layers that see the past through a window, in part, or as a state; Transformer Engine's exchange of keys
+from rank to rank does none of that."""
 
 _ROPE_TYPES: Mapping[str, frozenset[str]] = {
     "LlamaForCausalLM": frozenset({"default", "linear", "llama3"}),
@@ -77,11 +87,7 @@ def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> 
             f"{where}: the architecture {name} needs Transformer Engine, which needs a GPU; on CPU use one of "
             f"{', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
         )
-    if facts.get("num_nextn_predict_layers"):
-        raise InputError(
-            f"{where}: num_nextn_predict_layers = {facts['num_nextn_predict_layers']} in config.json: layers that "
-            "predict further tokens are not trained. Set it to 0 and leave their weights out"
-        )
+    check_predictions(facts, where)
     if name in _ROPE_TYPES:
         _check_positions(facts, name, where)
     if name in _WITHOUT_BIASES:
@@ -90,19 +96,40 @@ def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> 
         _check_sparse(facts, where)
 
 
+def check_full_attention(facts: Mapping[str, Any], where: str) -> None:
+    """Refuse a model whose sequences Transformer Engine cannot divide.
+
+    Raises:
+        InputError: naming the model's attention.
+    """
+    name, window = architecture_of(facts, where), _window(facts, where)
+    if name in NOT_FULL_ATTENTION or window is not None:
+        kind = f"a sliding window of {window} tokens" if window is not None else "layers without full attention"
+        raise InputError(
+            f"train.parallel.context is above 1, but {where} ({name}) has {kind}, and sequences are divided for full "
+            "attention alone: set train.parallel.context = 1"
+        )
+
+
 def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:
     """Refuse sequences that are longer than a sliding window, which the trainer's attention does not have.
 
     Raises:
         InputError: naming both lengths.
     """
-    window = facts.get("sliding_window")
-    used = facts.get("use_sliding_window", architecture_of(facts, where) == "MistralForCausalLM")
-    if used and isinstance(window, int) and max_length > window:
+    window = _window(facts, where)
+    if window is not None and max_length > window:
         raise InputError(
             f"train.max_length = {max_length} is longer than the sliding window of {window} tokens in config.json of "
             f"{where}, which the trainer does not compute: lower train.max_length to {window}"
         )
+
+
+def _window(facts: Mapping[str, Any], where: str) -> int | None:
+    """The sliding window that the model uses, in tokens."""
+    window = facts.get("sliding_window")
+    used = facts.get("use_sliding_window", architecture_of(facts, where) == "MistralForCausalLM")
+    return window if used and isinstance(window, int) else None
 
 
 def _check_positions(facts: Mapping[str, Any], name: str, where: str) -> None:

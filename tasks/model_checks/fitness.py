@@ -7,10 +7,11 @@ from storage.errors import InputError
 from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
-from tasks.model_checks.architectures import check_architecture, check_window
+from tasks.model_checks.architectures import check_architecture, check_full_attention, check_window
 from tasks.model_checks.layout import check_head_size, check_numbers, check_parallel
 from tasks.model_checks.weights import check_weights
-from trainer_core.config import Device
+from trainer_core.config import Device, check_context
+from trainer_core.platform import te_absent
 
 Facts = Mapping[str, Any]
 """The content of a model's config.json."""
@@ -48,6 +49,10 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     """
     check_numbers(facts, where)
     check_parallel(config.train.parallel, facts)
+    if device == "cuda" and not te_absent.is_absent():
+        check_context(config.train, True, config.device.deterministic)
+        if config.train.parallel.context > 1:
+            check_full_attention(facts, where)
     heads, parts = facts["num_attention_heads"], config.engine.tensor
     if config.retrain is None and heads % parts:
         raise InputError(

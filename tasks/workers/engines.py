@@ -13,13 +13,11 @@ from tasks.engine.protocol import (
     EngineProtocol,
     InFlight,
     Sampling,
-    SyncReceipt,
     TokenIds,
 )
 from tasks.workers.group import GroupHandle, Pending
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
-from trainer_core.weights.records import TensorRecord
 
 
 class EngineHandle(GroupHandle):
@@ -85,10 +83,6 @@ class EngineHandle(GroupHandle):
     def wake(self) -> None:
         """See `EngineProtocol.wake`."""
         self._result(self.submit(EngineProtocol.wake))
-
-    def receive(self, directory: str, version: int, records: Sequence[TensorRecord]) -> SyncReceipt:
-        """See `EngineProtocol.receive`."""
-        return self._result(self.submit(EngineProtocol.receive, directory, version, records))
 
     def _result[R](self, pending: Pending[list[R]]) -> R:
         (result,) = self._results(pending)

@@ -75,7 +75,7 @@ def test_a_retraining_trains_on_stored_samples_without_an_engine(sampled: Root, 
     assert table.select(ROLLOUT.names).sort_by(order).equals(stored.sort_by(order))
     shares = len(Selected(need(sampled, "plain", 0, Stage.SELECT)).shares)
     assert process.done == [(0, Stage.SELECT, False)] + [(n, Stage.TRAIN, False) for n in range(1, 2 * shares + 1)]
-    assert not {"warm", "generate", "receive", "score"} & set(process.workers.calls)
+    assert not {"warm", "generate", "enqueue", "prepare_update", "score"} & set(process.workers.calls)
     assert read_status(sampled, "plain").complete
 
 
@@ -84,6 +84,17 @@ def test_a_retraining_is_not_forked(sampled: Root, capfd):
     assert execute(["fork", "unforked", "--at=0", "--run=child", f"--root={sampled.url}"]) == 2
     assert "trains on stored samples and cannot be forked" in capfd.readouterr().err
     assert not sampled.exists("child/run.json")
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"), [("check-sync", "nothing can be compared"), ("evaluate", "start a run that begins with")]
+)
+def test_the_weights_of_a_retraining_are_not_served(sampled: Root, tmp_path: Path, capfd, command, instead):
+    retrained(sampled, tmp_path, command)
+    assert execute([command, command, f"--root={sampled.url}"]) == 2
+    said = capfd.readouterr().err
+    assert "trains on stored samples and serves no weights" in said
+    assert instead in said
 
 
 def test_the_first_state_is_the_one_it_starts_from(sampled: Root):

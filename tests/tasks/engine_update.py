@@ -2,9 +2,12 @@
 
 import threading
 
+import pytest
 import torch
 
-from storage.errors import RatchetError
+from storage.errors import RatchetError, SyncMismatch
+from tasks.engine.protocol import Sampling, weights_digest
+from tests.tasks.engine_process import weights_of
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digests
 from trainer_core.weights.packing import tensors_of, view
@@ -94,3 +97,36 @@ def deliver(
     senders = [Sending(channel, plan, weights, rank, before) for rank in ranks]
     arrived = engine.receive_update()
     return arrived, {name: digest for sender in senders for name, digest in sender.result().items()}
+
+
+def tensors_of_model(directory):
+    """All tensors of a model directory."""
+    return {name: torch.from_numpy(array) for name, array in weights_of(directory).items()}
+
+
+def update(engine, folder, directory, version, **more):
+    """A whole update of one engine to the weights of a model directory; what arrived."""
+    folder.mkdir()
+    arrived, sent = deliver(engine, folder, tensors_of_model(directory), version, **more)
+    assert arrived.digests == sent
+    engine.commit_update(version, weights_digest(sent))
+    return arrived
+
+
+def serve(served, folder, which="new", version=10):
+    """The engine of `served` gets the weights of that model."""
+    update(served.engine, folder, vars(served)[which], version)
+
+
+def refused(engine, folder, weights, error, match, **more):
+    folder.mkdir()
+    with pytest.raises(error, match=match):
+        deliver(engine, folder, weights, 9, **more)
+
+
+def assert_unusable(engine):
+    assert engine.identity().weight_version is None
+    with pytest.raises(SyncMismatch, match="sync the weights again"):
+        engine.generate([[5, 6, 7]], [0], Sampling(max_tokens=2))
+    with pytest.raises(SyncMismatch, match="sync the weights again"):
+        engine.score([[5, 6, 7]])

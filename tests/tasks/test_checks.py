@@ -6,10 +6,11 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable
-from tasks.checks import check_config, check_scratch
+from tasks.checks import check_config, check_scratch, model_facts
 from tasks.config.document import load_config
 from tasks.config.model import GeneratedModel
 from tasks.data.generated import generate_model
+from tasks.model_checks.fitness import check_fit
 
 BASE = """
 [model.generate]
@@ -64,6 +65,56 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch, override, fact):
     with pytest.raises(InputError) as caught:
         check_config(config_with(tmp_path, override), open_root(str(tmp_path / "runs")))
     assert fact in str(caught.value)
+
+
+@pytest.fixture
+def divided(tmp_path, monkeypatch):
+    """Settings that divide sequences over two cards, on a machine that has these and Transformer Engine."""
+    (tmp_path / "transformer_engine.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    return ["device.kind=cuda", "train.parallel.context=2", "train.precision=bf16"]
+
+
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("device.deterministic=true", "device.deterministic asks for that one: set train.parallel.context = 1"),
+        ("train.megatron.attention=unfused", "train.megatron.attention asks for that one"),
+        ("train.precision=fp32", "Transformer Engine divides sequences in bf16 alone"),
+    ],
+)
+def test_sequences_are_not_divided_for_kernels_that_cannot(tmp_path, divided, override, fact):
+    root = open_root(str(tmp_path / "runs"))
+    check_config(config_with(tmp_path, *divided), root)
+    with pytest.raises(InputError) as caught:
+        check_config(config_with(tmp_path, *divided, override), root)
+    assert "train.parallel.context is 2" in str(caught.value)
+    assert fact in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "fact"),
+    [
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            "(MistralForCausalLM) has a sliding window of 4096 tokens",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096, "use_sliding_window": True},
+            "a sliding window of 4096 tokens",
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window": 4096}, "has layers without full attention"),
+    ],
+)
+def test_sequences_are_not_divided_for_models_that_see_only_a_part(tmp_path, divided, model, fact):
+    config = config_with(tmp_path, *divided)
+    facts = {key: value for key, value in model_facts(config).items() if key != "use_sliding_window"} | model
+    check_fit(config, facts, "cpu", "the model")  # without Transformer Engine
+    with pytest.raises(InputError) as caught:
+        check_fit(config, facts, "cuda", "the model")
+    assert fact in str(caught.value)
+    assert "set train.parallel.context = 1" in str(caught.value)
 
 
 @pytest.mark.parametrize("setting", ["loss.type=dpo", "advantage.type=rloo"])

@@ -22,7 +22,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from storage.errors import InputError, NumericsError, RatchetError
-from trainer_core.config import MegatronConfig, MemoryConfig, TrainerConfig, check_layout
+from trainer_core.config import (
+    MegatronConfig,
+    MemoryConfig,
+    TrainerConfig,
+    attention_of,
+    check_context,
+    check_layout,
+)
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.memory import Residence
@@ -239,10 +246,10 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     Raises:
         InputError: if there is no model, its architecture is not supported, or it does not fit the layout.
     """
-    config = _decided(config, platform, deterministic)
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
-    _check_attention(config, platform)
+    check_context(config, platform.transformer_engine, deterministic)
+    config = _decided(config, platform, deterministic)
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
@@ -276,30 +283,10 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
 
 def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> TrainerConfig:
     """The configuration with what is left to the platform."""
-    decided: dict[str, Any] = {}
+    decided: dict[str, Any] = {"attention": attention_of(config.megatron, platform.transformer_engine, deterministic)}
     if config.megatron.gradient_accumulation_fusion is None:
         decided["gradient_accumulation_fusion"] = platform.transformer_engine
-    if deterministic and platform.transformer_engine and config.megatron.attention == "auto":
-        # cuDNN's deterministic backward pass over segments asks for far more memory than there is: 512 GiB for 256
-        # segments of some 20 positions on an H100
-        decided["attention"] = "unfused"
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=decided)})
-
-
-def _check_attention(config: TrainerConfig, platform: Platform) -> None:
-    """Refuse context parallelism where Transformer Engine has no kernel for it."""
-    if config.parallel.context == 1 or not platform.transformer_engine:
-        return
-    if config.precision != "bf16":
-        raise InputError(
-            f"train.parallel.context is {config.parallel.context} and train.precision {config.precision!r}, but "
-            'Transformer Engine divides sequences in bf16 alone: set train.precision = "bf16" or the other to 1'
-        )
-    if config.megatron.attention == "unfused":
-        raise InputError(
-            f"train.parallel.context is {config.parallel.context}, which Transformer Engine's unfused attention cannot "
-            "compute: set train.megatron.attention to another, and device.deterministic = false"
-        )
 
 
 def _bridge(model_dir: str) -> AutoBridge:

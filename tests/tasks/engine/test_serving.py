@@ -6,8 +6,9 @@ import pytest
 
 from storage.errors import InputError
 from tasks.engine.protocol import Sampling
-from tests.tasks.engine.test_engine import PROMPTS, SEEDS, sync
+from tests.tasks.engine.test_engine import PROMPTS, SEEDS
 from tests.tasks.engine_process import VOCABULARY
+from tests.tasks.engine_update import serve
 from tests.tasks.workers.test_cluster import listening_addresses
 
 LONG = Sampling(max_tokens=24, stop_token_ids=(1, 2, 3))
@@ -17,7 +18,7 @@ BATCHES = {number: (PROMPTS[number * 6 : number * 6 + 6], SEEDS[number * 6 : num
 @pytest.fixture
 def engine(served, tmp_path_factory):
     """The engine with the weights of `old`, and nothing under way."""
-    sync(served, "old", 0, tmp_path_factory.mktemp("fresh"))
+    serve(served, tmp_path_factory.mktemp("fresh") / "update", "old", 0)
     return served.engine
 
 
@@ -55,7 +56,7 @@ def test_the_next_batch_begins_without_being_asked_for(engine):
     assert list(collect(engine, 2)[0]) == [1, 2]
 
 
-@pytest.mark.parametrize("call", ["drop", "generate", "score", "receive"])
+@pytest.mark.parametrize("call", ["drop", "generate", "score", "update"])
 def test_what_was_not_collected_is_dropped_by_any_other_call(served, engine, tmp_path, call):
     alone = engine.generate(*BATCHES[3], LONG)
     enqueue(engine, [0, 1, 2])
@@ -68,8 +69,8 @@ def test_what_was_not_collected_is_dropped_by_any_other_call(served, engine, tmp
         case "score":
             scores = engine.score(BATCHES[0][0])
             assert [len(score) for score in scores] == [len(prompt) - 1 for prompt in BATCHES[0][0]]
-        case "receive":
-            sync(served, "old", 1, tmp_path)
+        case "update":
+            serve(served, tmp_path / "update", "old", 1)
     assert engine.collect(0.0) == ([], 0)
     enqueue(engine, [3])
     assert collect(engine, 1)[0][3].equals(alone)

@@ -21,8 +21,7 @@ from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
 from tasks.workers.sampling import Batch, sample
 from tasks.workers.scratch import scratch
-from tests.tasks.engine.test_engine import export
-from tests.tasks.engine_process import weights_of
+from tests.tasks.engine_update import update
 from tests.tasks.workers.test_cluster import listening_addresses
 from trainer_core.protocol import TrainerProtocol
 
@@ -114,16 +113,13 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
     config = config_of(model)
     several = {"own_process": True, "tensor": tensor, "count": 1}
     config = config.model_copy(update={"engine": config.engine.model_copy(update=several)})
-    records = export(tmp_path, weights_of(model))
     with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
         (engine,) = fleet.engines(model)
-        wrong = [records[0].model_copy(update={"digest": "0" * 32}), *records[1:]]
-        with pytest.raises(SyncMismatch, match=f"engine 0: tensor {records[0].name} arrived with digest"):
-            engine.receive(str(tmp_path), 1, wrong)
-        receipt = engine.receive(str(tmp_path), 2, records)
-        assert receipt == served.engine.receive(str(tmp_path), 2, records).model_copy(
-            update={"seconds": receipt.seconds}
-        )
+        with pytest.raises(SyncMismatch, match="engine 0: weights 0000 were not received"):
+            engine.commit_update(1, "0000")
+        arrived = update(engine, tmp_path / "several", model, 2, receivers=tensor)
+        one = update(served.engine, tmp_path / "one", model, 2)
+        assert (arrived.digests, arrived.bytes) == (one.digests, one.bytes)
         found = []
         sample([engine], [Batch(PROMPTS, range(8))] * 3, Sampling(max_tokens=9), lambda _, one: found.append(one))
         alone = served.engine.generate(PROMPTS, range(8), Sampling(max_tokens=9))
@@ -178,12 +174,13 @@ def test_on_a_gpu_the_engine_is_fast_unless_it_must_repeat_itself(settings, expe
 LATER_PROCESS = """
 import json, sys
 from contextlib import suppress
+from pathlib import Path
 from tasks.workers.cluster import Cluster
 from tasks.config.run import RunConfig
 from tasks.engine.protocol import Sampling
 from tasks.workers.fleet import Fleet
 from tasks.config.environment import Settings
-from trainer_core.weights.records import TensorRecord
+from tests.tasks.engine_update import update
 
 config, model, action = RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], sys.argv[3]
 class Unfinished(Exception):
@@ -191,8 +188,8 @@ class Unfinished(Exception):
 
 with suppress(Unfinished), Fleet("run", config, Cluster(Settings.from_environment())) as fleet:
     (engine,) = fleet.engines(model)
-    if action == "receive":
-        engine.receive(sys.argv[4], 7, [TensorRecord.model_validate(record) for record in json.loads(sys.argv[5])])
+    if action == "update":
+        update(engine, Path(sys.argv[4]), model, 7)
     print(engine.identity().model_dump_json())
     if action != "close":
         raise Unfinished
@@ -209,11 +206,10 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         return json.loads(done.stdout.splitlines()[-1])["weight_version"]
 
     config = config_of(model)
-    records = json.dumps([record.model_dump() for record in export(tmp_path, weights_of(model))])
     with Cluster(LOCAL) as cluster:
         cluster.start()
         environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-        assert later(config, "receive", str(tmp_path), records) == 7
+        assert later(config, "update", str(tmp_path / "update")) == 7
         assert later(config, "look") == 7
         smaller = config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 8})})
         assert later(smaller, "close") is None  # started with other settings: ended and replaced

@@ -14,6 +14,7 @@ from trainer_core.config import (
     ParallelConfig,
     RankSpec,
     TrainerConfig,
+    check_context,
 )
 from trainer_core.start import start_trainer
 
@@ -162,31 +163,29 @@ def test_what_this_model_cannot_do_is_refused_at_the_start(model_dir, changes, w
     assert all(word in message for word in words), message
 
 
-def refusal_with_transformer_engine(rank, world_size, store, config):
-    import torch
-
-    from trainer_core.model.model import _check_attention
-    from trainer_core.platform.platform import Platform
-
-    with pytest.raises(InputError) as caught:
-        _check_attention(config, Platform(torch.device("cuda"), "nccl", transformer_engine=True))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "deterministic", "words"),
     [
-        ({"precision": "fp32"}, ["context is 2 and train.precision 'fp32'", 'train.precision = "bf16"']),
+        ({"precision": "fp32"}, False, ["context is 2 and train.precision 'fp32'", 'train.precision = "bf16"']),
         (
             {"precision": "bf16", "megatron": MegatronConfig(attention="unfused")},
-            ["context is 2", "unfused attention", "device.deterministic = false"],
+            False,
+            ["context is 2", "unfused attention", "train.megatron.attention asks"],
+        ),
+        (
+            {"precision": "bf16"},
+            True,
+            ["context is 2", "unfused attention", "device.deterministic asks", "device.deterministic = false"],
         ),
     ],
 )
-def test_sequences_are_divided_where_transformer_engine_has_kernels_for_it(changes, words):
-    given = plain(parallel=ParallelConfig(context=2), **changes)
-    (message,) = run_ranks(1, refusal_with_transformer_engine, given)
-    assert all(word in message for word in words), message
+def test_sequences_are_divided_where_transformer_engine_has_kernels_for_it(changes, deterministic, words):
+    config = plain(parallel=ParallelConfig(context=2), **changes)
+    with pytest.raises(InputError) as caught:
+        check_context(config, True, deterministic)
+    assert all(word in str(caught.value) for word in words), caught.value
+    check_context(config, False, deterministic)
+    check_context(plain(parallel=ParallelConfig(context=2), precision="bf16"), True, False)
 
 
 def wanted_of_experts(rank, world_size, store):

@@ -5,12 +5,14 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from storage.errors import RatchetError
 from tasks.engine.receivers.receiver import open_receiver
+from tests.trainer_core.models import read_export
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import dtype_name, tensor_digests
+from trainer_core.weights.digest import dtype_name, tensor_digest, tensor_digests
 from trainer_core.weights.packing import tensors_of, views
 
 CPU = torch.device("cpu")
@@ -103,3 +105,14 @@ def oracle(trainer, folder):
     """What megatron-bridge's export with fresh tasks gives: digests, types and shapes by name (on rank 0)."""
     records = trainer.export(folder)
     return {record.name: (record.digest, record.dtype, record.shape) for record in records} or None
+
+
+def imported(folder, precision):
+    """What a trainer must send of a model that it has just imported: as `oracle`."""
+    expected = {}
+    for name, array in read_export(folder).items():
+        tensor = torch.from_numpy(np.asarray(array))
+        if precision == "bf16" and "e_score_correction_bias" not in name and "inv_freq" not in name:
+            tensor = tensor.to(torch.bfloat16)
+        expected[name] = tensor_digest(tensor), dtype_name(tensor.dtype), tuple(tensor.shape)
+    return expected

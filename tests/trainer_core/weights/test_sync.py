@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from tests.trainer_core.models import (
     FAMILIES,
@@ -10,12 +9,10 @@ from tests.trainer_core.models import (
     make_family,
     random_examples,
     random_sequences,
-    read_export,
 )
 from tests.trainer_core.ranks import run_ranks, run_trainers
-from tests.trainer_core.weights.syncing import oracle, sync
+from tests.trainer_core.weights.syncing import imported, oracle, sync
 from trainer_core.config import ExpertsConfig, OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer_core.weights.digest import dtype_name, tensor_digest
 
 LAYOUTS = {
     "single": ParallelConfig(),
@@ -119,12 +116,7 @@ def received(walked, moment):
 
 @pytest.mark.parametrize(("family", "layout", "precision"), CASES)
 def test_what_was_imported_arrives_bit_for_bit(walks, folders, family, layout, precision):
-    expected = {}
-    for name, array in read_export(folders(family)).items():
-        tensor = torch.from_numpy(np.asarray(array))
-        if precision == "bf16" and "e_score_correction_bias" not in name and "inv_freq" not in name:
-            tensor = tensor.to(torch.bfloat16)
-        expected[name] = tensor_digest(tensor), dtype_name(tensor.dtype), tuple(tensor.shape)
+    expected = imported(folders(family), precision)
     walked = walks(family, layout, precision)
     assert received(walked, "imported") == expected
     assert received(walked, "scored") == expected

@@ -286,11 +286,18 @@ def test_files_go_through_any_store(tmp_path):
     assert_same(Receiving(channel, plan).result(), sent)
 
 
-def test_a_file_with_other_tensors_is_refused(tmp_path):
-    sent = weights(5)
-    plan = plan_of(sent)
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        ({"layers.7.weight": torch.ones(4)}, r"\['layers\.7\.weight'\] missing, \['layers\.3\.weight'\] was sent"),
+        ({"layers.3.weight": torch.ones(5)}, r"tensor layers\.3\.weight was sent as float32 \[4\], but .* \[5\]"),
+        ({"layers.3.weight": torch.ones(4).half()}, r"tensor layers\.3\.weight was sent as float32 .* as float16"),
+    ],
+    ids=["name", "shape", "type"],
+)
+def test_a_file_with_other_tensors_is_refused(tmp_path, other, match):
+    sent = {"layers.2.weight": torch.ones(3), "layers.3.weight": torch.ones(4)}
     channel = channel_of(tmp_path, "files")
-    Sending(channel, plan, sent).result()
-    other = plan_of({name.replace("3", "7"): tensor for name, tensor in sent.items()})
-    with pytest.raises(SyncMismatch, match=r"layers\.7\.weight"):
-        Receiving(channel, other).result()
+    Sending(channel, plan_of(sent), sent).result()
+    with pytest.raises(SyncMismatch, match=match):
+        Receiving(channel, plan_of({"layers.2.weight": torch.ones(3)} | other)).result()
