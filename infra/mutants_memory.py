@@ -113,4 +113,12 @@ MEMORY = (
         "    if context.config.retrain is None:\n",
         _TURNS,
     ),
+    Mutant(
+        "engines-that-sleep-start-beside-the-trainer",
+        "engines that will sleep are started beside new trainer ranks, which hold weights and gradients",
+        "tasks/stages/warm_up.py",
+        "    if context.config.train.memory.in_use:\n",
+        "    if False:\n",
+        _TURNS,
+    ),
 )

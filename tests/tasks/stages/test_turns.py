@@ -28,10 +28,14 @@ class Watching(SmallTrainer):
 
 
 class Workers(WorkersHere):
-    """Workers that count what was started beforehand."""
+    """Workers that tell what was asked for, and count what was started beforehand."""
 
     def warm(self, model_dir, config):
         self.calls.append("warm")
+
+    def trainers(self, model_dir, config):
+        self.calls.append("trainers")
+        return super().trainers(model_dir, config)
 
 
 @pytest.fixture
@@ -90,6 +94,22 @@ def test_engines_sample_while_the_memory_is_given_up(opened):
     assert need(context.root, "small", 1, Stage.TRAIN).metrics["resume_seconds"] > 0
 
 
+def test_engines_that_sleep_have_started_before_new_ranks_take_the_card(opened):
+    context = opened([*EVERYTHING, "engine.sleep=true"])
+    begin(context)
+    calls = [call for call in context.workers.calls if call in ("sleep", "trainers", "warm", "import_model")]
+    engines = context.config.engine.count
+    assert calls[: engines + 2] == ["sleep"] * engines + ["trainers", "import_model"]
+
+
+def test_without_a_switch_engines_start_while_the_ranks_do(opened):
+    context = opened(["engine.sleep=true"])
+    begin(context)
+    calls = [call for call in context.workers.calls if call in ("sleep", "trainers", "warm", "import_model")]
+    engines = context.config.engine.count
+    assert calls[: engines + 3] == ["warm", "trainers", *["sleep"] * engines, "import_model"]
+
+
 @pytest.mark.parametrize("switch", EVERYTHING)
 def test_results_are_those_of_a_run_that_keeps_everything(opened, tmp_path, switch):
     found = {}
@@ -109,6 +129,6 @@ def test_ranks_that_are_new_give_up_their_memory_before_engines_sample(opened):
     fresh = opened(EVERYTHING)
     ensure_served(fresh, after.prepared, after.served)
     calls = fresh.workers.calls
-    assert calls[0] == "release"  # before the first engine is made
+    assert calls[:2] == ["trainers", "release"]  # before the first engine is made
     assert calls.index("send_weights") < len(calls) - 1 - calls[::-1].index("release")
     assert not fresh.workers.ranks[0].arrays
