@@ -68,6 +68,7 @@ class RolloutSection(Section):
     """Prompt groups in one stored part."""
 
 
+EngineCards = Literal["shared", "own"]
 TransportChoice = Literal["auto", "memory", "cuda", "collective", "files"]
 
 
@@ -109,7 +110,7 @@ class EngineSection(Section):
     """Engines (Ray actors). A rollout, and an evaluation, is spread over all of them."""
     tensor: Literal[1, 2, 4] = 1
     """Processes of one engine, with a card each, over which every layer is split."""
-    cards: Literal["shared", "own"] = "shared"
+    cards: EngineCards = "shared"
     """Cards of the engines: `shared`, from the first on, as the trainer's ranks; or their `own`, the next after the
     trainer's, one for each process. No effect on CPU."""
     max_model_len: int = Field(default=128, ge=8)

@@ -43,6 +43,14 @@ class Placement(Frozen):
         return max(Counter(self._workers).values(), default=1)
 
     @property
+    def shown(self) -> str:
+        """For a message."""
+        if self.device == "cpu":
+            return "CPU"
+        engines = "; ".join(",".join(cards) for cards in self.engines)
+        return f"cards {','.join(self.ranks)} (trainer) and {engines} (engines)"
+
+    @property
     def _workers(self) -> tuple[str, ...]:
         return tuple(itertools.chain.from_iterable(self.engines))
 
@@ -61,7 +69,7 @@ def placement(config: RunConfig, settings: Settings) -> Placement:
     cards = settings.gpus if section.cards == "shared" else _cards_of_engines(config, settings.gpus)
     engines = tuple(engine_cards(cards, place, section.tensor) for place in range(section.count))
     place = Placement(device=device, ranks=ranks, engines=engines, one_host=settings.local)
-    if place.one_card or not place.one_host or config.sync.transport not in ("auto", "cuda"):
+    if place.one_card or not place.one_host:
         return place
     return place.model_copy(update={"reads": can_read(_pairs(place, settings.gpus))})
 
@@ -91,7 +99,7 @@ def transport(wanted: TransportChoice, place: Placement) -> Transport:
     if wanted == "collective" and place.device == "cuda" and not place.own_cards:
         raise InputError(
             f'sync.transport is "collective", but NCCL needs a card for each process, and they are on '
-            f'{_shown(place)}; use "auto", or engine.cards = "own"'
+            f'{place.shown}; use "auto", or engine.cards = "own"'
         )
     if wanted != "auto":
         return wanted
@@ -106,7 +114,7 @@ def _cards_of_engines(config: RunConfig, cards: tuple[str, ...]) -> tuple[str, .
         raise InputError(
             f'engine.cards is "own", which needs {needed} GPUs: {ranks} for the trainer and {section.tensor} for each '
             f"of {section.count} engines, but {len(cards)} are visible ({','.join(cards)}). Make more visible "
-            '(CUDA_VISIBLE_DEVICES), choose a smaller engine.count, engine.tensor or layout under [train.parallel], or '
+            "(CUDA_VISIBLE_DEVICES), choose a smaller engine.count, engine.tensor or layout under [train.parallel], or "
             'set engine.cards to "shared"'
         )
     return cards[ranks:]
@@ -119,12 +127,14 @@ def _check_cuda(place: Placement) -> None:
     if place.device == "cpu":
         problem = "needs cards"
     elif not place.one_host:
-        problem = "over several cards needs all of them in one host, which is not certain for a Ray cluster (RAY_ADDRESS)"
+        problem = (
+            "over several cards needs all of them in one host, which is not certain for a Ray cluster (RAY_ADDRESS)"
+        )
     elif place.reads is False:
         problem = "needs cards that can read each other's memory, which the driver denies"
     if problem is not None:
         raise InputError(
-            f'sync.transport is "cuda", which {problem}; trainer and engines are on {_shown(place)}: use "auto" or '
+            f'sync.transport is "cuda", which {problem}; trainer and engines are on {place.shown}: use "auto" or '
             '"memory"'
         )
 
@@ -134,10 +144,3 @@ def _pairs(place: Placement, cards: tuple[str, ...]) -> tuple[tuple[int, int], .
     readers = dict.fromkeys(itertools.chain.from_iterable(place.engines))
     pairs = itertools.product(readers, dict.fromkeys(place.ranks))
     return tuple((cards.index(reader), cards.index(owner)) for reader, owner in pairs if reader != owner)
-
-
-def _shown(place: Placement) -> str:
-    if place.device == "cpu":
-        return "CPU"
-    engines = "; ".join(",".join(cards) for cards in place.engines)
-    return f"cards {','.join(place.ranks)} (trainer) and {engines} (engines)"

@@ -71,10 +71,14 @@ def test_the_fastest_way_that_works_is_taken(place, wanted, expected):
     ("place", "wanted", "where"),
     [
         (CPU, "cuda", "needs cards; trainer and engines are on CPU"),
-        (that(MIXED, reads=False), "cuda", "which the driver denies; .* cards 0,1 \\(trainer\\) and 0; 1 \\(engines\\)"),
-        (that(MIXED, reads=True, **CLUSTER), "cuda", "not certain for a Ray cluster .* 0; 1 .*\"memory\""),
+        (
+            that(MIXED, reads=False),
+            "cuda",
+            "which the driver denies; .* cards 0,1 \\(trainer\\) and 0; 1 \\(engines\\)",
+        ),
+        (that(MIXED, reads=True, **CLUSTER), "cuda", 'not certain for a Ray cluster .* 0; 1 .*"memory"'),
         (MIXED, "collective", "NCCL needs a card for each process"),
-        (COLOCATED, "collective", "NCCL needs a card for each process, .*engine.cards = \"own\""),
+        (COLOCATED, "collective", 'NCCL needs a card for each process, .*engine.cards = "own"'),
     ],
 )
 def test_a_way_that_cannot_work_is_refused(place, wanted, where):
@@ -102,14 +106,22 @@ def test_a_run_is_placed_as_its_processes_are_started(gpus, settings, expected):
 @pytest.mark.parametrize(
     ("gpus", "settings", "names"),
     [
-        (("5",), ["train.parallel.pipeline=1"], "needs 2 GPUs: 1 for the trainer and 1 for each of 1 engines, but 1 are"),
+        (
+            ("5",),
+            ["train.parallel.pipeline=1"],
+            "needs 2 GPUs: 1 for the trainer and 1 for each of 1 engines, but 1 are",
+        ),
         (("0", "1"), [], r"needs 3 GPUs: 2 for the trainer .* but 2 are visible \(0,1\)"),
-        (("0", "1", "2", "3"), ["engine.count=2", "engine.tensor=2"], "needs 6 GPUs: .* 2 for each of 2 engines, but 4"),
+        (
+            ("0", "1", "2", "3"),
+            ["engine.count=2", "engine.tensor=2"],
+            "needs 6 GPUs: .* 2 for each of 2 engines, but 4",
+        ),
     ],
 )
 def test_cards_of_their_own_that_are_not_there_are_refused_with_the_repair(gpus, settings, names):
     config = small_config([*settings, OWN])
-    with pytest.raises(InputError, match=f"{names}.*CUDA_VISIBLE_DEVICES.*\"shared\""):
+    with pytest.raises(InputError, match=f'{names}.*CUDA_VISIBLE_DEVICES.*"shared"'):
         placement(config, Settings(ray_address=None, ray_token=None, gpus=gpus))
 
 
