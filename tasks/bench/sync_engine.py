@@ -1,4 +1,4 @@
-"""An engine of the sync bench: the product's, with the stock ways in and a timed copy. Imports without vLLM or torch."""
+"""An engine of the sync bench: the product's, with the stock ways in. Imports without vLLM or torch."""
 
 import pickle
 import time

@@ -101,7 +101,7 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     torch.as_tensor and the like ask CUDA for the card that it lies on, and copy it if that is another one.
     """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)  # pyright: ignore[reportPrivateUsage]
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 
 
 def _free_exported() -> None:
