@@ -7,7 +7,7 @@ the first opening costs tens of milliseconds.
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ class CardArenas:
     """(arena_bytes,) uint8 each. For torch they are on the card of the process that opened them."""
     near: bool
     """Whether they lie on that card; otherwise each reading crosses the link between two cards."""
+    handles: set[bytes]
+    """Of these arenas."""
 
 
 def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> list[torch.Tensor]:
@@ -77,21 +79,16 @@ def open_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.d
     index, shown = _index(device), _shown(channel, sender)
     near = shown.card == _card(index)
     where = f"opened on card {_card(index)}" if near else f"on card {shown.card} opened from card {_card(index)}"
+    handles = [bytes.fromhex(handle) for handle in shown.handles]
     with _on(index):
-        addresses = [_address(bytes.fromhex(handle), where) for handle in shown.handles]
+        addresses = [_address(handle, where) for handle in handles]
     own = torch.device("cuda", index)
-    return CardArenas([tensor_at(address, plan.arena_bytes, own) for address in addresses], near)
+    return CardArenas([tensor_at(address, plan.arena_bytes, own) for address in addresses], near, set(handles))
 
 
-def forget_others(channel: Channel, senders: Iterable[int]) -> None:
-    """Close every arena that was opened and is not one of these senders'."""
-    wanted = {bytes.fromhex(handle) for sender in senders for handle in _shown(channel, sender).handles}
-    close_opened(set(_opened) - wanted)
-
-
-def close_opened(handles: set[bytes] | None = None) -> None:
-    """Close arenas of other processes; all if no handles are given."""
-    for handle in set(_opened) if handles is None else handles:
+def close_opened(keep: set[bytes]) -> None:
+    """Close arenas of other processes, but not those with these handles."""
+    for handle in _opened.keys() - keep:
         runtime.cudaIpcCloseMemHandle(_opened.pop(handle))
 
 
