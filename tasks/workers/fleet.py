@@ -7,7 +7,7 @@ after the run, so that the next flow process finds them; what they hold is used 
 import itertools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -223,8 +223,7 @@ class Fleet:
         labels = [f"engine {place}"]
         role = f"{self._run}/engine-{place}"
         cards = self.placement().engines[place]
-        started = {**spec.model_dump(mode="json", exclude={"model_dir"}), "cards": list(cards)}
-        prefix = f"{role}/{value_digest(started)}"
+        prefix = f"{role}/{engine_digest(spec, cards)}"
         found = self._found(RankActors, role, prefix, labels)
         if found is not None:
             return self._handle(found)
@@ -265,6 +264,11 @@ class Fleet:
             else:
                 group.end()
         return usable
+
+
+def engine_digest(spec: EngineSpec, cards: Sequence[str]) -> str:
+    """Identity of what an engine is started with, and where: one that was left on other cards is not used."""
+    return value_digest({**spec.model_dump(mode="json", exclude={"model_dir"}), "cards": list(cards)})
 
 
 def inside(process: int, place: int, tensor: int) -> Iterator[tuple[str, int]]:

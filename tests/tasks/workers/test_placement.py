@@ -4,6 +4,8 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.environment import Settings
+from tasks.engine.protocol import EngineSpec
+from tasks.workers.fleet import engine_digest
 from tasks.workers.placement import Placement, engine_cards, placement, transport
 from tests.small.config import small_config
 
@@ -138,3 +140,9 @@ def test_a_cluster_is_not_taken_for_one_host():
     assert not found.one_host
     with pytest.raises(InputError, match="not certain for a Ray cluster"):
         transport("cuda", found)
+
+
+def test_an_engine_on_other_cards_is_another_one():
+    spec = EngineSpec(model_dir="here", dtype="bfloat16", max_model_len=8, max_num_seqs=1, kv_cache_bytes=None)
+    moved = spec.model_copy(update={"model_dir": "there"})
+    assert engine_digest(spec, ("0",)) == engine_digest(moved, ("0",)) != engine_digest(spec, ("1",))
