@@ -22,7 +22,7 @@ from tasks.engine.protocol import EngineSpec
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
-from tasks.workers.placement import Placement, placement
+from tasks.workers.placement import Placement, engines_on_a_card, placement
 from tasks.workers.ranks import RankActors, forget_rendezvous, meet, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
@@ -201,6 +201,7 @@ class Fleet:
         """What the engines are started with; raises as `device`."""
         section, deterministic = self._config.engine, self._config.device.deterministic
         fast = self.device == "cuda" and not deterministic
+        sharing = engines_on_a_card(section, len(self._cluster.settings.gpus)) if self.device == "cuda" else 1
         return EngineSpec.model_validate(
             {
                 "model_dir": str(model_dir),
@@ -209,7 +210,7 @@ class Fleet:
                 "max_num_seqs": section.max_num_seqs,
                 "kv_cache_bytes": None if section.kv_cache_mib is None else section.kv_cache_mib << 20,
                 "device": self.device,
-                "gpu_memory_utilization": section.gpu_memory_utilization / self.placement().sharing,
+                "gpu_memory_utilization": section.gpu_memory_utilization / sharing,
                 "enforce_eager": not (fast and section.cuda_graphs),
                 "async_scheduling": fast and section.async_scheduling,
                 "together": not fast,

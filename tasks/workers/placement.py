@@ -1,11 +1,11 @@
 """Which cards the processes of a run compute on, and what that means for the way of weights between them."""
 
 import itertools
-from collections import Counter
+import math
 
 from storage.errors import InputError
 from tasks.config.environment import Settings
-from tasks.config.run import RunConfig, TransportChoice
+from tasks.config.run import EngineSection, RunConfig, TransportChoice
 from tasks.workers.peers import can_read
 from trainer_core.config import Device
 from trainer_core.frozen import Frozen
@@ -38,11 +38,6 @@ class Placement(Frozen):
         return self.device == "cuda" and len(set(cards)) == len(cards)
 
     @property
-    def sharing(self) -> int:
-        """Engines on the card that most of them share; 1 on CPU."""
-        return max(Counter(self._workers).values(), default=1)
-
-    @property
     def shown(self) -> str:
         """For a message."""
         if self.device == "cpu":
@@ -72,6 +67,11 @@ def placement(config: RunConfig, settings: Settings) -> Placement:
     if place.one_card or not place.one_host:
         return place
     return place.model_copy(update={"reads": can_read(_pairs(place, settings.gpus))})
+
+
+def engines_on_a_card(section: EngineSection, cards: int) -> int:
+    """Engines on the card that most of them share, of that many visible cards."""
+    return 1 if section.cards == "own" else math.ceil(section.count / max(1, cards // section.tensor))
 
 
 def engine_cards(cards: tuple[str, ...], place: int, tensor: int) -> tuple[str, ...]:

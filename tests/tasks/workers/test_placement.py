@@ -6,7 +6,7 @@ from storage.errors import InputError
 from tasks.config.environment import Settings
 from tasks.engine.protocol import EngineSpec
 from tasks.workers.fleet import engine_digest
-from tasks.workers.placement import Placement, engine_cards, placement, transport
+from tasks.workers.placement import Placement, engine_cards, engines_on_a_card, placement, transport
 from tests.small.config import small_config
 
 CPU = Placement(device="cpu", engines=((), ()))
@@ -127,11 +127,13 @@ def test_cards_of_their_own_that_are_not_there_are_refused_with_the_repair(gpus,
         placement(config, Settings(ray_address=None, ray_token=None, gpus=gpus))
 
 
-@pytest.mark.parametrize(("tensor", "count", "expected"), [(1, 1, 1), (1, 3, 2), (2, 3, 3), (2, 1, 1)])
-def test_engines_that_share_a_card_are_counted(tensor, count, expected):
-    config = small_config([f"engine.tensor={tensor}", f"engine.count={count}"])
-    found = placement(config, Settings(ray_address=None, ray_token=None, gpus=("0", "1")))
-    assert (found.sharing, CPU.sharing) == (expected, 1)
+@pytest.mark.parametrize(
+    ("tensor", "count", "cards", "expected"),
+    [(1, 1, "shared", 1), (1, 3, "shared", 2), (2, 3, "shared", 3), (2, 1, "shared", 1), (1, 3, "own", 1)],
+)
+def test_engines_that_share_a_card_are_counted(tensor, count, cards, expected):
+    section = small_config([f"engine.tensor={tensor}", f"engine.count={count}", f"engine.cards={cards}"]).engine
+    assert engines_on_a_card(section, 2) == expected
 
 
 def test_a_cluster_is_not_taken_for_one_host():
