@@ -5,6 +5,10 @@ from infra.mutants_known import Mutant
 _TRANSACTION = ("tests/tasks/stages/test_transaction.py",)
 _SERVED = ("tests/tasks/stages/test_served_weights.py", "tests/tasks/stages/test_transaction.py")
 _PROBE = ("tests/tasks/stages/test_probe.py",)
+_PLACES = ("tests/tasks/workers/test_placement.py",)
+_DISTANT = (
+    "tests/tasks/engine/receivers/test_transports.py::test_a_distant_arena_is_free_again_before_what_it_held_is_loaded",
+)
 _FILE = "tasks/stages/transaction.py"
 
 SYNC = (
@@ -137,5 +141,69 @@ SYNC = (
         "_SHARE * context.config.workers.call_deadline_s",
         "context.config.workers.call_deadline_s",
         ("tests/tasks/stages/test_transaction.py",),
+    ),
+    Mutant(
+        "engines-on-the-trainers-cards",
+        "engines that are to have cards of their own share the trainer's",
+        "tasks/workers/placement.py",
+        "    return cards[ranks:]\n",
+        "    return cards\n",
+        _PLACES,
+    ),
+    Mutant(
+        "own-cards-not-counted",
+        "engines that are to have cards of their own share one if there are too few",
+        "tasks/workers/placement.py",
+        "    if needed > len(cards):\n",
+        "    if ranks >= len(cards):\n",
+        _PLACES,
+    ),
+    Mutant(
+        "cards-without-a-link",
+        "weights are to be read from cards whose memory cannot be read",
+        "tasks/workers/placement.py",
+        "place.one_card or (place.one_host and place.reads)",
+        "place.one_card or place.one_host",
+        _PLACES,
+    ),
+    Mutant(
+        "cards-of-any-host",
+        "the cards of a cluster are taken for those of one host",
+        "tasks/workers/placement.py",
+        "one_host=settings.local)",
+        "one_host=True)",
+        _PLACES,
+    ),
+    Mutant(
+        "one-link-is-enough",
+        "one pair of cards that can read each other's memory counts for all",
+        "tasks/workers/peers.py",
+        "    return all(_can(",
+        "    return any(_can(",
+        ("tests/tasks/workers/test_peers.py",),
+    ),
+    Mutant(
+        "engine-of-other-cards",
+        "an engine that was left on other cards of a cluster is used where it is",
+        "tasks/workers/fleet.py",
+        '"cards": list(cards)})',
+        '"cards": []})',
+        _PLACES,
+    ),
+    Mutant(
+        "distant-arena-in-place",
+        "loaders read a distant arena again and again, and hold it meanwhile",
+        "tasks/engine/receivers/shared.py",
+        "        return arena if seen.near else self._fetched(bucket, arena)\n",
+        "        return arena\n",
+        _DISTANT,
+    ),
+    Mutant(
+        "distant-arena-not-copied",
+        "a distant arena is given free, and what it held is read afterwards",
+        "tasks/engine/receivers/shared.py",
+        "        own.copy_(arena)\n        self.release(bucket)  # once it is read\n        return own\n",
+        "        self.release(bucket)\n        return arena\n",
+        _DISTANT,
     ),
 )

@@ -17,6 +17,7 @@ from tasks.bench.memory import bench_memory
 from tasks.bench.train import bench_train
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import child_python_path
+from tasks.config.run import TransportChoice
 
 _OVERHEAD = PROJECT_ROOT / "infra" / "bench" / "overhead.py"
 
@@ -66,13 +67,14 @@ def bench_sync_command(
     *,
     case: Annotated[SyncCaseName | None, Parameter(help="What is synced; by default what suits the device.")] = None,
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
+    transport: Annotated[TransportChoice, Parameter(help="As the setting `sync.transport`.")] = "auto",
     json: Json = False,
 ) -> int:
     """Measure a weight sync of Ratchet against megatron-bridge's export into vLLM's own reload."""
     from tasks.bench.sync import bench_sync  # imports Ray
 
     with Output(json=json) as output:
-        found = bench_sync(case, pairs)
+        found = bench_sync(case, pairs, transport)
         output.result(found, _lines(found))
     return 0
 

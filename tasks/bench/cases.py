@@ -10,7 +10,19 @@ from trainer_core.batches.sequences import Samples
 from trainer_core.config import Frozen, Precision
 
 CaseName = Literal["tiny", "0.75b", "4b"]
-SyncCaseName = Literal["cpu", "cpu-experts", "0.75b", "4b", "moonlight"]
+SyncCaseName = Literal[
+    "cpu",
+    "cpu-tied",
+    "cpu-experts",
+    "0.75b",
+    "0.75b-pp2",
+    "0.75b-own",
+    "4b",
+    "4b-pp2",
+    "4b-pp2-tp2",
+    "4b-own",
+    "moonlight",
+]
 
 _GROUP = 8  # samples of a prompt
 

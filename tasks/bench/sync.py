@@ -13,6 +13,7 @@ from tasks.bench.hollow import hollow_model
 from tasks.bench.sync_cases import SYNC_CASES, SyncRound
 from tasks.bench.sync_sides import Sides, sides
 from tasks.config.environment import Settings
+from tasks.config.run import TransportChoice
 from tasks.workers.cluster import Cluster
 
 _CHECKS = ("send_digest", "receive_digest", "verify")  # steps, and parts of steps, that only verify
@@ -27,6 +28,8 @@ class SyncBench(BaseModel):
     """What was synced."""
     ranks: int
     """Trainer ranks."""
+    cards: str
+    """Those of the trainer's ranks, and those of the engine."""
     transport: str
     """How the bytes moved on Ratchet's side."""
     pairs: int
@@ -46,11 +49,19 @@ class SyncBench(BaseModel):
     """With the plan of an update before: what is made afresh each time takes the difference."""
     stock_seconds: float
     """megatron-bridge's export with fresh tasks into vLLM's own reload: on CPU by safetensors in shared memory, on a
-    card by vLLM's transfer of CUDA IPC handles. Nothing is verified."""
+    card by vLLM's transfer of CUDA IPC handles, between cards by its packed broadcasts (NCCL, connected before).
+    Nothing is verified."""
     speedup: float
     """Median over rounds of stock by ours."""
     gb_per_s: float
     """Bytes by `seconds`, 10^9 a second."""
+    send_gb_per_s: float
+    """Bytes by the step `send`, in which they are converted, moved and loaded."""
+    link_gb_per_s: float | None
+    """A plain copy of an arena to the engine's first worker, from the rank from where it takes longest; on CPU within
+    memory of the host. None if the cards cannot read each other's memory."""
+    link_share: float | None
+    """`send_gb_per_s` by that."""
     probe_s: float
     """Log-probabilities of a probe by trainer and engine, after the commit."""
     probe_difference: float
@@ -66,21 +77,24 @@ class SyncBench(BaseModel):
     metadata_exchanges: int
     """Exchanges of metadata between trainer ranks in one update."""
     extra_gib: float
-    """Memory of the card that Ratchet's first update took and kept, by trainer and engine together; 0 on CPU."""
+    """Memory of all cards that Ratchet's first update took and kept, by trainer and engine together; 0 on CPU."""
     stock_extra_gib: float
     """And the stock way."""
     steps: dict[str, float]
     """Ratchet's update by step, and in each by what the slowest process spent its time on; seconds."""
 
 
-def bench_sync(case_name: SyncCaseName | None, pairs: int) -> SyncBench:
+def bench_sync(case_name: SyncCaseName | None, pairs: int, wanted: TransportChoice = "auto") -> SyncBench:
     """Measure ours, ours with a kept plan, and the stock way in turns, `pairs` times each after one round that does not
     count.
 
     Without a case it is the one that fits the device: "cpu" without a GPU, "0.75b" with one.
 
+    Args:
+        wanted: how the bytes move on Ratchet's side.
+
     Raises:
-        InputError: `pairs` is below 1.
+        InputError: `pairs` is below 1; or the case needs more cards than there are.
         SyncMismatch: an update did not arrive.
         WorkerLost: a process was lost.
     """
@@ -92,23 +106,27 @@ def bench_sync(case_name: SyncCaseName | None, pairs: int) -> SyncBench:
     case = SYNC_CASES[name]
     with tempfile.TemporaryDirectory() as folder, Cluster(settings) as cluster:
         hollow_model(Path(folder), case.model, case.precision)
-        with sides(Path(folder), case, cluster) as ways:
+        with sides(Path(folder), case, cluster, wanted) as ways:
             ways.wait_until_ready()
             first, *rounds = [ways.round(number) for number in range(pairs + 1)]
-            return _report(name, ways, first, rounds)
+            return _report(name, ways, first, rounds, ways.link())
 
 
-def _report(name: SyncCaseName, ways: Sides, first: SyncRound, rounds: list[SyncRound]) -> SyncBench:
+def _report(
+    name: SyncCaseName, ways: Sides, first: SyncRound, rounds: list[SyncRound], link: float | None
+) -> SyncBench:
     def median(of: Callable[[SyncRound], float]) -> float:
         return statistics.median(map(of, rounds))
 
     delivered = rounds[-1].delivery
     steps = {step: median(lambda one: one.delivery.seconds[step]) for step in delivered.seconds}  # noqa: B023
     seconds = median(lambda one: one.seconds)
+    rate = delivered.bytes / steps["send"]
     return SyncBench(
         device=ways.device,
         case=name,
         ranks=SYNC_CASES[name].pipeline,
+        cards=ways.place.shown,
         transport=ways.transport,
         pairs=len(rounds),
         tensors=len(delivered.digests),
@@ -120,6 +138,9 @@ def _report(name: SyncCaseName, ways: Sides, first: SyncRound, rounds: list[Sync
         stock_seconds=median(lambda one: one.stock_seconds),
         speedup=median(lambda one: one.stock_seconds / one.seconds),
         gb_per_s=delivered.bytes / seconds / 1e9,
+        send_gb_per_s=rate / 1e9,
+        link_gb_per_s=None if link is None else link / 1e9,
+        link_share=None if link is None else rate / link,
         probe_s=median(lambda one: one.probe_s),
         probe_difference=max(one.probe_difference for one in rounds),
         stock_probe_difference=max(one.stock_probe_difference for one in rounds),

@@ -2,9 +2,11 @@
 
 from typing import Protocol
 
-from tasks.bench.sync_engine import SyncEngine
+from tasks.bench.sync_engine import StockTensors, SyncEngine
 from tasks.workers.engines import EngineHandle
 from tasks.workers.trainers import TrainerGroup
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan
 
 
 class SyncRankProtocol(Protocol):
@@ -23,20 +25,40 @@ class SyncRankProtocol(Protocol):
         ...
 
     def card_bytes(self) -> int:
-        """Memory of the card in use, by whatever process; 0 on CPU."""
+        """Memory of the rank's card in use, by whatever process; 0 on CPU."""
+        ...
+
+    def arena_bytes(self) -> int:
+        """Size of the arenas of the last plan."""
+        ...
+
+    def show_arenas(self, channel: Channel, plan: WeightPlan) -> None:
+        """Let engines open arenas of this rank, filled with anything."""
         ...
 
     def stock_files(self, directory: str) -> None:
         """Export by megatron-bridge with fresh tasks; rank 0 writes safetensors."""
         ...
 
-    def stock_handles(self, directory: str) -> None:
+    def stock_handles(self, directory: str, workers: int) -> None:
         """Export by megatron-bridge with fresh tasks into vLLM's own transfer of CUDA IPC handles; returns when the
-        engine has loaded them.
+        engine, which so many workers of share cards with the first ranks, has loaded them.
 
         Raises:
             WorkerLost: the engine does not say so.
         """
+        ...
+
+    def stock_tensors(self) -> StockTensors:
+        """Names, types and shapes of what `stock_broadcast` sends, found by exporting once."""
+        ...
+
+    def stock_meet(self, port: int, workers: int) -> None:
+        """Form the NCCL group of rank 0 and the engine's workers, as vLLM's own transfer does it."""
+        ...
+
+    def stock_broadcast(self) -> None:
+        """Export by megatron-bridge with fresh tasks into vLLM's own packed broadcasts from rank 0."""
         ...
 
 
@@ -56,16 +78,36 @@ class SyncGroup(TrainerGroup):
         return sum(self._results(self.submit(SyncRankProtocol.object_collectives)))
 
     def card_bytes(self) -> int:
-        """Of rank 0's card; see `SyncRankProtocol.card_bytes`."""
-        return self._first(self.submit(SyncRankProtocol.card_bytes))
+        """Of all ranks' cards; see `SyncRankProtocol.card_bytes`."""
+        return sum(self._results(self.submit(SyncRankProtocol.card_bytes)))
+
+    def arena_bytes(self) -> int:
+        """See `SyncRankProtocol.arena_bytes`."""
+        return self._first(self.submit(SyncRankProtocol.arena_bytes))
+
+    def show_arenas(self, channel: Channel, plan: WeightPlan) -> None:
+        """See `SyncRankProtocol.show_arenas`."""
+        self._results(self.submit(SyncRankProtocol.show_arenas, channel, plan))
 
     def stock_files(self, directory: str) -> None:
         """See `SyncRankProtocol.stock_files`."""
         self._results(self.submit(SyncRankProtocol.stock_files, directory))
 
-    def stock_handles(self, directory: str) -> None:
+    def stock_handles(self, directory: str, workers: int) -> None:
         """See `SyncRankProtocol.stock_handles`."""
-        self._results(self.submit(SyncRankProtocol.stock_handles, directory))
+        self._results(self.submit(SyncRankProtocol.stock_handles, directory, workers))
+
+    def stock_tensors(self) -> StockTensors:
+        """See `SyncRankProtocol.stock_tensors`."""
+        return self._first(self.submit(SyncRankProtocol.stock_tensors))
+
+    def stock_meet(self, port: int, workers: int) -> None:
+        """See `SyncRankProtocol.stock_meet`."""
+        self._results(self.submit(SyncRankProtocol.stock_meet, port, workers))
+
+    def stock_broadcast(self) -> None:
+        """See `SyncRankProtocol.stock_broadcast`."""
+        self._results(self.submit(SyncRankProtocol.stock_broadcast))
 
 
 class SyncEngineHandle(EngineHandle):
@@ -78,3 +120,19 @@ class SyncEngineHandle(EngineHandle):
     def stock_handles(self, directory: str) -> None:
         """See `SyncEngine.stock_handles`."""
         self._result(self.submit(SyncEngine.stock_handles, directory))
+
+    def stock_meet(self, port: int, workers: int) -> None:
+        """See `SyncEngine.stock_meet`."""
+        self._result(self.submit(SyncEngine.stock_meet, port, workers))
+
+    def stock_broadcast(self, tensors: StockTensors) -> None:
+        """See `SyncEngine.stock_broadcast`."""
+        self._result(self.submit(SyncEngine.stock_broadcast, tensors))
+
+    def card_bytes(self) -> int:
+        """See `SyncEngine.card_bytes`."""
+        return self._result(self.submit(SyncEngine.card_bytes))
+
+    def copy_seconds(self, channel: Channel, plan: WeightPlan) -> list[float]:
+        """See `SyncEngine.copy_seconds`."""
+        return self._result(self.submit(SyncEngine.copy_seconds, channel, plan))

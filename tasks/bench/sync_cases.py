@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from tasks.bench.cases import CASES, SyncCaseName
 from tasks.bench.latent import LatentModel
 from tasks.config.model import GeneratedModel
+from tasks.config.run import EngineCards
 from tasks.stages.transaction import Delivery
 from trainer_core.config import Frozen, Precision
 
 
 class SyncCase(Frozen):
-    """What is synced, and from how many ranks."""
+    """What is synced, from how many ranks, and to what."""
 
     model: GeneratedModel | LatentModel
     """Its shape."""
@@ -18,7 +19,14 @@ class SyncCase(Frozen):
     """Of trainer and engine."""
     pipeline: int = 1
     """Stages of the trainer's pipeline, a rank each."""
+    tensor: int = 1
+    """Workers of the engine."""
+    cards: EngineCards = "shared"
+    """As `engine.cards`."""
 
+
+_BIG = SyncCase(model=CASES["0.75b"].model, precision="bf16")
+_BIGGER = SyncCase(model=CASES["4b"].model, precision="bf16")
 
 SYNC_CASES: dict[SyncCaseName, SyncCase] = {
     "cpu": SyncCase(
@@ -34,8 +42,18 @@ SYNC_CASES: dict[SyncCaseName, SyncCase] = {
         precision="fp32",
         pipeline=2,
     ),
-    "0.75b": SyncCase(model=CASES["0.75b"].model, precision="bf16"),
-    "4b": SyncCase(model=CASES["4b"].model, precision="bf16"),
+    "cpu-tied": SyncCase(
+        model=GeneratedModel(layers=4, hidden=64, vocabulary=512, max_positions=128, tied_embeddings=True),
+        precision="fp32",
+        pipeline=2,
+    ),
+    "0.75b": _BIG,
+    "0.75b-pp2": _BIG.model_copy(update={"pipeline": 2}),
+    "0.75b-own": _BIG.model_copy(update={"cards": "own"}),
+    "4b": _BIGGER,
+    "4b-pp2": _BIGGER.model_copy(update={"pipeline": 2}),
+    "4b-pp2-tp2": _BIGGER.model_copy(update={"pipeline": 2, "tensor": 2}),
+    "4b-own": _BIGGER.model_copy(update={"cards": "own"}),
     # Moonlight-16B-A3B, but with a latent vector for queries: without one megatron-core has no layers for it
     "moonlight": SyncCase(
         model=LatentModel(
@@ -64,5 +82,5 @@ class SyncRound:
     object_collectives: int
     stock_object_collectives: int
     extra_bytes: int
-    """Of the card."""
+    """Of the cards."""
     stock_extra_bytes: int

@@ -4,6 +4,7 @@ Imports torch and Megatron.
 """
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ import torch.distributed
 from safetensors.torch import save_file
 
 from tasks.bench.sync_calls import SyncRankProtocol
+from tasks.bench.sync_engine import StockTensors
 from tasks.bench.waiting import wait_for
+from tasks.workers.cluster import LOOPBACK
 from trainer_core.config import RankSpec, TrainerConfig
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Planned
 from trainer_core.trainer import Trainer
+from trainer_core.weights.arenas import make_arenas
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.digest import dtype_name
+from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.update import Update
 
 _SPREAD = 0.02  # standard deviation of the weights
@@ -29,20 +36,23 @@ class SyncRank(Trainer, SyncRankProtocol):
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         super().__init__(model_dir, config, rank, platform)
-        self._device = platform.device
+        self._device, self._world = platform.device, rank.world_size
         self._object_collectives = 0
         self._keeps = False
         self._kept: tuple[Planned, Update] | None = None
+        self._stock: Any = None  # the group of vLLM's own broadcasts
         for name in _OBJECT_COLLECTIVES:
             setattr(torch.distributed, name, self._counted(getattr(torch.distributed, name)))
 
     def draw(self, seed: int) -> None:
         """See `SyncRankProtocol.draw`."""
-        generator = torch.Generator(self._device).manual_seed(seed)
+        generator = torch.Generator(self._device).manual_seed(seed * self._world + self._mesh.rank)
+        shared = torch.Generator(self._device).manual_seed(seed)  # two stages hold it
         with self._model.weights("writable"), torch.no_grad():
             for module in self._model.modules:
                 for parameter in module.parameters():
-                    parameter.normal_(float(parameter.ndim == 1), _SPREAD, generator=generator)
+                    drawn = shared if "shared_embedding" in vars(parameter) else generator
+                    parameter.normal_(float(parameter.ndim == 1), _SPREAD, generator=drawn)
                 for name, buffer in module.named_buffers():
                     if name.endswith("expert_bias"):
                         buffer.normal_(0.0, _SPREAD, generator=generator)
@@ -75,16 +85,35 @@ class SyncRank(Trainer, SyncRankProtocol):
         free, whole = torch.cuda.mem_get_info(self._device)
         return whole - free
 
+    def arena_bytes(self) -> int:
+        """See `SyncRankProtocol.arena_bytes`."""
+        assert self._kept is not None  # a round was made
+        return self._kept[1].plan.arena_bytes
+
+    def show_arenas(self, channel: Channel, plan: WeightPlan) -> None:
+        """See `SyncRankProtocol.show_arenas`."""
+        if self._device.type == "cpu":
+            make_arenas(channel, plan, self._mesh.rank)
+            return
+        from trainer_core.weights.card import export_arenas
+
+        export_arenas(channel, plan, self._mesh.rank, self._device)
+
     def stock_files(self, directory: str) -> None:
         """See `SyncRankProtocol.stock_files`."""
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self._exported()}
         if self._mesh.rank == 0:
             save_file(tensors, Path(directory, "model.safetensors"))
 
-    def stock_handles(self, directory: str) -> None:
+    def stock_handles(self, directory: str, workers: int) -> None:
         """See `SyncRankProtocol.stock_handles`."""
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerSendWeightsArgs, IPCWeightTransferEngine
 
+        if self._mesh.rank >= workers:  # what nobody opens torch would never free, so only the collectives are made
+            handles_of_none = [{} for _ in self._exported()]
+            IPCWeightTransferEngine._all_gather_and_merge_handles(handles_of_none)
+            IPCWeightTransferEngine._post_send_sync()
+            return
         handles, loaded = Path(directory, "handles"), Path(directory, "loaded")
 
         def send(update: Any) -> None:
@@ -92,9 +121,33 @@ class SyncRank(Trainer, SyncRankProtocol):
             written = handles.with_suffix(".new")
             written.write_bytes(pickle.dumps(vars(update)))
             written.rename(handles)
-            wait_for(loaded)
+            for worker in range(workers):
+                wait_for(loaded.with_suffix(f".{worker}"))
 
         IPCWeightTransferEngine.trainer_send_weights(self._exported(), IPCTrainerSendWeightsArgs(send_mode=send))
+
+    def stock_tensors(self) -> StockTensors:
+        """See `SyncRankProtocol.stock_tensors`."""
+        return [(name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in self._exported()]
+
+    def stock_meet(self, port: int, workers: int) -> None:
+        """See `SyncRankProtocol.stock_meet`."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        if self._mesh.rank == 0:
+            place = {"master_address": LOOPBACK, "master_port": port, "world_size": 1 + workers}
+            self._stock = NCCLWeightTransferEngine.trainer_init(place)
+
+    def stock_broadcast(self) -> None:
+        """See `SyncRankProtocol.stock_broadcast`."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs, NCCLWeightTransferEngine
+
+        if self._mesh.rank == 0:
+            how = NCCLTrainerSendWeightsArgs(group=self._stock, packed=True)
+            NCCLWeightTransferEngine.trainer_send_weights(self._exported(), how)
+        else:
+            deque(self._exported(), maxlen=0)
+        self._settle()
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._model.weights("readable"), torch.no_grad(), quietly():

@@ -1,5 +1,6 @@
 """The processes of the sync bench, started as a run starts them, and the three ways from trainer to engine."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,21 +13,22 @@ from storage.backends.root import open_root
 from storage.errors import SyncMismatch
 from tasks.bench.sync_calls import SyncEngineHandle, SyncGroup
 from tasks.bench.sync_cases import SyncCase, SyncRound
-from tasks.bench.sync_engine import SyncEngine
+from tasks.bench.sync_engine import StockTensors, SyncEngine
 from tasks.bench.sync_start import start_sync_rank
 from tasks.config.document import parse_config
 from tasks.config.environment import engine_environment
-from tasks.config.run import RunConfig
-from tasks.engine.protocol import EngineSpec
+from tasks.config.run import RunConfig, TransportChoice
 from tasks.stages.context import RunContext
 from tasks.stages.transaction import Delivery, at_once, deliver
 from tasks.workers.actors import fresh_names, spawn
-from tasks.workers.cluster import Cluster
+from tasks.workers.cluster import LOOPBACK, Cluster
 from tasks.workers.fleet import Fleet
-from tasks.workers.placement import engine_cards, transport
-from tasks.workers.ranks import RankActors, start_trainers
+from tasks.workers.placement import transport
+from tasks.workers.ranks import RankActors, meet, start_trainers
 from tasks.workers.scratch import scratch
 from trainer_core.config import Device, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import Bucket, WeightPlan
 
 _LENGTH = 96  # tokens of a sequence of the probe
 _PROBE = 8  # sequences
@@ -40,9 +42,12 @@ class Sides:
 
     def __init__(self, context: RunContext, group: SyncGroup, engine: SyncEngineHandle) -> None:
         place = context.workers.placement()
-        self.device = place.device
+        self.device, self.place = place.device, place
         self.transport = transport(context.config.sync.transport, place)
         self._context, self._group, self._engine = context, group, engine
+        self._workers = context.config.engine.tensor
+        self._apart = self.device == "cuda" and not {*place.ranks} & {*place.engines[0]}
+        self._tensors: StockTensors = []
         self._version = 0
         drawn = np.random.default_rng(0).integers(3, 500, (_PROBE, _LENGTH), dtype=np.int32)
         self._probe = list(drawn)  # (S,) each
@@ -51,6 +56,26 @@ class Sides:
         """Wait until all processes have started, so that the first round measures itself alone."""
         self._group.draw(0)
         self._engine.score(self._probe)
+        if self._apart:
+            port = _free_port()
+            at_once([partial(side.stock_meet, port, self._workers) for side in (self._group, self._engine)])
+            self._tensors = self._group.stock_tensors()
+
+    def link(self) -> float | None:
+        """Bytes a second of a plain copy of an arena to the engine's first worker, from the rank from where it takes
+        longest; None if the cards cannot read each other's memory. After a round.
+        """
+        if self.device == "cuda" and not (self.place.one_card or self.place.reads):
+            return None
+        size = self._group.arena_bytes()  # or a rank would make other ones
+        ranks = range(self._context.config.train.parallel.world_size)
+        buckets = tuple(Bucket(number=rank, sender=rank, nbytes=size) for rank in ranks)
+        plan = WeightPlan(version=0, tensors=(), buckets=buckets, arena_bytes=size)
+        with scratch(memory=True) as folder:
+            way = "cuda" if self.device == "cuda" else "memory"
+            channel = Channel(transport=way, folder=str(folder), receivers=self._workers)
+            self._group.show_arenas(channel, plan)
+            return size / max(self._engine.copy_seconds(channel, plan))
 
     def round(self, number: int) -> SyncRound:
         """Each way once. The weights are others each time, but the kept plan moves the same ones again.
@@ -89,17 +114,23 @@ class Sides:
             if self.device == "cpu":
                 self._group.stock_files(str(folder))
                 self._engine.stock_files(str(folder))
+            elif self._apart:
+                at_once([self._group.stock_broadcast, partial(self._engine.stock_broadcast, self._tensors)])
             else:
-                at_once([partial(side.stock_handles, str(folder)) for side in (self._group, self._engine)])
+                sending = partial(self._group.stock_handles, str(folder), self._workers)
+                at_once([sending, partial(self._engine.stock_handles, str(folder))])
 
     def _measured[R](self, way: Callable[[], R]) -> tuple[R, float, int, int]:
-        """What a way returns, its seconds, collectives of objects, and bytes of the card that it took and kept."""
+        """What a way returns, its seconds, collectives of objects, and bytes of cards that it took and kept."""
         self._group.object_collectives()
-        before = self._group.card_bytes()
+        before = self._card_bytes()
         begun = time.perf_counter()
         found = way()
         seconds = time.perf_counter() - begun
-        return found, seconds, self._group.object_collectives(), self._group.card_bytes() - before
+        return found, seconds, self._group.object_collectives(), self._card_bytes() - before
+
+    def _card_bytes(self) -> int:
+        return self._group.card_bytes() + (self._engine.card_bytes() if self._apart else 0)
 
     def _probed(self, way: str) -> tuple[float, float]:
         begun = time.perf_counter()
@@ -112,16 +143,16 @@ class Sides:
 
 
 @contextmanager
-def sides(model: Path, case: SyncCase, cluster: Cluster) -> Iterator[Sides]:
+def sides(model: Path, case: SyncCase, cluster: Cluster, wanted: TransportChoice) -> Iterator[Sides]:
     """Start the processes; they end with the block."""
     device = cluster.settings.device("auto")
-    config = _config(model, case, device)
+    config = _config(model, case, device, wanted)
     fleet = Fleet("bench", config, cluster)
     context = RunContext("bench", open_root(str(model)), config, "", fleet, model)
     cluster.start()
     group = SyncGroup(_trainers(model, case, device, cluster, config), config.workers)
     try:
-        engine = SyncEngineHandle(_engine(fleet.engine_spec(model), cluster, config), config.workers)
+        engine = SyncEngineHandle(_engine(model, fleet, cluster, config), config.workers)
         try:
             yield Sides(context, group, engine)
         finally:
@@ -130,7 +161,7 @@ def sides(model: Path, case: SyncCase, cluster: Cluster) -> Iterator[Sides]:
         group.end()
 
 
-def _config(model: Path, case: SyncCase, device: Device) -> RunConfig:
+def _config(model: Path, case: SyncCase, device: Device, wanted: TransportChoice) -> RunConfig:
     return parse_config(
         {
             "model": {"source": str(model)},
@@ -140,7 +171,10 @@ def _config(model: Path, case: SyncCase, device: Device) -> RunConfig:
                 "max_num_seqs": _TOGETHER,
                 "kv_cache_mib": _CACHE_MIB[device],
                 "precision": case.precision,
+                "tensor": case.tensor,
+                "cards": case.cards,
             },
+            "sync": {"transport": wanted},
             "train": {
                 "max_length": _LENGTH,
                 "optimizer": {"learning_rate": 1e-6},
@@ -165,12 +199,18 @@ def _trainers(model: Path, case: SyncCase, device: Device, cluster: Cluster, con
     )  # fmt: skip
 
 
-def _engine(spec: EngineSpec, cluster: Cluster, config: RunConfig) -> RankActors:
-    settings = cluster.settings
-    cards = engine_cards(settings.gpus, 0, spec.tensor) if spec.device == "cuda" else ()
-    # `receive_handles` is sent to vLLM's worker
+def _engine(model: Path, fleet: Fleet, cluster: Cluster, config: RunConfig) -> RankActors:
+    settings, spec, cards = cluster.settings, fleet.engine_spec(model), fleet.placement().engines[0]
+    # `receive_handles` and others are sent to vLLM's worker
     environment = engine_environment(spec.device, cards, settings.local) | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    actors = spawn(fresh_names("bench/engine-0", 1), [environment], detached=not settings.local)
-    group = RankActors(["engine 0"], actors)
-    group.start(SyncEngine, [(spec,)], config.workers.start_deadline_s)
+    names = fresh_names("bench/engine-0", 1)
+    place = meet(names, settings) if spec.tensor > 1 else None
+    group = RankActors(["engine 0"], spawn(names, [environment], detached=not settings.local), place)
+    group.start(SyncEngine, [(spec, None if place is None else str(place))], config.workers.start_deadline_s)
     return group
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return int(found.getsockname()[1])

@@ -57,6 +57,7 @@ _RUNTIME_3 = {
         (
             "count",
             "tensor",
+            "cards",
             "max_model_len",
             "max_num_seqs",
             "kv_cache_mib",

@@ -68,6 +68,7 @@ class RolloutSection(Section):
     """Prompt groups in one stored part."""
 
 
+EngineCards = Literal["shared", "own"]
 TransportChoice = Literal["auto", "memory", "cuda", "collective", "files"]
 
 
@@ -75,9 +76,9 @@ class SyncSection(Section):
     """How weights reach the engines, and how their arrival is proved."""
 
     transport: TransportChoice = "auto"
-    """Shared `memory` of the host, buffers on a `cuda` card that trainer and engines share, `collective` broadcasts
-    (gloo on CPU; not on cards: NCCL needs one for each process, but trainer and engines share the first), or
-    safetensors `files`. `auto`: `cuda` if all processes share one card, else `memory`."""
+    """Shared `memory` of the host, buffers on `cuda` cards that engines open, `collective` broadcasts (gloo on CPU; on
+    cards NCCL, which needs one for each process: `engine.cards = "own"`), or safetensors `files`. `auto`: `cuda` if all
+    processes share one card, or the engines' cards can read the trainer's, else `memory`."""
     arena_mib: int = Field(default=256, ge=1)
     """Weights travel in buckets of at most this size; each sender has two such buffers. A larger tensor travels alone,
     and then all buffers have its size. On a card they are kept from one sync to the next. MiB."""
@@ -109,6 +110,9 @@ class EngineSection(Section):
     """Engines (Ray actors). A rollout, and an evaluation, is spread over all of them."""
     tensor: Literal[1, 2, 4] = 1
     """Processes of one engine, with a card each, over which every layer is split."""
+    cards: EngineCards = "shared"
+    """Cards of the engines: `shared`, from the first on, as the trainer's ranks; or their `own`, the next after the
+    trainer's, one for each process. No effect on CPU."""
     max_model_len: int = Field(default=128, ge=8)
     """Longest sequence, prompt and response, in tokens."""
     max_num_seqs: int = Field(default=512, ge=1)

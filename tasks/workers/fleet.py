@@ -6,9 +6,8 @@ after the run, so that the next flow process finds them; what they hold is used 
 
 import itertools
 import logging
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +22,7 @@ from tasks.engine.protocol import EngineSpec
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
-from tasks.workers.placement import Placement, engine_cards, placement
+from tasks.workers.placement import Placement, engines_on_a_card, placement
 from tasks.workers.ranks import RankActors, forget_rendezvous, meet, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
@@ -202,8 +201,7 @@ class Fleet:
         """What the engines are started with; raises as `device`."""
         section, deterministic = self._config.engine, self._config.device.deterministic
         fast = self.device == "cuda" and not deterministic
-        places = max(1, len(self._cluster.settings.gpus) // section.tensor)
-        sharing = math.ceil(section.count / places) if self.device == "cuda" else 1  # engines of one card
+        sharing = engines_on_a_card(section, len(self._cluster.settings.gpus)) if self.device == "cuda" else 1
         return EngineSpec.model_validate(
             {
                 "model_dir": str(model_dir),
@@ -225,12 +223,12 @@ class Fleet:
     def _engine(self, place: int, spec: EngineSpec) -> EngineHandle:
         labels = [f"engine {place}"]
         role = f"{self._run}/engine-{place}"
-        prefix = f"{role}/{value_digest(spec.model_dump(mode='json', exclude={'model_dir'}))}"
+        cards = self.placement().engines[place]
+        prefix = f"{role}/{engine_digest(spec, cards)}"
         found = self._found(RankActors, role, prefix, labels)
         if found is not None:
             return self._handle(found)
         settings = self._cluster.settings
-        cards = engine_cards(settings.gpus, place, spec.tensor) if spec.device == "cuda" else ()
         environment = engine_environment(spec.device, cards, settings.local)
         names = fresh_names(prefix, 1)
         meeting_place = meet(names, settings) if spec.tensor > 1 else None
@@ -267,6 +265,11 @@ class Fleet:
             else:
                 group.end()
         return usable
+
+
+def engine_digest(spec: EngineSpec, cards: Sequence[str]) -> str:
+    """Identity of what an engine is started with, and where: one that was left on other cards is not used."""
+    return value_digest({**spec.model_dump(mode="json", exclude={"model_dir"}), "cards": list(cards)})
 
 
 def inside(process: int, place: int, tensor: int) -> Iterator[tuple[str, int]]:

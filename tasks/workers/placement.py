@@ -1,10 +1,12 @@
 """Which cards the processes of a run compute on, and what that means for the way of weights between them."""
 
 import itertools
+import math
 
 from storage.errors import InputError
 from tasks.config.environment import Settings
-from tasks.config.run import RunConfig, TransportChoice
+from tasks.config.run import EngineSection, RunConfig, TransportChoice
+from tasks.workers.peers import can_read
 from trainer_core.config import Device
 from trainer_core.frozen import Frozen
 from trainer_core.weights.channel import Transport
@@ -19,6 +21,10 @@ class Placement(Frozen):
     """The card of each trainer rank."""
     engines: tuple[tuple[str, ...], ...]
     """The cards of each engine, one for each of its workers."""
+    one_host: bool = True
+    """Whether all cards are certainly those of one host; a Ray cluster that is attached to may have several."""
+    reads: bool | None = None
+    """Whether the engines' cards can read the memory of the trainer's cards; None if that is not known."""
 
     @property
     def one_card(self) -> bool:
@@ -32,6 +38,14 @@ class Placement(Frozen):
         return self.device == "cuda" and len(set(cards)) == len(cards)
 
     @property
+    def shown(self) -> str:
+        """For a message."""
+        if self.device == "cpu":
+            return "CPU"
+        engines = "; ".join(",".join(cards) for cards in self.engines)
+        return f"cards {','.join(self.ranks)} (trainer) and {engines} (engines)"
+
+    @property
     def _workers(self) -> tuple[str, ...]:
         return tuple(itertools.chain.from_iterable(self.engines))
 
@@ -40,13 +54,24 @@ def placement(config: RunConfig, settings: Settings) -> Placement:
     """Where the processes of a run compute on this machine.
 
     Raises:
-        InputError: CUDA is requested but no card is visible; or an engine needs more cards than there are.
+        InputError: CUDA is requested but no card is visible; or an engine needs more cards than there are, or than the
+            trainer leaves.
     """
     device, section = settings.device(config.device.kind), config.engine
     if device == "cpu":
         return Placement(device=device, engines=((),) * section.count)
-    engines = tuple(engine_cards(settings.gpus, place, section.tensor) for place in range(section.count))
-    return Placement(device=device, ranks=settings.gpus[: config.train.parallel.world_size], engines=engines)
+    ranks = settings.gpus[: config.train.parallel.world_size]
+    cards = settings.gpus if section.cards == "shared" else _cards_of_engines(config, settings.gpus)
+    engines = tuple(engine_cards(cards, place, section.tensor) for place in range(section.count))
+    place = Placement(device=device, ranks=ranks, engines=engines, one_host=settings.local)
+    if place.one_card or not place.one_host:
+        return place
+    return place.model_copy(update={"reads": can_read(_pairs(place, settings.gpus))})
+
+
+def engines_on_a_card(section: EngineSection, cards: int) -> int:
+    """Engines on the card that most of them share, of that many visible cards."""
+    return 1 if section.cards == "own" else math.ceil(section.count / max(1, cards // section.tensor))
 
 
 def engine_cards(cards: tuple[str, ...], place: int, tensor: int) -> tuple[str, ...]:
@@ -64,28 +89,58 @@ def engine_cards(cards: tuple[str, ...], place: int, tensor: int) -> tuple[str, 
 def transport(wanted: TransportChoice, place: Placement) -> Transport:
     """The way of the weights: the fastest that works for these processes, unless one is asked for.
 
+    `collective` is never chosen: where NCCL works, cards that read each other's memory do without its connections.
+
     Raises:
         InputError: what is asked for cannot work there.
     """
-    if wanted == "cuda" and not place.one_card:
-        raise InputError(
-            f'sync.transport is "cuda", which needs all trainer ranks and engines on one card, but they are on '
-            f'{_shown(place)}; use "auto"'
-        )
+    if wanted == "cuda":
+        _check_cuda(place)
     if wanted == "collective" and place.device == "cuda" and not place.own_cards:
         raise InputError(
             f'sync.transport is "collective", but NCCL needs a card for each process, and they are on '
-            f'{_shown(place)}; use "auto"'
+            f'{place.shown}; use "auto", or engine.cards = "own"'
         )
     if wanted != "auto":
         return wanted
+    return "cuda" if place.one_card or (place.one_host and place.reads) else "memory"
+
+
+def _cards_of_engines(config: RunConfig, cards: tuple[str, ...]) -> tuple[str, ...]:
+    """The cards after the trainer's, if they are enough for a card each."""
+    section, ranks = config.engine, config.train.parallel.world_size
+    needed = ranks + section.count * section.tensor
+    if needed > len(cards):
+        raise InputError(
+            f'engine.cards is "own", which needs {needed} GPUs: {ranks} for the trainer and {section.tensor} for each '
+            f"of {section.count} engines, but {len(cards)} are visible ({','.join(cards)}). Make more visible "
+            "(CUDA_VISIBLE_DEVICES), choose a smaller engine.count, engine.tensor or layout under [train.parallel], or "
+            'set engine.cards to "shared"'
+        )
+    return cards[ranks:]
+
+
+def _check_cuda(place: Placement) -> None:
     if place.one_card:
-        return "cuda"
-    return "collective" if place.own_cards else "memory"
-
-
-def _shown(place: Placement) -> str:
+        return
+    problem = None
     if place.device == "cpu":
-        return "CPU"
-    engines = "; ".join(",".join(cards) for cards in place.engines)
-    return f"cards {','.join(place.ranks)} (trainer) and {engines} (engines)"
+        problem = "needs cards"
+    elif not place.one_host:
+        problem = (
+            "over several cards needs all of them in one host, which is not certain for a Ray cluster (RAY_ADDRESS)"
+        )
+    elif place.reads is False:
+        problem = "needs cards that can read each other's memory, which the driver denies"
+    if problem is not None:
+        raise InputError(
+            f'sync.transport is "cuda", which {problem}; trainer and engines are on {place.shown}: use "auto" or '
+            '"memory"'
+        )
+
+
+def _pairs(place: Placement, cards: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Each card of an engine with each other card of the trainer, by their places among the visible ones."""
+    readers = dict.fromkeys(itertools.chain.from_iterable(place.engines))
+    pairs = itertools.product(readers, dict.fromkeys(place.ranks))
+    return tuple((cards.index(reader), cards.index(owner)) for reader, owner in pairs if reader != owner)

@@ -54,6 +54,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "evaluate.prompts": (2, 1),
     "engine.count": (1, 2),
     "engine.tensor": (1, 2),
+    "engine.cards": ("shared", "own"),
     "engine.max_model_len": (128, 64),
     "engine.max_num_seqs": (512, 2),
     "engine.kv_cache_mib": (128, 64),

@@ -1,4 +1,4 @@
-"""Arenas on a card that other processes open by CUDA IPC.
+"""Arenas on a card that other processes open by CUDA IPC, also from another card of the host.
 
 They come from cudaMalloc itself: what torch's allocator hands out may be part of a larger block, expandable or under
 vLLM's sleep mode, none of which can be exported. They are raw bytes, and are kept from one update to the next, because
@@ -7,8 +7,9 @@ the first opening costs tens of milliseconds.
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue] - compiled, without stubs
 
 from storage.errors import StorageUnavailable
+from trainer_core.frozen import Frozen
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 
@@ -28,16 +30,25 @@ _opened: dict[bytes, int] = {}
 """Addresses of other processes' arenas in this one, by their handles; of one channel at a time."""
 
 
-class _Bytes:
-    """Raw device memory, as numpy-like libraries describe it to each other."""
+class Shown(Frozen):
+    """What a sender tells of its arenas, in a file."""
 
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+    card: str
+    """UUID of the card that they lie on."""
+    handles: tuple[str, ...]
+    """By which other processes open them; hexadecimal."""
+
+
+@dataclass(frozen=True)
+class CardArenas:
+    """The arenas of a sender in another process."""
+
+    buffers: list[torch.Tensor]
+    """(arena_bytes,) uint8 each. For torch they are on the card of the process that opened them."""
+    near: bool
+    """Whether they lie on that card; otherwise each reading crosses the link between two cards."""
+    handles: set[bytes]
+    """Of these arenas."""
 
 
 def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> list[torch.Tensor]:
@@ -46,41 +57,48 @@ def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch
     Raises:
         StorageUnavailable: the card has no room for them, or cannot share memory.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     key = (index, plan.arena_bytes, channel.arenas)
     with _on(index):
         if key not in _exported:
             _free_exported()
             _exported[key] = [_reserved(plan.arena_bytes) for _ in range(channel.arenas)]
-        handles = b"".join(_handle(address) for address in _exported[key])
+        handles = tuple(_handle(address).hex() for address in _exported[key])
     path = _path(channel, sender)
-    path.with_suffix(".part").write_bytes(handles)
+    path.with_suffix(".part").write_text(Shown(card=_card(index), handles=handles).model_dump_json(), encoding="utf-8")
     path.with_suffix(".part").rename(path)
-    return [_tensor(address, plan.arena_bytes, index) for address in _exported[key]]
+    return [tensor_at(address, plan.arena_bytes, torch.device("cuda", index)) for address in _exported[key]]
 
 
-def open_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> list[torch.Tensor]:
-    """The arenas of a sender, (arena_bytes,) uint8 each, in this process.
+def open_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> CardArenas:
+    """The arenas of a sender in this process.
 
     Raises:
         StorageUnavailable: they cannot be opened from this card.
     """
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index, shown = _index(device), _shown(channel, sender)
+    near = shown.card == _card(index)
+    where = f"opened on card {_card(index)}" if near else f"on card {shown.card} opened from card {_card(index)}"
+    handles = [bytes.fromhex(handle) for handle in shown.handles]
     with _on(index):
-        addresses = [_address(handle) for handle in _handles(channel, sender)]
-    return [_tensor(address, plan.arena_bytes, index) for address in addresses]
+        addresses = [_address(handle, where) for handle in handles]
+    own = torch.device("cuda", index)
+    return CardArenas([tensor_at(address, plan.arena_bytes, own) for address in addresses], near, set(handles))
 
 
-def forget_others(channel: Channel, senders: Iterable[int]) -> None:
-    """Close every arena that was opened and is not one of these senders'."""
-    wanted = {handle for sender in senders for handle in _handles(channel, sender)}
-    close_opened(set(_opened) - wanted)
-
-
-def close_opened(handles: set[bytes] | None = None) -> None:
-    """Close arenas of other processes; all if no handles are given."""
-    for handle in set(_opened) if handles is None else handles:
+def close_opened(keep: set[bytes]) -> None:
+    """Close arenas of other processes, but not those with these handles."""
+    for handle in _opened.keys() - keep:
         runtime.cudaIpcCloseMemHandle(_opened.pop(handle))
+
+
+def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """Memory that something else owns, (size,) uint8, as a tensor of `device`, wherever it lies.
+
+    torch.as_tensor and the like ask CUDA for the card that it lies on, and copy it if that is another one.
+    """
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)  # pyright: ignore[reportPrivateUsage]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 
 
 def _free_exported() -> None:
@@ -98,8 +116,17 @@ def _on(index: int) -> Iterator[None]:
         yield
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _card(index: int) -> str:
+    """The card's name for every process, whichever cards that sees."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 def _reserved(size: int) -> int:
-    return int(_done(runtime.cudaMalloc(size), "reserved"))
+    return int(_done(runtime.cudaMalloc(size), "reserved", "lower sync.arena_mib"))
 
 
 def _handle(address: int) -> bytes:
@@ -107,29 +134,24 @@ def _handle(address: int) -> bytes:
     return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
 
-def _address(handle: bytes) -> int:
+def _address(handle: bytes, where: str) -> int:
     if handle not in _opened:
         theirs = runtime.cudaIpcMemHandle_t()
         ctypes.memmove(theirs.getPtr(), handle, _HANDLE_BYTES)
-        _opened[handle] = int(_done(runtime.cudaIpcOpenMemHandle(theirs, _OPEN), "opened from another process"))
+        _opened[handle] = int(_done(runtime.cudaIpcOpenMemHandle(theirs, _OPEN), where))
     return _opened[handle]
 
 
-def _handles(channel: Channel, sender: int) -> list[bytes]:
-    handles = _path(channel, sender).read_bytes()
-    return [handles[start : start + _HANDLE_BYTES] for start in range(0, len(handles), _HANDLE_BYTES)]
+def _shown(channel: Channel, sender: int) -> Shown:
+    return Shown.model_validate_json(_path(channel, sender).read_text(encoding="utf-8"))
 
 
-def _tensor(address: int, size: int, index: int) -> torch.Tensor:
-    return torch.as_tensor(_Bytes(address, size), device=f"cuda:{index}")
-
-
-def _done(answer: tuple[Any, ...], what: str) -> Any:
+def _done(answer: tuple[Any, ...], what: str, or_else: str = "") -> Any:
     code, *values = answer
     if code != runtime.cudaError_t.cudaSuccess:
+        repair = " or ".join(filter(None, (or_else, 'set sync.transport to "memory"')))
         raise StorageUnavailable(
-            f"an arena for a weight update could not be {what}: {code.name} (process {os.getpid()}); lower "
-            'sync.arena_mib, or set sync.transport to "memory"'
+            f"an arena for a weight update could not be {what}: {code.name} (process {os.getpid()}); {repair}"
         )
     return values[0]
 

@@ -5,8 +5,8 @@ from typing import Literal
 from trainer_core.frozen import Frozen
 
 Transport = Literal["memory", "cuda", "collective", "files"]
-"""`memory`: arenas in shared memory of the host. `cuda`: arenas on the card that trainer and engine share, opened by
-CUDA IPC. `collective`: broadcasts of process groups of each sender and the receivers (NCCL on cards, gloo on CPU).
+"""`memory`: arenas in shared memory of the host. `cuda`: arenas on the senders' cards, opened by CUDA IPC.
+`collective`: broadcasts of process groups of each sender and the receivers (NCCL on cards, gloo on CPU).
 `files`: safetensors files in a folder or an object store that both sides reach."""
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tasks.engine.receivers.collective import CollectiveReceiver
 from tasks.engine.receivers.files import FilesReceiver
-from tasks.engine.receivers.shared import SharedReceiver
+from tasks.engine.receivers.shared import card_receiver, host_receiver
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 
@@ -45,8 +45,10 @@ def open_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch
         device: of the model.
     """
     match channel.transport:
-        case "memory" | "cuda":
-            return SharedReceiver(channel, plan, number, device)
+        case "memory":
+            return host_receiver(channel, plan, number, device)
+        case "cuda":
+            return card_receiver(channel, plan, number, device)
         case "collective":
             return CollectiveReceiver(channel, plan, number, device)
         case "files":

@@ -20,10 +20,13 @@ KEYS = {"seconds", "stock_seconds", "kept_plan_seconds", "probe_s", "bytes", "ve
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["cpu", "cpu-experts"])
-def test_an_update_takes_one_exchange_and_no_collective_of_objects(case):
+@pytest.mark.parametrize(
+    ("case", "transport"), [("cpu", "memory"), ("cpu", "collective"), ("cpu-tied", "auto"), ("cpu-experts", "auto")]
+)
+def test_an_update_takes_one_exchange_and_no_collective_of_objects(case, transport):
+    options = ["--json", f"--case={case}", "--pairs=3", f"--transport={transport}"]
     done = subprocess.run(
-        [sys.executable, "-m", "flows", "bench", "sync", "--json", f"--case={case}", "--pairs=3"],
+        [sys.executable, "-m", "flows", "bench", "sync", *options],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -34,6 +37,8 @@ def test_an_update_takes_one_exchange_and_no_collective_of_objects(case):
     assert found["seconds"] < found["stock_seconds"]
     assert all(found[key] > 0 for key in KEYS)
     assert 0 < found["verify_share"] < 1
+    assert found["transport"] == ("collective" if transport == "collective" else "memory")
+    assert 0 < found["link_share"] == pytest.approx(found["send_gb_per_s"] / found["link_gb_per_s"])
     assert found["steps"].keys() >= {"plan", "prepare", "send", "verify", "commit"}
 
 

@@ -4,7 +4,9 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.environment import Settings
-from tasks.workers.placement import Placement, engine_cards, placement, transport
+from tasks.engine.protocol import EngineSpec
+from tasks.workers.fleet import engine_digest
+from tasks.workers.placement import Placement, engine_cards, engines_on_a_card, placement, transport
 from tests.small.config import small_config
 
 CPU = Placement(device="cpu", engines=((), ()))
@@ -13,6 +15,12 @@ APART = Placement(device="cuda", ranks=("0", "1"), engines=(("2",), ("3",)))
 APART_TP2 = Placement(device="cuda", ranks=("0",), engines=(("2", "3"),))
 MIXED = Placement(device="cuda", ranks=("0", "1"), engines=(("0",), ("1",)))
 SHARED_ENGINES = Placement(device="cuda", ranks=("0",), engines=(("1",), ("1",)))
+CLUSTER = {"one_host": False}
+OWN = "engine.cards=own"
+
+
+def that(place: Placement, **facts: bool) -> Placement:
+    return place.model_copy(update=facts)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +51,18 @@ def test_an_engine_of_more_cards_than_there_are_is_refused():
         (COLOCATED, "auto", "cuda"),
         (COLOCATED, "cuda", "cuda"),
         (COLOCATED, "memory", "memory"),
-        (APART, "auto", "collective"),
-        (APART_TP2, "auto", "collective"),
+        (that(COLOCATED, **CLUSTER), "auto", "cuda"),
+        (that(COLOCATED, **CLUSTER), "cuda", "cuda"),
+        (APART, "auto", "memory"),
+        (APART, "cuda", "cuda"),
+        (APART, "collective", "collective"),
+        (APART_TP2, "collective", "collective"),
         (APART, "files", "files"),
-        (MIXED, "auto", "memory"),
-        (SHARED_ENGINES, "auto", "memory"),
+        *((that(place, reads=True), "auto", "cuda") for place in (APART, APART_TP2, MIXED, SHARED_ENGINES)),
+        *((that(place, reads=False), "auto", "memory") for place in (APART, APART_TP2, MIXED, SHARED_ENGINES)),
+        (that(MIXED, reads=True), "memory", "memory"),
+        (that(MIXED, reads=True), "cuda", "cuda"),
+        (that(APART, reads=True, **CLUSTER), "auto", "memory"),
     ],
 )
 def test_the_fastest_way_that_works_is_taken(place, wanted, expected):
@@ -57,10 +72,15 @@ def test_the_fastest_way_that_works_is_taken(place, wanted, expected):
 @pytest.mark.parametrize(
     ("place", "wanted", "where"),
     [
-        (CPU, "cuda", "they are on CPU"),
-        (MIXED, "cuda", "cards 0,1 \\(trainer\\) and 0; 1 \\(engines\\)"),
+        (CPU, "cuda", "needs cards; trainer and engines are on CPU"),
+        (
+            that(MIXED, reads=False),
+            "cuda",
+            "which the driver denies; .* cards 0,1 \\(trainer\\) and 0; 1 \\(engines\\)",
+        ),
+        (that(MIXED, reads=True, **CLUSTER), "cuda", 'not certain for a Ray cluster .* 0; 1 .*"memory"'),
         (MIXED, "collective", "NCCL needs a card for each process"),
-        (COLOCATED, "collective", "NCCL needs a card for each process"),
+        (COLOCATED, "collective", 'NCCL needs a card for each process, .*engine.cards = "own"'),
     ],
 )
 def test_a_way_that_cannot_work_is_refused(place, wanted, where):
@@ -74,8 +94,57 @@ def test_a_way_that_cannot_work_is_refused(place, wanted, where):
         ((), ["engine.count=2"], CPU),
         (("0", "1", "2", "3"), ["engine.count=2", "train.parallel.pipeline=2"], (("0", "1"), (("0",), ("1",)))),
         (("4",), ["train.parallel.pipeline=1"], (("4",), (("4",),))),
+        (("4", "6"), ["train.parallel.pipeline=1", OWN], (("4",), (("6",),))),
+        (("0", "1", "2", "3"), ["engine.tensor=2", OWN], (("0", "1"), (("2", "3"),))),
+        (("0", "1", "2", "3", "4"), ["engine.count=2", OWN], (("0", "1"), (("2",), ("3",)))),
+        ((), ["engine.count=2", OWN], CPU),
     ],
 )
 def test_a_run_is_placed_as_its_processes_are_started(gpus, settings, expected):
     found = placement(small_config(settings), Settings(ray_address=None, ray_token=None, gpus=gpus))
     assert found == (expected if gpus == () else Placement(device="cuda", ranks=expected[0], engines=expected[1]))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "names"),
+    [
+        (
+            ("5",),
+            ["train.parallel.pipeline=1"],
+            "needs 2 GPUs: 1 for the trainer and 1 for each of 1 engines, but 1 are",
+        ),
+        (("0", "1"), [], r"needs 3 GPUs: 2 for the trainer .* but 2 are visible \(0,1\)"),
+        (
+            ("0", "1", "2", "3"),
+            ["engine.count=2", "engine.tensor=2"],
+            "needs 6 GPUs: .* 2 for each of 2 engines, but 4",
+        ),
+    ],
+)
+def test_cards_of_their_own_that_are_not_there_are_refused_with_the_repair(gpus, settings, names):
+    config = small_config([*settings, OWN])
+    with pytest.raises(InputError, match=f'{names}.*CUDA_VISIBLE_DEVICES.*"shared"'):
+        placement(config, Settings(ray_address=None, ray_token=None, gpus=gpus))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "count", "cards", "expected"),
+    [(1, 1, "shared", 1), (1, 3, "shared", 2), (2, 3, "shared", 3), (2, 1, "shared", 1), (1, 3, "own", 1)],
+)
+def test_engines_that_share_a_card_are_counted(tensor, count, cards, expected):
+    section = small_config([f"engine.tensor={tensor}", f"engine.count={count}", f"engine.cards={cards}"]).engine
+    assert engines_on_a_card(section, 2) == expected
+
+
+def test_a_cluster_is_not_taken_for_one_host():
+    config, gpus = small_config(["sync.transport=cuda"]), ("0", "1")
+    found = placement(config, Settings(ray_address="head:6379", ray_token=None, gpus=gpus))
+    assert not found.one_host
+    with pytest.raises(InputError, match="not certain for a Ray cluster"):
+        transport("cuda", found)
+
+
+def test_an_engine_on_other_cards_is_another_one():
+    spec = EngineSpec(model_dir="here", dtype="bfloat16", max_model_len=8, max_num_seqs=1, kv_cache_bytes=None)
+    moved = spec.model_copy(update={"model_dir": "there"})
+    assert engine_digest(spec, ("0",)) == engine_digest(moved, ("0",)) != engine_digest(spec, ("1",))

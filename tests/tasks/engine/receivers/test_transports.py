@@ -14,6 +14,7 @@ import torch
 
 from storage.errors import StorageUnavailable, SyncMismatch
 from tasks.engine.receivers.receiver import open_receiver
+from tasks.engine.receivers.shared import HostOpener, Seen, SharedReceiver
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
 from trainer_core.weights import signals
 from trainer_core.weights.channel import Channel
@@ -49,14 +50,15 @@ def channel_of(folder, transport, receivers=1, deadline_s=30.0, arenas=2):
 class Receiving(threading.Thread):
     """Reads all buckets; what it found, or why it failed, is kept. `at(bucket)` is called before a release."""
 
-    def __init__(self, channel, plan, number=0, at=lambda bucket: None):
+    def __init__(self, channel, plan, number=0, at=lambda bucket: None, opened=None):
         super().__init__(daemon=True)
         self.channel, self.plan, self.number, self.at = channel, plan, number, at
+        self.opened = opened or (lambda *given: open_receiver(*given, CPU))
         self.found, self.error = {}, None
         self.start()
 
     def run(self):
-        receiver = open_receiver(self.channel, self.plan, self.number, CPU)
+        receiver = self.opened(self.channel, self.plan, self.number)
         planned = tensors_of(self.plan)
         try:
             for bucket in self.plan.buckets:
@@ -301,3 +303,65 @@ def test_a_file_with_other_tensors_is_refused(tmp_path, other, match):
     Sending(channel, plan_of(sent), sent).result()
     with pytest.raises(SyncMismatch, match=match):
         Receiving(channel, plan_of({"layers.2.weight": torch.ones(3)} | other)).result()
+
+
+class Distant(HostOpener):
+    """Shows arenas as if they lay on another card."""
+
+    def open(self, sender):
+        return Seen(super().open(sender).buffers, near=False)
+
+
+def distant(channel, plan, number=0):
+    return SharedReceiver(channel, plan, number, CPU, Distant(channel, plan, CPU))
+
+
+@pytest.mark.parametrize(("senders", "receivers", "arenas"), [(1, 1, 1), (2, 2, 2)])
+def test_from_a_distant_arena_everything_arrives_as_it_was_sent(tmp_path, senders, receivers, arenas):
+    sent = weights()
+    plan = plan_of(sent, senders=senders)
+    channel = channel_of(tmp_path, "memory", receivers, arenas=arenas)
+    reading = [Receiving(channel, plan, number, opened=distant) for number in range(receivers)]
+    for one in [Sending(channel, plan, sent, rank) for rank in range(senders)]:
+        one.result()
+    for one in reading:
+        assert_same(one.result(), sent)
+
+
+def test_a_distant_arena_is_free_again_before_what_it_held_is_loaded(tmp_path):
+    """The sender overwrites its only arena while the receiver still uses what it has fetched."""
+    sent = weights()
+    plan = plan_of(sent)
+    channel = channel_of(tmp_path, "memory", arenas=1, deadline_s=5)
+    last = plan.buckets[-1].number
+
+    def until_overwritten(bucket):
+        if bucket.number < last:
+            turns = signals.Turns(signals.Signals(channel, plan), channel.arenas)
+            turns.published(plan.buckets[bucket.number + 1])
+
+    reading = Receiving(channel, plan, at=until_overwritten, opened=distant)
+    Sending(channel, plan, sent).result()
+    assert_same(reading.result(), sent)
+
+
+def test_a_near_arena_is_used_where_it_lies(tmp_path):
+    sent = weights(count=1)
+    plan = plan_of(sent)
+    channel = channel_of(tmp_path, "memory")
+    sender, receiver = open_sender(channel, plan, 0, CPU), open_receiver(channel, plan, 0, CPU)
+    arena = sender.arena(plan.buckets[0])
+    sender.publish(plan.buckets[0])
+    arena.fill_(7)
+    seen = receiver.arena(plan.buckets[0])
+    arena.fill_(9)
+    assert seen.eq(9).all()
+
+
+def test_memory_is_a_tensor_of_the_device_that_is_named(tmp_path):
+    card = pytest.importorskip("trainer_core.weights.card")
+    memory = torch.arange(16, dtype=torch.uint8)
+    found = card.tensor_at(memory.data_ptr(), 16, CPU)
+    memory[3] = 99
+    assert found.data_ptr() == memory.data_ptr()
+    assert torch.equal(found, memory)

@@ -1,0 +1,41 @@
+"""Whether cards of this host can read each other's memory, as the driver says. Imports neither torch nor CUDA's
+libraries before it is asked."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+_DRIVER = "libcuda.so.1"
+
+
+@lru_cache
+def can_read(pairs: tuple[tuple[int, int], ...]) -> bool | None:
+    """Whether in each pair the first card can read the memory of the second; None if there is no driver to ask.
+
+    Args:
+        pairs: places of cards among those that this process sees.
+    """
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+    except OSError:
+        return None
+    return asked(driver, pairs)
+
+
+def asked(driver: Any, pairs: Sequence[tuple[int, int]]) -> bool | None:
+    """What `driver`, CUDA's driver as a C library, says to `can_read`. No card is taken for that."""
+    if driver.cuInit(0):
+        return None
+    return all(_can(driver.cuDeviceCanAccessPeer, *(_device(driver, card) for card in pair)) for pair in pairs)
+
+
+def _device(driver: Any, place: int) -> ctypes.c_int:
+    device = ctypes.c_int(-1)
+    driver.cuDeviceGet(ctypes.byref(device), place)
+    return device
+
+
+def _can(ask: Callable[..., int], reader: ctypes.c_int, owner: ctypes.c_int) -> bool:
+    answer = ctypes.c_int(0)
+    return not ask(ctypes.byref(answer), reader, owner) and bool(answer.value)
