@@ -12,14 +12,72 @@ _STORED = (f"{_FAULTS}the_weights_of_a_stored_state_are_sent_and_the_live_ones_c
 _FLOAT32 = (f"{_IMPORTED}[deepseek-v3-pp2-bf16]",)
 _SHARDS = (f"{_IMPORTED}[llama-tied-tp2-pp2-fp32]",)
 _EXPERTS = (f"{_IMPORTED}[deepseek-v3-tp2-sp-dp2-ep2-fp32]",)
+_SEEDING = "tests/trainer_core/weights/test_seeding.py::test_"
+_SEEDED = (f"{_SEEDING}what_the_bridge_exports_arrives_with_the_same_bytes",)
 
 PLAN = (
+    Mutant(
+        "told-by-the-update-before",
+        "what the first update told of weights that only the bridge exports is told again by the later ones",
+        "trainer_core/weights/whole.py",
+        "tensors=(), seeds=told)",
+        'tensors=(), seeds=vars(model.bridge).setdefault(f"told {task.global_param_name}", told))',
+        (f"{_SEEDING}nothing_that_was_told_survives_an_update",),
+    ),
+    Mutant(
+        "told-in-one-type",
+        "pipeline stages are told one type for all weights",
+        "trainer_core/weights/seeding.py",
+        "tensor=spec_of(tensor)))",
+        'tensor=spec_of(tensor).model_copy(update={"dtype": "bfloat16"})))',
+        _SEEDED,
+    ),
+    Mutant(
+        "told-for-another-stage",
+        "pipeline stages take each other's answers",
+        "trainer_core/weights/whole.py",
+        "for rank in dist.get_process_group_ranks(group)\n",
+        "for rank in reversed(dist.get_process_group_ranks(group))\n",
+        _SEEDED,
+    ),
+    Mutant(
+        "told-and-not-compared",
+        "a weight travels though it is not as the other ranks were told",
+        "trainer_core/weights/seeding.py",
+        "(live := spec_of(tensor)) != (own := specs[mapping.pp_rank]):",
+        "(live := spec_of(tensor)) != (own := live):",
+        (f"{_SEEDING}a_weight_that_is_not_as_it_was_told_fails_with_its_name_and_stops_no_rank",),
+    ),
+    Mutant(
+        "mappings-ask",
+        "the mappings of the bridge's export ask for each weight what was told already",
+        "trainer_core/weights/seeding.py",
+        "        with _asking(self._tensor, self._value), by_settings(self._settings):\n            yield\n",
+        "        with by_settings(self._settings):\n            yield\n",
+        _SEEDED,
+    ),
+    Mutant(
+        "names-are-gathered",
+        "the bridge gathers the names of all weights, which all ranks have told",
+        "trainer_core/weights/whole.py",
+        "        bridge._cached_param_names = list(self._told)  # what it would gather\n",
+        "",
+        _SEEDED,
+    ),
+    Mutant(
+        "exported-as-planned",
+        "what only the bridge exports is not compared with the plan before it is sent",
+        "trainer_core/weights/update.py",
+        "(*self._conversions.values(), *self._others))",
+        "(*self._conversions.values(), *self._others[:0]))",
+        (f"{_SEEDING}a_weight_that_changed_after_the_plan_is_told_before_a_byte_moves",),
+    ),
     Mutant(
         "conversions-are-kept",
         "what the first update found of the model is used for the later ones",
         "trainer_core/weights/update.py",
-        "        found, others, problem = _found(model)\n",
-        '        found, others, problem = vars(mesh).setdefault("found", _found(model))\n',
+        "        found, others, rows, problem = _found(model)\n",
+        '        found, others, rows, problem = vars(mesh).setdefault("found", _found(model))\n',
         _NOT_WHOLE,
     ),
     Mutant(

@@ -7,6 +7,7 @@ Imports torch and vLLM.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from vllm.model_executor.layers.attention import MLAAttention
@@ -51,6 +52,16 @@ class Place:
     """Name of the parameter in the module."""
     into: Box
     """The part of the parameter that it fills."""
+
+    @cached_property
+    def held(self) -> bool:
+        """Whether this worker holds anything of it: not of experts of others, nor of rows if it has padding alone."""
+        return _volume(self.of) > 0
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether this worker holds all of it."""
+        return all(part == (0, size) for part, size in zip(self.of, self.shape, strict=True))
 
 
 @dataclass
@@ -102,7 +113,7 @@ class Landing:
             missing = sorted(
                 name
                 for name, place in self.places.items()
-                if name not in planned and left.get((place.layer, place.parameter)) and held(place)
+                if name not in planned and left.get((place.layer, place.parameter)) and place.held
             )
             raise SyncMismatch(
                 f"the weight update does not fill {sum(map(bool, left.values()))} parameters of the engine's model: "
@@ -306,14 +317,19 @@ def _whole(source: str, layer: str, parameter: str, tensor: torch.Tensor) -> Par
     return Part(source, Place(tuple(tensor.shape), box, layer, parameter, box))
 
 
-def held(place: Place | None) -> bool:
-    """Whether this worker holds anything of a tensor: not of experts of others, nor of rows if it has padding alone."""
-    return place is not None and _volume(place.of) > 0
-
-
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """A view of a part of a tensor."""
     return tensor[tuple(slice(start, end) for start, end in box)]
+
+
+def landed_part(parameter: torch.Tensor, place: Place) -> torch.Tensor:
+    """What a parameter of the shape that the table has holds of a tensor, in the tensor's shape; a view, made in one
+    step."""
+    strides = parameter.stride()
+    first = sum(start * stride for (start, _), stride in zip(place.into, strides, strict=True))
+    shape = place.shape if place.whole else [end - start for start, end in place.of]
+    # an expert is one entry of the first dimension, which the tensor has not
+    return parameter.as_strided(shape, strides[len(strides) - len(shape) :], parameter.storage_offset() + first)
 
 
 def _volume(box: Box) -> int:

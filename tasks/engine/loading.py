@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import SyncMismatch
-from tasks.engine.landing import Landing, Place, held, loadable_parameters, named_layers, part_of
+from tasks.engine.landing import Landing, Place, landed_part, loadable_parameters, named_layers, part_of
 from trainer_core.weights.digest import tensor_digests
 
 
@@ -200,8 +200,7 @@ def found(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> d
 
 def held_part(tensor: torch.Tensor, place: Place, kind: torch.dtype) -> torch.Tensor:
     """What a worker must hold of an arrived tensor, in the type of the parameter; itself if that is all of it."""
-    whole = all(box == (0, size) for box, size in zip(place.of, place.shape, strict=True))
-    return (tensor if whole else part_of(tensor, place.of)).to(kind)
+    return (tensor if place.whole else part_of(tensor, place.of)).to(kind)
 
 
 def _check_derived(layers: dict[str, MLAAttention]) -> None:
@@ -221,12 +220,26 @@ def _check_derived(layers: dict[str, MLAAttention]) -> None:
 
 def _digests(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, str]:
     parts: dict[str, torch.Tensor] = {}
+    parameters: dict[tuple[str, str], torch.Tensor] = {}
     for name, layer in layers.items():
         place = landing.places[name]
-        if held(place):
-            parameter = layer.get_parameter(place.parameter)
-            parts[name] = part_of(parameter.detach(), place.into).reshape([end - start for start, end in place.of])
+        key = place.layer, place.parameter
+        if place.held:
+            if key not in parameters:
+                parameters[key] = _as_entered(layer, place, landing)
+            parts[name] = landed_part(parameters[key], place)
     return dict(zip(parts, tensor_digests(list(parts.values())), strict=True))
+
+
+def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch.Tensor:
+    parameter = layer.get_parameter(place.parameter).detach()
+    shape = landing.shapes.get((place.layer, place.parameter), tuple(parameter.shape))
+    if parameter.shape != shape:
+        raise SyncMismatch(
+            f"loading changed the shape of {place.layer}.{place.parameter} from {list(shape)} to "
+            f"{list(parameter.shape)}: it cannot be found what landed there"
+        )
+    return parameter
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:

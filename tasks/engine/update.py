@@ -15,11 +15,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import Landing, held, landing_of, loaded_parameters
+from tasks.engine.landing import Landing, landing_of, loaded_parameters
 from tasks.engine.loading import Lane, held_part, lane_of
 from tasks.engine.receivers.receiver import Receiver
 from trainer_core.weights.digest import tensor_digests
-from trainer_core.weights.packing import element_type, tensors_of, view
+from trainer_core.weights.packing import element_type, tensors_of, views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 
 _SHOWN = 4  # names spelled out in a message
@@ -138,7 +138,7 @@ class Update:
         for bucket in self._plan.buckets:
             arena = first if bucket.number == self._plan.buckets[0].number else self._arena(receiver, bucket)
             own = arena.clone() if self._lane.keeps_views else arena
-            arrived = {tensor.name: view(own, tensor) for tensor in planned[bucket.number]}
+            arrived = dict(views(planned[bucket.number], own))
             yield from arrived.items()
             with self._timed("digest"):
                 self._note(arrived)
@@ -159,7 +159,7 @@ class Update:
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         place = None if self._landing is None else self._landing.places.get(name)
-        if self._landing is None or place is None or not held(place):
+        if self._landing is None or place is None or not place.held:
             return None
         return held_part(tensor, place, self._landing.types[place.layer, place.parameter])
 

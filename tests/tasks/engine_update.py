@@ -10,7 +10,7 @@ from tasks.engine.protocol import Sampling, weights_digest
 from tests.tasks.engine_process import weights_of
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digests
-from trainer_core.weights.packing import tensors_of, view
+from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan, plan_digest
 from trainer_core.weights.senders.sender import open_sender
 
@@ -69,7 +69,7 @@ class Sending(threading.Thread):
             if bucket.sender != self.rank:
                 continue
             arena = sender.arena(bucket)
-            packed = {tensor.name: view(arena, tensor) for tensor in planned[bucket.number]}
+            packed = dict(views(planned[bucket.number], arena))
             for name, place in packed.items():
                 place.copy_(self.weights[name])
             self.digests |= dict(zip(packed, tensor_digests(list(packed.values())), strict=True))

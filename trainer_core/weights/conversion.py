@@ -7,7 +7,7 @@ owners of an earlier moment; receivers that are sized by them take garbage witho
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,8 +24,10 @@ from storage.errors import SyncMismatch
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
 from trainer_core.weights.digest import dtype_name
+from trainer_core.weights.hollow import Settings, absent
 from trainer_core.weights.lanes import is_known
 from trainer_core.weights.table import Named, Row
+from trainer_core.weights.whole import Exported
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
@@ -40,20 +42,6 @@ class _Alone:
 
     def rank(self) -> int:
         return 0
-
-
-class _Settings:
-    """The model's configuration as mappings read it; without a `__dict__`, which they would copy each time."""
-
-    __slots__ = ("_of",)
-
-    def __init__(self, of: object) -> None:
-        self._of = of
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._of, name)
 
 
 @dataclass(frozen=True)
@@ -78,19 +66,19 @@ class Conversion:
         live = getattr(self.module, self.attribute)
         if live is not self.tensor:
             return f"{self.row.name} was replaced by another tensor after the update was planned"
-        return _absent(self.row.name, live)
+        return absent(self.row.name, live)
 
 
-def conversions(model: Model) -> tuple[list[Conversion], list[Row]]:
+def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
     """All weights and persistent buffers of this rank, inside `model.weights`: those that its own mappings convert,
-    and the rows of the others, which only the bridge's whole export knows.
+    and the others, which only the bridge's whole export converts.
 
     Raises:
         SyncMismatch: a weight has no Hugging Face name, or is not in memory now.
     """
     source = _Source(model)
     converted: list[Conversion] = []
-    others: list[Row] = []
+    others: list[Exported] = []
     for stage, name, module, attribute in _named(model):
         found = source.conversion(stage, name, module, attribute)
         if isinstance(found, Conversion):
@@ -123,13 +111,17 @@ class _Source:
         self._bridge.hf_pretrained = self._origin
         self._registry = self._bridge.mapping_registry()
         self._registry.set_process_groups_from_pg_collection(_groups())
+        self._whole = self._bridge.mapping_registry()
+        """Mappings that know the groups of the whole model."""
         self._names = set(self._origin.state.source.get_all_keys())
         self._tied = bool(self._bridge._share_embeddings_and_output_weights(model.config))
-        self._settings = _Settings(model.config)
+        self._settings = Settings(model.config)
         self._splits: dict[Hashable, tuple[list[torch.Tensor], bool | None]] = {}
 
-    def conversion(self, stage: int, name: str, module: torch.nn.Module, attribute: str) -> Conversion | Row | None:
-        """How one tensor is converted; a row if only the bridge's export knows, None if it is not exported at all.
+    def conversion(
+        self, stage: int, name: str, module: torch.nn.Module, attribute: str
+    ) -> Conversion | Exported | None:
+        """How one tensor is converted: here, or by the bridge's export; None if it is not exported at all.
 
         Raises:
             SyncMismatch: it has no Hugging Face name, or is not in memory.
@@ -143,7 +135,7 @@ class _Source:
             raise SyncMismatch(f"megatron-bridge has no Hugging Face name for {whole_name}; use the pinned version")
         if not mapping.allow_hf_name_mismatch and not self._names.issuperset(_names_of(mapping)):
             return None  # the model came without it, and the bridge leaves it out
-        if (problem := _absent(whole_name, tensor)) is not None:
+        if (problem := absent(whole_name, tensor)) is not None:
             raise SyncMismatch(problem)
         task = WeightConversionTask(
             param_name=name,
@@ -154,10 +146,10 @@ class _Source:
             param_weight=tensor,
         )
         if not is_known(self._bridge, mapping):
-            return Row(name=whole_name, expert=mapping.is_expert, tensors=())
+            return self._exported(task, attribute)
         return self._tried(task, attribute)
 
-    def _tried(self, task: WeightConversionTask[Any], attribute: str) -> Conversion | Row | None:
+    def _tried(self, task: WeightConversionTask[Any], attribute: str) -> Conversion | Exported | None:
         """Convert once without data, which tells names, types and shapes."""
         _with_settings(task.mapping, self._settings)
         finish = self._finisher(task)
@@ -170,10 +162,14 @@ class _Source:
         )
         row = Row(name=task.global_param_name, expert=task.mapping.is_expert, tensors=tensors)
         if gathered is None:
-            return row.model_copy(update={"tensors": ()})
+            return self._exported(task, attribute)
         module, tensor = cast(torch.nn.Module, task.megatron_module), cast(torch.Tensor, task.param_weight)
         convert = task.mapping.megatron_to_hf
         return Conversion(row, module, attribute, tensor, gathered, lambda whole: finish(convert(whole, module)))
+
+    def _exported(self, task: WeightConversionTask[Any], attribute: str) -> Exported:
+        mapping = self._whole.megatron_to_hf_lookup(task.global_param_name)
+        return Exported.of(replace(task, mapping=mapping), attribute)
 
     def _mapped(self, task: WeightConversionTask[Any], attribute: str) -> tuple[Tensors, bool | None]:
         """What the mapping alone makes of the tensor, without data, and whether it gathers its shards; None if it
@@ -228,7 +224,7 @@ def _groups() -> SimpleNamespace:
     )
 
 
-def _with_settings(mapping: MegatronParamMapping[Any], settings: _Settings) -> None:
+def _with_settings(mapping: MegatronParamMapping[Any], settings: Settings) -> None:
     mapping._get_config = lambda module: settings
     for child in vars(mapping).values():
         if isinstance(child, MegatronParamMapping):
@@ -251,9 +247,3 @@ def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
 
 def _names_of(mapping: Any) -> tuple[str, ...]:
     return (mapping.hf_param,) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())
-
-
-def _absent(name: str, tensor: torch.Tensor) -> str | None:
-    if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-        return f"{name} is not in memory: it was moved away, and must be brought back before weights are sent"
-    return None

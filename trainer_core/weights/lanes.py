@@ -1,20 +1,13 @@
-"""Which weights are converted on the rank that holds them, and how the others are sent: by megatron-bridge's whole
-export with fresh tasks, in which all ranks take part.
+"""Which weights are converted on the rank that holds them; the others go through the whole export of megatron-bridge
+(`trainer_core.weights.whole`).
 """
 
-from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
 from megatron.bridge.models.conversion import param_mapping as maps
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 from megatron.bridge.models.llama.llama_bridge import LlamaBridge
-
-from trainer_core.model.model import Model
-from trainer_core.platform.platform import quietly
-from trainer_core.weights.digest import dtype_name
-from trainer_core.weights.table import Named
 
 KNOWN: frozenset[type] = frozenset({
     maps.AutoMapping,
@@ -46,30 +39,6 @@ def is_known(bridge: MegatronModelBridge[Any, Any, Any], mapping: object) -> boo
     own = kind.maybe_modify_converted_hf_weight not in _KNOWN_HOOKS
     own |= any(vars(MegatronModelBridge)[name] is not _inherited(kind, name) for name in _UNCHANGED)
     return not own and type(mapping) in KNOWN
-
-
-def exported(model: Model, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights by Hugging Face name, on every rank. Collective, to its end.
-
-    Args:
-        model: holds them.
-        names: Megatron's names of what is wanted, of all ranks.
-    """
-    bridge: Any = model.bridge
-    chunks = list(model.chunks)
-    with torch.no_grad(), quietly():
-        tasks = bridge.get_conversion_tasks(chunks)  # new ones: kept ones remember shapes, types and owners
-        chosen = [task for task in tasks if task is not None and task.global_param_name in names]
-        for name, tensor in bridge.export_hf_weights(chunks, cpu=False, show_progress=False, conversion_tasks=chosen):
-            yield name, tensor[: model.vocab_size] if name in model.vocabulary else tensor
-
-
-def outlines(model: Model, names: Collection[str]) -> list[Named]:
-    """Names, types and shapes of what `exported` gives, found by exporting once. Collective."""
-    return [
-        Named(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
-        for name, tensor in exported(model, names)
-    ]
 
 
 def _inherited(kind: type, name: str) -> object:

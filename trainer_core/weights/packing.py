@@ -1,5 +1,6 @@
 """The tensors of a bucket as they lie in an arena."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -17,16 +18,28 @@ def tensors_of(plan: WeightPlan) -> dict[int, list[PlannedTensor]]:
     return found
 
 
-def view(arena: torch.Tensor, tensor: PlannedTensor) -> torch.Tensor:
-    """A tensor where it lies in an arena, (nbytes,) uint8; the result shares its memory."""
-    octets = arena[tensor.offset : tensor.offset + tensor.nbytes]
-    return octets.view(element_type(tensor.dtype)).view(tensor.shape)
-
-
 def views(tensors: Sequence[PlannedTensor], arena: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in a bucket, as views of its arena, (bucket.nbytes,) uint8."""
+    by_type: dict[str, list[PlannedTensor]] = {}
     for tensor in tensors:
-        yield tensor.name, view(arena, tensor)
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    found = {dtype: iter(_of_type(own, arena, element_type(dtype))) for dtype, own in by_type.items()}
+    for tensor in tensors:
+        yield tensor.name, next(found[tensor.dtype]).view(tensor.shape)
+
+
+def _of_type(tensors: Sequence[PlannedTensor], arena: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """The elements of each, cut at once: what one slice costs is much for thousands of small tensors."""
+    size = dtype.itemsize
+    cuts, end = list[int](), 0
+    for tensor in tensors:
+        if tensor.offset % size:
+            raise SyncMismatch(f"tensor {tensor.name} does not begin at a whole {tensor.dtype} of its bucket")
+        count = math.prod(tensor.shape)
+        cuts += [tensor.offset // size - end, count]  # what lies before it, and itself
+        end = tensor.offset // size + count
+    elements = arena[: arena.numel() // size * size].view(dtype)
+    return elements.split_with_sizes([*cuts, elements.numel() - end])[1::2]
 
 
 def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -15,13 +15,13 @@ from trainer_core.platform.platform import quietly
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, conversions, gathered_by
 from trainer_core.weights.exchange import exchange
-from trainer_core.weights.lanes import exported, outlines
 from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
 from trainer_core.weights.planning import plan_of
 from trainer_core.weights.shards import Shards, group_of
 from trainer_core.weights.table import Place, Row, Table, decode, encode
+from trainer_core.weights.whole import Exported, WholeExport, rows_of
 
 
 class Update:
@@ -35,22 +35,21 @@ class Update:
         """
         self._model, self._mesh = model, mesh
         _settle(mesh)
-        found, others, problem = _found(model)
+        found, others, rows, problem = _found(model)
         place = _place(mesh, config, version, arena_bytes, problem)
-        rows = [*(one.row for one in found), *others]
         told, self.exchanges = exchange(encode(place, sorted(rows, key=lambda row: row.name)), mesh)
         tables = decode(told)
-        self._others = {row.name for table in tables for row in table.rows if not row.tensors}
-        """Megatron's names, over all ranks, of what only the bridge's export converts."""
-        more = outlines(model, self._others) if self._others and not _troubled(tables) else []
+        self._whole = WholeExport(model, mesh, tables)
+        more = self._whole.outlines() if _has_more(tables) else []
         self.plan: WeightPlan = plan_of(tables, more)
         self.digest = plan_digest(self.plan)
         self._exported = frozenset(tensor.name for tensor in more)
+        self._others = others
         self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}
 
     def problem(self) -> str | None:
         """Why the live model no longer fits the plan; None if it does."""
-        problems = (one.changed() for one in self._conversions.values())
+        problems = (one.changed() for one in (*self._conversions.values(), *self._others))
         return next((problem for problem in problems if problem is not None), None)
 
     def send(self, channel: Channel) -> Outbox:
@@ -99,7 +98,7 @@ class Update:
                 outbox.send(bucket, planned[bucket.number], lambda: held)
             held.clear()
 
-        for name, tensor in exported(self._model, self._others):
+        for name, tensor in self._whole.exported():
             held[name] = tensor
             if waiting and name == planned[waiting[0].number][-1].name:
                 send()
@@ -121,16 +120,19 @@ def _settle(mesh: Mesh) -> None:
         torch.cuda.synchronize(mesh.device)
 
 
-def _found(model: Model) -> tuple[list[Conversion], list[Row], str | None]:
+def _found(model: Model) -> tuple[list[Conversion], list[Exported], list[Row], str | None]:
     try:
         with quietly(), torch.no_grad():
-            return *conversions(model), None
+            found, others = conversions(model)
+            return found, others, [*(one.row for one in found), *rows_of(others, model)], None
     except SyncMismatch as error:
-        return [], [], str(error)
+        return [], [], [], str(error)
 
 
-def _troubled(tables: Iterable[Table]) -> bool:
-    return any(table.place.problem is not None for table in tables)
+def _has_more(tables: Iterable[Table]) -> bool:
+    """Whether there is something that only the bridge's export converts, and no rank has a problem."""
+    lacking = any(not row.tensors for table in tables for row in table.rows)
+    return lacking and all(table.place.problem is None for table in tables)
 
 
 def _place(mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int, problem: str | None) -> Place:

@@ -293,36 +293,6 @@ def test_a_stored_state_of_another_precision_is_refused(model_dir, tmp_path):
     assert "bf16" in found[1]
 
 
-def by_the_bridge(trainer, folder, unknown):
-    from megatron.bridge.models.conversion import param_mapping
-
-    from trainer_core.weights import lanes
-
-    trainer.import_model()
-    trainer.train_supervised(random_examples(), 1, 8)
-    alone = sync(trainer, folder, 1)
-    lanes.KNOWN -= {getattr(param_mapping, name) for name in unknown}
-    exported = sync(trainer, folder, 2)
-    return alone, exported
-
-
-@pytest.mark.parametrize(
-    "unknown",
-    [["GatedMLPMapping"], pytest.param(["GatedMLPMapping", "AutoMapping"], marks=pytest.mark.slow)],
-    ids=["some", "all"],
-)
-def test_what_the_mappings_alone_cannot_do_goes_through_the_bridge_with_the_same_bytes(model_dir, tmp_path, unknown):
-    given = configuration(pipeline=2, data=2, expert=2)
-    ranks = run_trainers(model_dir, given, by_the_bridge, str(tmp_path), unknown)
-    alone, exported = ranks[0]
-    assert exported["received"] == alone["received"]
-    assert exported["objects"] > alone["objects"] == 0
-    assert exported["exchanges"] == 1
-    by_first = [name for name in exported["sent"] if "gate_proj" in name]
-    assert len(by_first) == len([name for name in alone["received"] if "gate_proj" in name])
-    assert len({rank[1]["digest"] for rank in ranks}) == 1
-
-
 def joined_again(trainer, folder, model_dir, config, rank_folder):
     from trainer_core.start import start_trainer
 

@@ -20,7 +20,7 @@ from trainer_core.weights import signals
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.meeting import Meeting
 from trainer_core.weights.outbox import Outbox
-from trainer_core.weights.packing import tensors_of, view
+from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.senders.sender import open_sender
 
 TRANSPORTS = ["memory", "collective", "files"]
@@ -64,7 +64,7 @@ class Receiving(threading.Thread):
             for bucket in self.plan.buckets:
                 arena = receiver.arena(bucket)
                 self.at(bucket)
-                self.found |= {tensor.name: view(arena, tensor).clone() for tensor in planned[bucket.number]}
+                self.found |= {name: tensor.clone() for name, tensor in views(planned[bucket.number], arena)}
                 receiver.release(bucket)
         except (SyncMismatch, OSError) as error:
             self.error = error

@@ -1,0 +1,279 @@
+"""Weights that only the bridge's whole export converts: the bytes of the plain export, without its many questions."""
+
+from pathlib import Path
+
+import pytest
+
+from storage.errors import SyncMismatch
+from tests.trainer_core.models import make_family, random_examples
+from tests.trainer_core.ranks import run_ranks, run_trainers
+from tests.trainer_core.weights.syncing import ARENA, Reading, counted, oracle, sync
+from trainer_core.config import ExpertsConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer_core.weights.channel import Channel
+
+EVERY = ["Auto", "ColumnParallel", "ConcatenatedQKV", "Direct", "GatedMLP", "QKV", "Replicated", "RowParallel"]
+BIAS = "router.expert_bias"
+
+
+def configuration(family, precision="bf16", **parallel):
+    return TrainerConfig(
+        parallel=ParallelConfig(**parallel),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        experts=ExpertsConfig(bias_update_rate=0.01 if "deepseek" in family else 0.0),
+        micro_batch_size=8,
+        max_length=64,
+        precision=precision,
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Hugging Face directories by family, each made once."""
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = str(tmp_path_factory.mktemp(family))
+            run_ranks(1, make_family, made[family], family)
+        return made[family]
+
+    return folder
+
+
+def unknown(*names):
+    """From now on these mappings are not known to need no other rank."""
+    from trainer_core.weights import lanes
+
+    lanes.KNOWN = frozenset(kind for kind in lanes.KNOWN if kind.__name__.removesuffix("Mapping") not in names)
+
+
+def by_the_bridge(trainer, folder, names):
+    trainer.import_model()
+    trainer.train_supervised(random_examples(), 1, 8)
+    alone = sync(trainer, folder, 1)
+    unknown(*names)
+    exported = sync(trainer, folder, 2)
+    with counted() as calls:
+        fresh = oracle(trainer, f"{folder}/oracle")
+    return alone, exported, fresh, sum(calls.values())
+
+
+SOME, ALL = ["GatedMLP"], EVERY
+LAYOUTS = {
+    "pp2": {"pipeline": 2},
+    "tp2": {"tensor": 2},
+    "tp2-pp2": {"tensor": 2, "pipeline": 2},
+    "ep2": {"data": 2, "expert": 2},
+    "pp2-dp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
+    "pp2-vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "tp2-sp-ep2-etp1": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+}
+QUICK = [
+    ("deepseek-v3", "pp2-dp2-ep2", SOME),
+    ("deepseek-v3", "pp2", ALL),
+    ("llama-tied", "tp2-pp2", ALL),
+]
+SLOW = [
+    ("deepseek-v3", "pp2-dp2-ep2", ALL),
+    ("qwen3-moe", "tp2-sp-ep2-etp1", ALL),
+    ("qwen3-moe", "ep2", ALL),
+    ("qwen2", "tp2", ALL),
+    ("llama-tied", "pp2-vpp2", ALL),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "names"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda given: "" if isinstance(given, str) else "some" if given == SOME else "all",
+)
+def test_what_the_bridge_exports_arrives_with_the_same_bytes(folders, tmp_path, family, layout, names):
+    given = configuration(family, **LAYOUTS[layout])
+    ranks = run_trainers(folders(family), given, by_the_bridge, str(tmp_path), names)
+    alone, exported, fresh, _ = ranks[0]
+    assert exported["received"] == alone["received"] == fresh
+    assert exported["plan"].tensors != alone["plan"].tensors
+    sent = [name for name in exported["sent"] if "gate_proj" in name]
+    assert len(sent) == len([name for name in fresh if "gate_proj" in name])  # by rank 0, also those of other stages
+    assert len({rank[1]["digest"] for rank in ranks}) == 1
+    for _, ours, _, asked in ranks:
+        assert (ours["objects"], ours["exchanges"]) == (0, 1)
+        assert asked > 0
+
+
+def without_key(trainer, folder):
+    """The configuration is asked for as the mappings of Mamba do it: no mapping remembers the answer."""
+    from megatron.bridge.models.conversion.param_mapping import QKVMapping
+
+    def forgetting(mapping, value, cache_key=None):
+        return super(QKVMapping, mapping).broadcast_obj_from_pp_rank(value)
+
+    trainer.import_model()
+    unknown("QKV")
+    QKVMapping.broadcast_obj_from_pp_rank = forgetting
+    return sync(trainer, folder, 1), oracle(trainer, f"{folder}/oracle")
+
+
+def fused(trainer, folder):
+    """All experts of a layer become one tensor, as some checkpoints hold them."""
+    from megatron.bridge.models.conversion.param_mapping import FusedExpertMapping
+    from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
+
+    trainer.import_model()
+    registry = Qwen3MoEBridge.mapping_registry
+
+    def with_fused(bridge):
+        found = registry(bridge)
+        kept = [one for one in found.mappings if "experts" not in one.megatron_param or "fc2" not in one.megatron_param]
+        name = "decoder.layers.*.mlp.experts.{}linear_fc2.weight{}"
+        for given in (name.format("local_experts.*.", ""), name.format("", "*")):
+            kept.append(FusedExpertMapping(given, "model.layers.*.mlp.experts.down_proj"))
+        return type(found)(*kept)
+
+    Qwen3MoEBridge.mapping_registry = with_fused
+    return sync(trainer, folder, 1), oracle(trainer, f"{folder}/oracle")
+
+
+def that_needs_data(trainer, folder):
+    """A mapping whose result cannot be known without the weights."""
+    from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping
+
+    convert = GatedMLPMapping.megatron_to_hf
+
+    def looking(mapping, weights, module):
+        assert weights is None or float(weights.float().abs().max()) > 0
+        return convert(mapping, weights, module)
+
+    trainer.import_model()
+    unknown("GatedMLP")
+    GatedMLPMapping.megatron_to_hf = looking
+    return sync(trainer, folder, 1), oracle(trainer, f"{folder}/oracle")
+
+
+def same_bytes(ranks):
+    ours, fresh = ranks[0]
+    assert ours["received"] == fresh
+    return {rank[0]["objects"] for rank in ranks}
+
+
+def test_answers_that_no_mapping_remembers_are_given_too(folders, tmp_path):
+    ranks = run_trainers(folders("llama-tied"), configuration("llama", pipeline=2), without_key, str(tmp_path))
+    assert same_bytes(ranks) == {0}
+
+
+def test_experts_that_become_one_tensor(folders, tmp_path):
+    given = configuration("qwen3-moe", pipeline=2, data=2, expert=2)
+    ranks = run_trainers(folders("qwen3-moe"), given, fused, str(tmp_path))
+    assert same_bytes(ranks) == {0}
+    assert (4, 64, 32) in {shape for _, _, shape in ranks[0][0]["received"].values()}
+
+
+def test_a_mapping_that_needs_data_is_exported_plainly(folders, tmp_path):
+    ranks = run_trainers(folders("llama-tied"), configuration("llama", pipeline=2), that_needs_data, str(tmp_path))
+    assert min(same_bytes(ranks)) > 0
+
+
+def direct(trainer, folder, number, between=None):
+    """An update without what puts biases back to float32: what arrived on rank 0, or why it failed here."""
+    from trainer_core.weights.update import Update
+
+    place = Path(folder, f"direct-{number}")
+    place.mkdir(exist_ok=True)
+    channel = Channel(transport="memory", folder=str(place), receivers=1, deadline_s=60)
+    update = Update(trainer._model, trainer._mesh, trainer._config, number, ARENA)
+    if between is not None:
+        between()
+    reading = Reading(channel, update.plan, None) if trainer._mesh.rank == 0 else None
+    try:
+        update.send(channel)
+    except SyncMismatch as error:
+        return str(error)
+    finally:
+        if reading is not None:
+            reading.join(60)
+    return None if reading is None else reading.found
+
+
+def biases(trainer):
+    return [
+        module
+        for chunk in trainer._model.modules
+        for module in chunk.modules()
+        if module._buffers.get("expert_bias") is not None
+    ]
+
+
+def cast(trainer, dtype):
+    for module in biases(trainer):
+        module.expert_bias.data = module.expert_bias.data.to(dtype)
+
+
+def biases_change_their_type(trainer, folder):
+    import torch
+
+    trainer.import_model()
+    unknown(*EVERY)
+    cast(trainer, torch.bfloat16)  # as a wrapper of low precision leaves them
+    first = direct(trainer, folder, 1)
+    cast(trainer, torch.float32)  # as the first forward pass does
+    second = direct(trainer, folder, 2)
+    return first, second, oracle(trainer, f"{folder}/oracle")
+
+
+def types_of_biases(found):
+    return {dtype for name, (_, dtype, _) in found.items() if "e_score_correction_bias" in name}
+
+
+def test_nothing_that_was_told_survives_an_update(folders, tmp_path):
+    given = configuration("deepseek-v3", pipeline=2)
+    first, second, fresh = run_trainers(folders("deepseek-v3"), given, biases_change_their_type, str(tmp_path))[0]
+    assert types_of_biases(first) == {"bfloat16"}
+    assert types_of_biases(second) == {"float32"}
+    assert second == fresh
+
+
+def told_wrongly(trainer, folder):
+    """After all have been told, the biases of the last rank change, which no rank then looks at before it sends."""
+    import torch
+
+    def change():
+        if trainer._mesh.rank == 1:
+            cast(trainer, torch.float32)
+
+    trainer.import_model()
+    unknown(*EVERY)
+    cast(trainer, torch.bfloat16)
+    spoiled = direct(trainer, folder, 1, change)
+    return spoiled, sync(trainer, folder, 2)["received"], oracle(trainer, f"{folder}/oracle")
+
+
+def test_a_weight_that_is_not_as_it_was_told_fails_with_its_name_and_stops_no_rank(folders, tmp_path):
+    ranks = run_trainers(folders("deepseek-v3"), configuration("deepseek-v3", pipeline=2), told_wrongly, str(tmp_path))
+    assert BIAS in ranks[1][0]
+    assert "bfloat16" in ranks[1][0]
+    assert ranks[0][1] == ranks[0][2]
+
+
+def changed_after_the_plan(trainer, folder):
+    import torch
+
+    def change(_):
+        if trainer._mesh.rank == 1:
+            named = dict(trainer._model.modules[-1].named_parameters())
+            norm = next(one for name, one in named.items() if name.endswith("final_layernorm.weight"))
+            norm.data = norm.data.to(torch.float64)
+
+    trainer.import_model()
+    unknown(*EVERY)
+    try:
+        sync(trainer, folder, 1, between=change)
+    except SyncMismatch as error:
+        return str(error)
+
+
+def test_a_weight_that_changed_after_the_plan_is_told_before_a_byte_moves(folders, tmp_path):
+    given = configuration("llama", pipeline=2)
+    first, last = run_trainers(folders("llama-tied"), given, changed_after_the_plan, str(tmp_path))
+    assert "final_layernorm.weight" in last
+    assert "float64" in last
+    assert "another trainer rank" in first
