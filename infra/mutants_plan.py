@@ -193,7 +193,7 @@ PLAN = (
     Mutant(
         "absent-weights-are-sent",
         "weights that were moved away are planned and sent as they are",
-        "trainer_core/weights/conversion.py",
+        "trainer_core/weights/hollow.py",
         "    if tensor.numel() == 0 or tensor.untyped_storage()",
         "    if name is None and tensor.untyped_storage()",
         _NOT_WHOLE,

@@ -1,5 +1,6 @@
 """How a trainer rank starts: the platform first, then everything that imports Megatron. Imports neither itself."""
 
+import gc
 from typing import TYPE_CHECKING
 
 from trainer_core.config import RankSpec, TrainerConfig
@@ -22,4 +23,8 @@ def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Tra
 
     from trainer_core.trainer import Trainer  # imports Megatron, which needs the platform prepared
 
-    return Trainer(model_dir, config, rank, platform)
+    gc.unfreeze()  # what an earlier trainer of this process has left may go
+    trainer = Trainer(model_dir, config, rank, platform)
+    gc.collect()
+    gc.freeze()  # else a collection looks at a million objects of the libraries: half a second, also amid an update
+    return trainer

@@ -173,15 +173,16 @@ class _Source:
 
     def _mapped(self, task: WeightConversionTask[Any], attribute: str) -> tuple[Tensors, bool | None]:
         """What the mapping alone makes of the tensor, without data, and whether it gathers its shards; None if it
-        gathers something else. What splits a tensor is tried once for all layers that are alike."""
-        hollow = torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta")
+        gathers something else. What splits a tensor is tried once for all layers that are alike; what does not is tried
+        each time, so that mappings choose their kind here and not while engines wait."""
+        tensor = cast(torch.Tensor, task.param_weight)
         kind = type(task.mapping), type(task.megatron_module), task.mapping.is_expert
-        alike = (*kind, attribute.rstrip("0123456789"), hollow.dtype, hollow.shape)
+        alike = (*kind, attribute.rstrip("0123456789"), tensor.dtype, tensor.shape)
         names = _names_of(task.mapping)
         if alike in self._splits:
             parts, gathered = self._splits[alike]
             return dict(zip(names, parts, strict=True)), gathered
-        found, gathered = _tried_mapping(task, hollow)
+        found, gathered = _tried_mapping(task, torch.empty_like(tensor, device="meta"))
         if len(names) > 1 and tuple(found) == names:
             self._splits[alike] = list(found.values()), gathered
         return found, gathered

@@ -156,19 +156,19 @@ class _Packer:
 
     def add(self, sender: int, layer: Sequence[Named]) -> None:
         """Place a layer: in the open bucket if it fits, else in a new one, or in several if it fits in none."""
-        together = sum(_room(tensor) for tensor in layer)
+        rooms = [_room(tensor) for tensor in layer]
+        together = sum(rooms)
         used = self.sizes[self._open[sender]] if sender in self._open else 0
         if together <= self.limit < used + together:
             del self._open[sender]
-        for tensor in layer:
-            self._place(sender, tensor)
+        for tensor, room in zip(layer, rooms, strict=True):
+            self._place(sender, tensor, room)
 
     def close(self) -> None:
         """What comes now shares no bucket with what came before."""
         self._open.clear()
 
-    def _place(self, sender: int, tensor: Named) -> None:
-        room = _room(tensor)
+    def _place(self, sender: int, tensor: Named, room: int) -> None:
         if sender not in self._open or self.sizes[self._open[sender]] + room > self.limit:
             self._open[sender] = len(self.sizes)
             self.senders.append(sender)
