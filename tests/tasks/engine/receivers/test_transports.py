@@ -14,9 +14,9 @@ import torch
 
 from storage.errors import StorageUnavailable, SyncMismatch
 from tasks.engine.receivers.receiver import open_receiver
-from tasks.engine.receivers.shared import HostOpener, Seen, SharedReceiver
+from tasks.engine.receivers.shared import CardOpener, HostOpener, Seen, SharedReceiver
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
-from trainer_core.weights import signals
+from trainer_core.weights import card, signals
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.meeting import Meeting
 from trainer_core.weights.outbox import Outbox
@@ -352,9 +352,20 @@ def test_a_near_arena_is_used_where_it_lies(tmp_path):
 
 
 def test_memory_is_a_tensor_of_the_device_that_is_named(tmp_path):
-    card = pytest.importorskip("trainer_core.weights.card")
     memory = torch.arange(16, dtype=torch.uint8)
     found = card.tensor_at(memory.data_ptr(), 16, CPU)
     memory[3] = 99
     assert found.data_ptr() == memory.data_ptr()
     assert torch.equal(found, memory)
+
+
+@pytest.mark.parametrize(("failed", "left"), [(False, {b"a"}), (True, set())])
+def test_only_arenas_of_a_complete_update_stay_open(tmp_path, monkeypatch, failed, left):
+    closed = []
+    monkeypatch.setattr(card, "runtime", SimpleNamespace(cudaIpcCloseMemHandle=closed.append))
+    monkeypatch.setattr(card, "_opened", {b"a": 1, b"of a sender that is gone": 2})
+    opener = CardOpener(channel_of(tmp_path, "cuda"), plan_of(weights()), CPU)
+    opener._handles = {b"a"}
+    opener.close(failed)
+    assert card._opened.keys() == left
+    assert sorted(closed) == ([1, 2] if failed else [2])
