@@ -223,4 +223,15 @@ SYNC = (
         "close_opened(keep=self._handles)",
         _OPEN,
     ),
+    Mutant(
+        "connecting-cannot-be-stopped",
+        "a process that connects to one that has died waits until the deadline",
+        "trainer_core/weights/meeting.py",
+        '    Thread(target=run, name="ratchet-meeting", daemon=True).start()\n',
+        "    run()\n",
+        (
+            "tests/tasks/engine/receivers/test_transports.py::"
+            "test_a_process_that_dies_before_all_are_connected_stops_the_others",
+        ),
+    ),
 )

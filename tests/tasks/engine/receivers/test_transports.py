@@ -369,3 +369,29 @@ def test_only_arenas_of_a_complete_update_stay_open(tmp_path, monkeypatch, faile
     opener.close(failed)
     assert card._opened.keys() == left
     assert sorted(closed) == ([1, 2] if failed else [2])
+
+
+def test_a_process_that_dies_before_all_are_connected_stops_the_others(tmp_path):
+    """The receiver has come, and does not connect."""
+    sent = weights()
+    plan = plan_of(sent)
+    channel = channel_of(tmp_path, "collective", deadline_s=20)
+    sending = Sending(channel, plan, sent)
+    seen = signals.Signals(channel, plan)
+    seen.met[0, 1] = 1
+    seen.wait(lambda: any(thread.name == "ratchet-meeting" for thread in threading.enumerate()), "the sender")
+    signals.fail(tmp_path, "engine 0 has died")
+    with pytest.raises(SyncMismatch, match="engine 0 has died"):
+        sending.result()
+
+
+def test_a_process_that_cannot_connect_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    sent = weights()
+    plan = plan_of(sent)
+    channel = channel_of(tmp_path, "collective", deadline_s=20)
+    reading, sending = Receiving(channel, plan), Sending(channel, plan, sent)
+    with pytest.raises(SyncMismatch, match=r"cannot connect to the others: .*no-such-interface"):
+        sending.result()
+    with pytest.raises(SyncMismatch, match="cannot connect"):
+        reading.result()
