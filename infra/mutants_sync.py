@@ -9,6 +9,7 @@ _PLACES = ("tests/tasks/workers/test_placement.py",)
 _DISTANT = (
     "tests/tasks/engine/receivers/test_transports.py::test_a_distant_arena_is_free_again_before_what_it_held_is_loaded",
 )
+_OPEN = ("tests/tasks/engine/receivers/test_transports.py::test_only_arenas_of_a_complete_update_stay_open",)
 _FILE = "tasks/stages/transaction.py"
 
 SYNC = (
@@ -205,5 +206,32 @@ SYNC = (
         "        own.copy_(arena)\n        self.release(bucket)  # once it is read\n        return own\n",
         "        self.release(bucket)\n        return arena\n",
         _DISTANT,
+    ),
+    Mutant(
+        "old-arenas-stay-open",
+        "arenas of senders that are gone stay open",
+        "trainer_core/weights/card.py",
+        "    for handle in _opened.keys() - keep:\n",
+        "    for handle in keep & set():\n",
+        _OPEN,
+    ),
+    Mutant(
+        "arenas-open-after-a-failure",
+        "arenas stay open after an update that failed",
+        "tasks/engine/receivers/shared.py",
+        "close_opened(keep=set() if failed else self._handles)",
+        "close_opened(keep=self._handles)",
+        _OPEN,
+    ),
+    Mutant(
+        "connecting-cannot-be-stopped",
+        "a process that connects to one that has died waits until the deadline",
+        "trainer_core/weights/meeting.py",
+        '    Thread(target=run, name="ratchet-meeting", daemon=True).start()\n',
+        "    run()\n",
+        (
+            "tests/tasks/engine/receivers/test_transports.py::"
+            "test_a_process_that_dies_before_all_are_connected_stops_the_others",
+        ),
     ),
 )

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
+from storage.errors import SyncMismatch
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.signals import Signals
 
@@ -28,7 +31,8 @@ class Meeting:
         signals.wait(lambda: met.all(), f"trainer rank {sender} and all engines to meet")
         store = FileStore(str(Path(channel.folder, f"group-{sender}")), 1 + channel.receivers)
         limit = timedelta(seconds=channel.deadline_s)
-        self._group: Any = _group(store, rank, 1 + channel.receivers, limit, device)
+        make = partial(_group, store, rank, 1 + channel.receivers, limit, device)
+        self._group: Any = _connected(signals, make, f"trainer rank {sender} and all engines to connect")
 
     def broadcast(self, arena: torch.Tensor) -> Callable[[], bool]:
         """Begin to send, or to receive, the bytes of an arena; the result tells whether that is done."""
@@ -49,10 +53,37 @@ class Meeting:
         self._signals.wait(done, what)
 
 
+def _connected(signals: Signals, make: Callable[[], Any], what: str) -> Any:
+    """What `make` returns, which waits for processes that may have died meanwhile; then its thread is abandoned.
+
+    Raises:
+        SyncMismatch: a process has failed, or this one cannot connect.
+    """
+    made: list[Any] = []
+    failures: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except RuntimeError as error:  # as torch raises it
+            failures.append(error)
+
+    Thread(target=run, name="ratchet-meeting", daemon=True).start()
+    signals.wait(lambda: bool(made or failures), what)
+    if failures:
+        raise SyncMismatch(f"a process of the weight update cannot connect to the others: {failures[0]}") from failures[
+            0
+        ]
+    return made[0]
+
+
 def _group(store: Store, rank: int, size: int, limit: timedelta, device: torch.device) -> Any:
     """A process group of its own: NCCL between cards, gloo between memories of hosts."""
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with torch.cuda.device(device):
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        group.eager_connect_single_device(device)  # or the first broadcast would, and wait where nothing stops it
+    return group

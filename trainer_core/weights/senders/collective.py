@@ -26,7 +26,7 @@ class CollectiveSender:
     def publish(self, bucket: Bucket) -> None:
         """See `Sender.publish`."""
         place = self._turns.place_of(bucket)
-        self._turns.publish(bucket)  # first: NCCL connects in the first broadcast, and waits there for the receivers
+        self._turns.publish(bucket)
         self._under_way[place] = self._meeting.broadcast(self._buffers[place][: bucket.nbytes])
 
     def finish(self) -> None:

@@ -14,9 +14,9 @@ import torch
 
 from storage.errors import StorageUnavailable, SyncMismatch
 from tasks.engine.receivers.receiver import open_receiver
-from tasks.engine.receivers.shared import HostOpener, Seen, SharedReceiver
+from tasks.engine.receivers.shared import CardOpener, HostOpener, Seen, SharedReceiver
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
-from trainer_core.weights import signals
+from trainer_core.weights import card, signals
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.meeting import Meeting
 from trainer_core.weights.outbox import Outbox
@@ -359,9 +359,46 @@ def test_a_near_arena_is_used_where_it_lies(tmp_path):
 
 
 def test_memory_is_a_tensor_of_the_device_that_is_named(tmp_path):
-    card = pytest.importorskip("trainer_core.weights.card")
     memory = torch.arange(16, dtype=torch.uint8)
     found = card.tensor_at(memory.data_ptr(), 16, CPU)
     memory[3] = 99
     assert found.data_ptr() == memory.data_ptr()
     assert torch.equal(found, memory)
+
+
+@pytest.mark.parametrize(("failed", "left"), [(False, {b"a"}), (True, set())])
+def test_only_arenas_of_a_complete_update_stay_open(tmp_path, monkeypatch, failed, left):
+    closed = []
+    monkeypatch.setattr(card, "runtime", SimpleNamespace(cudaIpcCloseMemHandle=closed.append))
+    monkeypatch.setattr(card, "_opened", {b"a": 1, b"of a sender that is gone": 2})
+    opener = CardOpener(channel_of(tmp_path, "cuda"), plan_of(weights()), CPU)
+    opener._handles = {b"a"}
+    opener.close(failed)
+    assert card._opened.keys() == left
+    assert sorted(closed) == ([1, 2] if failed else [2])
+
+
+def test_a_process_that_dies_before_all_are_connected_stops_the_others(tmp_path):
+    """The receiver has come, and does not connect."""
+    sent = weights()
+    plan = plan_of(sent)
+    channel = channel_of(tmp_path, "collective", deadline_s=20)
+    sending = Sending(channel, plan, sent)
+    seen = signals.Signals(channel, plan)
+    seen.met[0, 1] = 1
+    seen.wait(lambda: any(thread.name == "ratchet-meeting" for thread in threading.enumerate()), "the sender")
+    signals.fail(tmp_path, "engine 0 has died")
+    with pytest.raises(SyncMismatch, match="engine 0 has died"):
+        sending.result()
+
+
+def test_a_process_that_cannot_connect_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    sent = weights()
+    plan = plan_of(sent)
+    channel = channel_of(tmp_path, "collective", deadline_s=20)
+    reading, sending = Receiving(channel, plan), Sending(channel, plan, sent)
+    with pytest.raises(SyncMismatch, match=r"cannot connect to the others: .*no-such-interface"):
+        sending.result()
+    with pytest.raises(SyncMismatch, match="cannot connect"):
+        reading.result()
