@@ -6,10 +6,11 @@ import os
 
 from trainer_core.platform.platform import prepare
 
+FAMILIES = ("deepseek_v3", "llama", "qwen2", "qwen3", "qwen3_moe")
 MODULES = (
     "trainer_core.trainer",
     "megatron.core.models.mimo",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("deepseek_v3", "llama", "qwen2", "qwen3", "qwen3_moe")),
+    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
     "numpy.ctypeslib",
     "numpy.ma",
     "rich._emoji_codes",
