@@ -52,11 +52,14 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process per core; none if a file or a single test is asked for."""
+    """Three processes for two cores, as memory allows: tests wait for each other's processes, servers and schedules.
+
+    None if a file or a single test is asked for.
+    """
     if any(".py" in argument for argument in config.args):
         return 0
     memory = psutil.virtual_memory().total // BYTES_OF_A_WORKER
-    return int(max(1, min(len(os.sched_getaffinity(0)), memory)))
+    return int(max(1, min(3 * len(os.sched_getaffinity(0)) // 2, memory)))
 
 
 @pytest.hookimpl(optionalhook=True)

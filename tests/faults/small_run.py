@@ -4,6 +4,7 @@
 and writes the exit code. The processes are forked from this one, so a start costs no imports.
 """
 
+import gc
 import io
 import os
 import resource
@@ -215,6 +216,7 @@ def begin(plan: Plan) -> int:
 
 if __name__ == "__main__":
     code_version()  # computed once for all
+    gc.freeze()  # or each process would copy what was imported when it first collects garbage
     for line in sys.stdin:
         sys.stdout.write(f"{begin(Plan.model_validate_json(Path(line.strip()).read_bytes()))}\n")
         sys.stdout.flush()

@@ -1,12 +1,30 @@
 """What the server that forks ranks imports once, so that a test does not pay for it."""
 
+import gc
 import importlib
 import os
 
 from trainer_core.platform.platform import prepare
 
+FAMILIES = ("deepseek_v3", "llama", "qwen2", "qwen3", "qwen3_moe")
+MODULES = (
+    "trainer_core.trainer",
+    "megatron.core.models.mimo",
+    *(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES),
+    "numpy.ctypeslib",
+    "numpy.ma",
+    "rich._emoji_codes",
+    "torch.utils.serialization.config",
+    # what modules of tests import, which a rank does for the function that it is given
+    "pytest",
+    "storage.parts",
+    "tasks.engine.receivers.receiver",
+    "tests.trainer_core.models",
+)
+
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.environ["HF_HUB_OFFLINE"] = "1"
 prepare("cpu")
-for module in ("trainer_core.trainer", "transformers.models.qwen3.modeling_qwen3"):
+for module in MODULES:
     importlib.import_module(module)
+gc.freeze()  # or the first collection of each rank would go through all that was imported, and copy its pages
