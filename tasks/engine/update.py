@@ -140,6 +140,8 @@ class Update:
             own = arena.clone() if self._lane.keeps_views else arena
             arrived = dict(views(planned[bucket.number], own))
             yield from arrived.items()
+            if arena.is_cuda:  # what is still being loaded is not the digests' time
+                torch.cuda.current_stream(arena.device).synchronize()
             with self._timed("digest"):
                 self._note(arrived)
             receiver.release(bucket)
