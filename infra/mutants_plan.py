@@ -57,6 +57,22 @@ PLAN = (
         _SEEDED,
     ),
     Mutant(
+        "only-torch-needs-data",
+        "a mapping that needs data for something else than an operation of torch ends its rank, and the others wait",
+        "trainer_core/weights/hollow.py",
+        "(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)",
+        "(RuntimeError,)",
+        (f"{_SEEDING}a_mapping_that_needs_data_is_exported_plainly",),
+    ),
+    Mutant(
+        "every-module-has-a-configuration",
+        "a weight of one of torch's own modules is exported with questions to other stages",
+        "trainer_core/weights/hollow.py",
+        "            return settings\n        return",
+        "            raise\n        return",
+        (f"{_SEEDING}modules_without_a_configuration_are_converted_by_the_models",),
+    ),
+    Mutant(
         "names-are-gathered",
         "the bridge gathers the names of all weights, which all ranks have told",
         "trainer_core/weights/whole.py",

@@ -14,15 +14,21 @@ from trainer_core.weights.table import Spec
 _SILENT = ("all_gather", "broadcast")
 """Collectives that leave their result as it is; it has a shape and no data."""
 _REFUSED = (
-    "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier",
-    "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list",
+    "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced",
+    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast_object_list", "gather",
+    "gather_object", "irecv", "isend", "monitored_barrier", "new_group", "recv", "recv_object_list", "reduce",
+    "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "send_object_list",
 )  # fmt: skip
 _MARKS = ("tensor_model_parallel", "partition_dim")
 
 
 class Untried(RuntimeError):
     """A conversion needs data or other ranks to tell what it makes. A `RuntimeError`, as torch's own of this kind."""
+
+
+UNTRIED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What an attempt raises that must have data: torch for most operations, numpy and mappings for others. The export with
+data goes on then, and raises what is wrong with the weights themselves."""
 
 
 class Settings:
@@ -92,7 +98,10 @@ def by_settings(settings: Settings) -> Iterator[None]:
     original = cast(Any, MegatronParamMapping)._get_config
 
     def config_of(mapping: object, module: torch.nn.Module) -> object:
-        found = original(mapping, module)
+        try:
+            found = original(mapping, module)
+        except ValueError:  # torch's own modules have none; a whole export gives them the model's
+            return settings
         return settings if settings.wraps(found) else found
 
     with replaced(MegatronParamMapping, _get_config=config_of):

@@ -102,14 +102,20 @@ def _check_equal(first: Table, other: Table, expert: bool) -> None:
 
 
 def _differ(name: str, one: Row | None, two: Row | None, who: str) -> SyncMismatch:
-    told = [
-        [f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in row.tensors] if row else "nothing"
-        for row in (one, two)
-    ]
     return SyncMismatch(
-        f"{who} of the trainer do not hold the same {name}: {told[0]} and {told[1]}; nothing was sent. Start the "
+        f"{who} of the trainer do not hold the same {name}: {_held(one)} and {_held(two)}; nothing was sent. Start the "
         "trainer again from the last state, and report this if it comes back"
     )
+
+
+def _held(row: Row | None) -> str:
+    if row is None:
+        return "nothing"
+    if row.tensors:
+        return str([f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in row.tensors])
+    if row.seeds is None:
+        return "what cannot be converted without data"
+    return str([seed.model_dump(exclude_none=True) for seed in row.seeds])
 
 
 def _layers(owned: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, list[Named]]]:

@@ -16,7 +16,16 @@ import torch
 from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
-from trainer_core.weights.hollow import Settings, Untried, by_settings, hollow, replaced, spec_of, without_communication
+from trainer_core.weights.hollow import (
+    UNTRIED,
+    Settings,
+    Untried,
+    by_settings,
+    hollow,
+    replaced,
+    spec_of,
+    without_communication,
+)
 from trainer_core.weights.packing import element_type
 from trainer_core.weights.table import Seed, Spec
 
@@ -41,7 +50,7 @@ class Recorder:
         self._name, self._seeds = task.global_param_name, []
         try:
             task.mapping.megatron_to_hf(hollow(cast(torch.Tensor, task.param_weight)), task.megatron_module)
-        except RuntimeError:  # torch's, for an operation that needs data, or `Untried`
+        except UNTRIED:
             return None
         return tuple(self._seeds)
 

@@ -17,7 +17,7 @@ from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
 from trainer_core.weights.digest import dtype_name
-from trainer_core.weights.hollow import Settings, absent, hollow, spec_of
+from trainer_core.weights.hollow import UNTRIED, Settings, absent, hollow, spec_of
 from trainer_core.weights.seeding import Answers, Recorder
 from trainer_core.weights.table import Named, Row, Seed, Spec, Table
 
@@ -77,7 +77,10 @@ class WholeExport:
             name: [stage[name].seeds if name in stage else None for stage in stages]
             for name in sorted({name for stage in stages for name in stage}, key=extract_sort_key)
         }
-        self._seeded = all(row.seeds is not None for table in tables for row in table.rows if not row.tensors)
+        untried = (row.name for table in tables for row in table.rows if not row.tensors and row.seeds is None)
+        self._untried: str | None = next(untried, None)
+        """What cannot be exported without data, or why, if this rank knows."""
+        self._seeded = self._untried is None
 
     def outlines(self) -> list[Named]:
         """Names, types and shapes of what `exported` gives, in its order. Collective.
@@ -88,8 +91,11 @@ class WholeExport:
         found = self._outlines() if self._seeded else None
         self._seeded = self._all(found is not None)
         if found is None or not self._seeded:
-            logger.warning("weights are exported by megatron-bridge with collectives for each of them: a mapping needs "
-                           "data or other ranks to tell what it makes")  # fmt: skip
+            logger.warning(
+                "weights are exported by megatron-bridge with collectives for each of them, which is slow: a mapping "
+                "needs data or other ranks to tell what it makes (%s)",
+                self._untried or "another rank says which",
+            )
             return [_named(name, tensor) for name, tensor in self.exported()]
         return found
 
@@ -110,7 +116,8 @@ class WholeExport:
             with torch.no_grad(), quietly(), self._answers().given_without_data():
                 tasks = [replace(task, param_weight=_hollow(task.param_weight)) for task in self._tasks()]
                 return [_named(name, tensor) for name, tensor in self._export(tasks)]
-        except RuntimeError:  # torch's, for an operation that needs data, or `Untried`
+        except UNTRIED as error:
+            self._untried = repr(error)
             return None
 
     def _answers(self) -> Answers:

@@ -134,19 +134,41 @@ def fused(trainer, folder):
     return sync(trainer, folder, 1), oracle(trainer, f"{folder}/oracle")
 
 
-def that_needs_data(trainer, folder):
+def as_a_number(weights):
+    assert weights is None or float(weights.float().abs().max()) > 0
+
+
+def as_an_array(weights):
+    assert weights is None or weights.detach().float().numpy().any()
+
+
+def as_where_it_lies(weights):
+    assert weights is None or weights.is_cpu
+
+
+def that_needs_data(trainer, folder, look):
     """A mapping whose result cannot be known without the weights."""
     from megatron.bridge.models.conversion.param_mapping import GatedMLPMapping
 
     convert = GatedMLPMapping.megatron_to_hf
 
     def looking(mapping, weights, module):
-        assert weights is None or float(weights.float().abs().max()) > 0
+        look(weights)
         return convert(mapping, weights, module)
 
     trainer.import_model()
     unknown("GatedMLP")
     GatedMLPMapping.megatron_to_hf = looking
+    return sync(trainer, folder, 1), oracle(trainer, f"{folder}/oracle")
+
+
+def without_config(trainer, folder):
+    """Modules of torch itself have no configuration, as the convolutions of Mamba; the bridge gives them one."""
+    trainer.import_model()
+    unknown("QKV")
+    named = [one for chunk in trainer._model.modules for one in chunk.named_modules()]
+    for module in (module for name, module in named if name.endswith("linear_qkv")):
+        vars(module).pop("config")
     return sync(trainer, folder, 1), oracle(trainer, f"{folder}/oracle")
 
 
@@ -168,9 +190,16 @@ def test_experts_that_become_one_tensor(folders, tmp_path):
     assert (4, 64, 32) in {shape for _, _, shape in ranks[0][0]["received"].values()}
 
 
-def test_a_mapping_that_needs_data_is_exported_plainly(folders, tmp_path):
-    ranks = run_trainers(folders("llama-tied"), configuration("llama", pipeline=2), that_needs_data, str(tmp_path))
+@pytest.mark.parametrize("look", [as_a_number, as_an_array, as_where_it_lies])
+def test_a_mapping_that_needs_data_is_exported_plainly(folders, tmp_path, look):
+    given = configuration("llama", pipeline=2)
+    ranks = run_trainers(folders("llama-tied"), given, that_needs_data, str(tmp_path), look)
     assert min(same_bytes(ranks)) > 0
+
+
+def test_modules_without_a_configuration_are_converted_by_the_models(folders, tmp_path):
+    ranks = run_trainers(folders("llama-tied"), configuration("llama", pipeline=2), without_config, str(tmp_path))
+    assert same_bytes(ranks) == {0}
 
 
 def direct(trainer, folder, number, between=None):
