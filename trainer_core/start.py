@@ -23,8 +23,8 @@ def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Tra
 
     from trainer_core.trainer import Trainer  # imports Megatron, which needs the platform prepared
 
-    gc.unfreeze()  # what an earlier trainer of this process has left may go
     trainer = Trainer(model_dir, config, rank, platform)
     gc.collect()
-    gc.freeze()  # else a collection looks at a million objects of the libraries: half a second, also amid an update
+    # else a collection looks at a million objects of the libraries: half a second, also amid an update; until `close`
+    gc.freeze()
     return trainer

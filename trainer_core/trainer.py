@@ -1,5 +1,6 @@
 """One trainer rank. It imports Megatron, which needs the platform prepared: create one with `start_trainer`."""
 
+import gc
 from collections.abc import Sequence
 
 import numpy as np
@@ -192,6 +193,7 @@ class Trainer(TrainerProtocol):
     def close(self) -> None:
         """See `TrainerProtocol.close`."""
         leave()
+        gc.unfreeze()  # what this trainer leaves may go
 
     def _send(self, update: Update | None, digest: str, channel: Channel) -> Sent:
         unfit = None

@@ -10,9 +10,18 @@ from trainer_core.start import start_trainer
 PLAIN = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), micro_batch_size=8, max_length=64)
 
 
+class Loop:
+    """Only the collector can free it."""
+
+    def __init__(self):
+        self.own = self
+
+
 def started_twice(rank, world_size, store, model_dir):
+    inherited = weakref.ref(Loop())
+    gc.freeze()  # as the process is that ranks of tests are forked from
     trainer = start_trainer(model_dir, PLAIN, RankSpec(rank=rank, world_size=world_size, store=store))
-    watched = gc.get_freeze_count(), len(gc.get_objects())
+    watched = gc.get_freeze_count(), len(gc.get_objects()), inherited() is not None
     first = weakref.ref(trainer._model.chunks[0])
     trainer.close()
     del trainer
@@ -23,6 +32,7 @@ def started_twice(rank, world_size, store, model_dir):
 
 
 def test_collections_do_not_look_at_what_stays(model_dir):
-    (frozen, looked_at), kept = run_ranks(1, started_twice, model_dir)[0]
+    (frozen, looked_at, left_alone), kept = run_ranks(1, started_twice, model_dir)[0]
     assert frozen > 10 * looked_at
+    assert left_alone
     assert not kept
