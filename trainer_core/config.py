@@ -147,8 +147,8 @@ class MegatronConfig(Frozen):
     output_gradient_accumulation_fusion: bool = False
     """The same for the output layer, which is Megatron's own and needs Apex."""
     cuda_graphs: bool | None = None
-    """Launch each micro-batch of a pass as one CUDA graph: small models compute faster than a host launches kernels.
-    They are filled up to one shape. Needs Transformer Engine and a dense model that is not divided over ranks (`data`
+    """Launch each micro-batch of a pass as one CUDA graph where that is seen to take less time: small models compute
+    faster than a host launches kernels. They are filled up to one shape. Needs Transformer Engine and a dense model that is not divided over ranks (`data`
     replicas may be several), without recomputation, overlap or `device.deterministic`; there it is the default."""
 
 

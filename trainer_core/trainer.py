@@ -18,7 +18,7 @@ from trainer_core.model.mesh import join, leave
 from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
-from trainer_core.model.replay import Graphs
+from trainer_core.model.replay import graphs
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, load_state
@@ -45,7 +45,7 @@ class Trainer(TrainerProtocol):
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
         limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
-        self._passes = Passes(self._model, self._mesh, limits, Graphs() if self._model.graphs else None)
+        self._passes = Passes(self._model, self._mesh, limits, graphs() if self._model.graphs else None)
         self._saver = Saver(self._model, self._mesh)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None

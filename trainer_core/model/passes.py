@@ -16,7 +16,7 @@ from trainer_core.batches.sharing import Limits, share
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model
-from trainer_core.model.replay import FEWEST, Recorder, Report, replayed
+from trainer_core.model.replay import FEWEST, Recorders, Report, replayed
 from trainer_core.model.token_loss import TokenLoss
 from trainer_core.model.vocab_parallel import EntropyUse, log_probabilities
 
@@ -66,8 +66,8 @@ class Passes:
     mesh: Mesh
     limits: Limits
     """Of a micro-batch of one data-parallel rank."""
-    recorder: Recorder | None = None
-    """Records micro-batches to launch them again, instead of kernel by kernel."""
+    recorders: Recorders | None = None
+    """Record micro-batches to launch them again, instead of kernel by kernel."""
 
     def score(
         self, sequences: Sequences, rows: NDArray[np.int64], temperature: float, entropy: EntropyUse = "none"
@@ -115,17 +115,18 @@ class Passes:
         shares = share(held, rows, parallel.data, self.limits, parallel.rounds)[mesh.data_rank]
         multiple = parallel.tensor if parallel.sequence else 1
         batches = [flatten(sequences, chosen, multiple, mesh.context) for chosen in shares]
-        if self.recorder is not None:
+        if self.recorders is not None:
             batches = alike(batches)
         return place(batches, weights, values, mesh, self.model.transformer_engine)
 
     def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Report]:
         self.model.residence.resume("parameters")
         schedule = partial(self._scheduled, finish=finish, forward_only=forward_only)
-        if self.recorder is None or len(batches) < FEWEST:
+        if self.recorders is None or len(batches) < FEWEST:
             return schedule(batches, self.model.sources(batches))
+        recorder = self.recorders.scoring if forward_only else self.recorders.training
         with self.model.unreduced():
-            reports = replayed(batches, lambda some: schedule(some, iter(some)), self.recorder)
+            reports = replayed(batches, lambda some: schedule(some, iter(some)), recorder)
         if not forward_only:
             self.model.reduce(torch.stack([batch.count for batch in batches]).sum(dtype=torch.int32))
         return reports

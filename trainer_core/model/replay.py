@@ -44,6 +44,16 @@ class Recorder(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Recorders:
+    """One for each kind of pass: a pass without gradients tells nothing of what one with them takes."""
+
+    scoring: Recorder
+    """Of passes without gradients."""
+    training: Recorder
+    """Of passes with them."""
+
+
 @dataclass
 class Pace:
     """Seconds that were last seen; 0 is not known yet."""
@@ -115,11 +125,16 @@ class Graphs:
         return results, again
 
     def _learn(self) -> None:
-        """What the device took in the pass before; called when all of that has ended."""
+        """What the device took in the pass of this kind before; called when all of that has ended."""
         if len(self._replays) > 1:
             (begun, _), (ended, _) = self._replays[0], self._replays[-1]
             self._pace.position = begun.elapsed_time(ended) / 1e3 / sum(size for _, size in self._replays)
         self._replays = []
+
+
+def graphs() -> Recorders:
+    """Recorders of CUDA graphs, which have seen nothing yet."""
+    return Recorders(scoring=Graphs(), training=Graphs())
 
 
 def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Recorder) -> list[Report]:

@@ -10,7 +10,7 @@ from tests.trainer_core.models import VOCABULARY, random_samples
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import MegatronConfig, OptimizerConfig, ParallelConfig, RankSpec, TrainerConfig
-from trainer_core.model.replay import Pace
+from trainer_core.model.replay import Pace, Recorders
 from trainer_core.policy import PolicyConfig
 from trainer_core.start import start_trainer
 
@@ -52,17 +52,22 @@ class Repetition:
         return results, again
 
 
-def trained(trainer, folder, recorder, samples):
+def repetitions(pays):
+    return Recorders(scoring=Repetition(pays), training=Repetition(pays))
+
+
+def trained(trainer, folder, recorders, samples):
     trainer.import_model()
-    if recorder is not None:
-        trainer._passes = replace(trainer._passes, recorder=recorder)
+    if recorders is not None:
+        trainer._passes = replace(trainer._passes, recorders=recorders)
     metrics = [trainer.train_policy(one, 0.9) for one in samples]
     return metrics, trainer.save(folder).identity
 
 
-def trained_in_pieces(trainer, folder, recorder, samples):
-    result = trained(trainer, folder, recorder, samples)
-    assert len(recorder.left) >= 2 * len(samples)  # of each epoch
+def trained_in_pieces(trainer, folder, recorders, samples):
+    result = trained(trainer, folder, recorders, samples)
+    assert len(recorders.training.left) == 2 * len(samples)  # of each epoch
+    assert len(recorders.scoring.left) >= len(samples)  # before the first of them
     return result
 
 
@@ -78,17 +83,15 @@ def test_recorded_micro_batches_train_as_others_do(model_dir, tmp_path, replicas
     samples = [equal_lengths(seed) for seed in (1, 2)]
     plain = run_trainers(model_dir, config, trained, str(tmp_path), None, samples)
     for pays in (True, False):
-        assert plain == run_trainers(
-            model_dir, config, trained_in_pieces, str(tmp_path), Repetition(pays=pays), samples
-        )
+        assert plain == run_trainers(model_dir, config, trained_in_pieces, str(tmp_path), repetitions(pays), samples)
 
 
 def test_what_fills_batches_up_to_one_shape_changes_no_update(model_dir, tmp_path):
     config = configuration().model_copy(update={"micro_batch_size": 8})  # two batches: too few to be recorded
     samples = [random_samples(seed) for seed in (1, 2)]
     (plain, _), (filled, _) = (
-        run_trainers(model_dir, config, trained, str(tmp_path), recorder, samples)[0]
-        for recorder in (None, Repetition(pays=True))
+        run_trainers(model_dir, config, trained, str(tmp_path), recorders, samples)[0]
+        for recorders in (None, repetitions(pays=True))
     )
     for one, other in zip(plain, filled, strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
