@@ -148,8 +148,9 @@ class MegatronConfig(Frozen):
     """The same for the output layer, which is Megatron's own and needs Apex."""
     cuda_graphs: bool | None = None
     """Launch each micro-batch of a pass as one CUDA graph where that is seen to take less time: small models compute
-    faster than a host launches kernels. They are filled up to one shape. Needs Transformer Engine and a dense model that is not divided over ranks (`data`
-    replicas may be several), without recomputation, overlap or `device.deterministic`; there it is the default."""
+    faster than a host launches kernels. They are filled up to one shape. Needs Transformer Engine and a dense model
+    that is not divided over ranks (`data` replicas may be several), without recomputation, overlap or
+    `device.deterministic`; there it is the default."""
 
 
 class ExpertsConfig(Frozen):

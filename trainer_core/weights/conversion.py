@@ -24,7 +24,7 @@ from storage.errors import SyncMismatch
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
 from trainer_core.weights.digest import dtype_name
-from trainer_core.weights.hollow import Settings, absent
+from trainer_core.weights.hollow import Settings, absent, replaced
 from trainer_core.weights.lanes import is_known
 from trainer_core.weights.table import Named, Row
 from trainer_core.weights.whole import Exported
@@ -88,16 +88,10 @@ def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
     return converted, others
 
 
-@contextlib.contextmanager
-def gathered_by(gather: Gather) -> Iterator[None]:
+def gathered_by(gather: Gather) -> contextlib.AbstractContextManager[None]:
     """Mappings get the shards of the tensor-parallel ranks from `gather` instead of exchanging them one by one."""
-    every: Any = MegatronParamMapping  # mappings make others, which must get them too
-    original = every.gather_from_tp_ranks
-    every.gather_from_tp_ranks = lambda _, tensor: gather(tensor)
-    try:
-        yield
-    finally:
-        every.gather_from_tp_ranks = original
+    # of the class, as mappings make others, which must get them too
+    return replaced(MegatronParamMapping, gather_from_tp_ranks=lambda _, tensor: gather(tensor))
 
 
 class _Source:

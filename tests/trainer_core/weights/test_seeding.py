@@ -202,6 +202,26 @@ def test_modules_without_a_configuration_are_converted_by_the_models(folders, tm
     assert same_bytes(ranks) == {0}
 
 
+def of_a_stored_state(trainer, folder):
+    """What arrives of a state that is not the live one, in its place, and then of the live one."""
+    trainer.import_model()
+    unknown(*EVERY)
+    trainer.train_supervised(random_examples(), 1, 8)
+    trainer.save(f"{folder}/state")
+    stored = oracle(trainer, f"{folder}/stored")
+    trainer.train_supervised(random_examples(), 1, 8)
+    found = sync(trainer, folder, 1, stored=f"{folder}/state")
+    live = sync(trainer, folder, 2)["received"] == oracle(trainer, f"{folder}/live") != stored
+    return found, stored, live
+
+
+def test_weights_of_a_stored_state_are_exported_in_the_place_of_the_live_ones(folders, tmp_path):
+    given = configuration("deepseek-v3", pipeline=2)
+    ranks = run_trainers(folders("deepseek-v3"), given, of_a_stored_state, str(tmp_path))
+    assert same_bytes([rank[:2] for rank in ranks]) == {0}
+    assert ranks[0][2]
+
+
 def direct(trainer, folder, number, between=None):
     """An update without what puts biases back to float32: what arrived on rank 0, or why it failed here."""
     from trainer_core.weights.update import Update
