@@ -49,7 +49,7 @@ class Update:
 
     def problem(self) -> str | None:
         """Why the live model no longer fits the plan; None if it does."""
-        problems = (one.changed() for one in (*self._conversions.values(), *self._others))
+        problems = (one.changed() for one in (*self._conversions.values(), *self._others, self._whole))
         return next((problem for problem in problems if problem is not None), None)
 
     def send(self, channel: Channel) -> Outbox:

@@ -67,6 +67,7 @@ class WholeExport:
     def __init__(self, model: Model, mesh: Mesh, tables: Sequence[Table]) -> None:
         """From the tables of all ranks."""
         self._model, self._mesh = model, mesh
+        self._config = Settings(model.config).digest()
         group = cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
         place = {table.place.rank: table for table in tables}
         stages = [
@@ -81,6 +82,12 @@ class WholeExport:
         self._untried: str | None = next(untried, None)
         """What cannot be exported without data, or why, if this rank knows."""
         self._seeded = self._untried is None
+
+    def changed(self) -> str | None:
+        """Why the ranks can no longer convert as they have told each other; None if they can."""
+        if self._told and Settings(self._model.config).digest() != self._config:
+            return "the model's configuration changed after the update was planned"
+        return None
 
     def outlines(self) -> list[Named]:
         """Names, types and shapes of what `exported` gives, in its order. Collective.

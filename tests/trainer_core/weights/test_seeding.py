@@ -326,3 +326,23 @@ def test_a_weight_that_changed_after_the_plan_is_told_before_a_byte_moves(folder
     assert "final_layernorm.weight" in last
     assert "float64" in last
     assert "another trainer rank" in first
+
+
+def configured_after_the_plan(trainer, folder):
+    def change(_):
+        if trainer._mesh.rank == 0:
+            trainer._model.config.layernorm_epsilon = 0.5
+
+    trainer.import_model()
+    unknown(*EVERY)
+    try:
+        sync(trainer, folder, 1, between=change)
+    except SyncMismatch as error:
+        return str(error)
+
+
+def test_a_configuration_that_changed_after_the_plan_is_told_before_a_byte_moves(folders, tmp_path):
+    given = configuration("llama", pipeline=2)
+    first, last = run_trainers(folders("llama-tied"), given, configured_after_the_plan, str(tmp_path))
+    assert "configuration changed after the update was planned: plan" in first
+    assert "another trainer rank" in last
