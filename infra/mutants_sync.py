@@ -184,6 +184,14 @@ SYNC = (
         ("tests/tasks/workers/test_peers.py",),
     ),
     Mutant(
+        "link-asked-the-wrong-way",
+        "it is asked whether the trainer's cards can read the engines'",
+        "tasks/workers/placement.py",
+        "(cards.index(reader), cards.index(owner)) for",
+        "(cards.index(owner), cards.index(reader)) for",
+        ("tests/tasks/workers/test_peers.py",),
+    ),
+    Mutant(
         "engine-of-other-cards",
         "an engine that was left on other cards of a cluster is used where it is",
         "tasks/workers/fleet.py",
@@ -214,6 +222,14 @@ SYNC = (
         "    for handle in _opened.keys() - keep:\n",
         "    for handle in keep & set():\n",
         _OPEN,
+    ),
+    Mutant(
+        "half-of-the-arenas-kept",
+        "arenas stay reserved when there is no room for all, and each attempt takes more of the card",
+        "trainer_core/weights/card.py",
+        "        _free(addresses)\n        raise\n",
+        "        raise\n",
+        ("tests/trainer_core/weights/test_card.py",),
     ),
     Mutant(
         "arenas-open-after-a-failure",

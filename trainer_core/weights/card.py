@@ -62,7 +62,7 @@ def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch
     with _on(index):
         if key not in _exported:
             _free_exported()
-            _exported[key] = [_reserved(plan.arena_bytes) for _ in range(channel.arenas)]
+            _exported[key] = _reserved(plan.arena_bytes, channel.arenas)
         handles = tuple(_handle(address).hex() for address in _exported[key])
     path = _path(channel, sender)
     path.with_suffix(".part").write_text(Shown(card=_card(index), handles=handles).model_dump_json(), encoding="utf-8")
@@ -77,13 +77,12 @@ def open_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.d
         StorageUnavailable: they cannot be opened from this card.
     """
     index, shown = _index(device), _shown(channel, sender)
-    near = shown.card == _card(index)
-    where = f"opened on card {_card(index)}" if near else f"on card {shown.card} opened from card {_card(index)}"
+    card = _card(index)
     handles = [bytes.fromhex(handle) for handle in shown.handles]
     with _on(index):
-        addresses = [_address(handle, where) for handle in handles]
-    own = torch.device("cuda", index)
-    return CardArenas([tensor_at(address, plan.arena_bytes, own) for address in addresses], near, set(handles))
+        addresses = [_address(handle, _opening(shown.card, card)) for handle in handles]
+    buffers = [tensor_at(address, plan.arena_bytes, torch.device("cuda", index)) for address in addresses]
+    return CardArenas(buffers, shown.card == card, set(handles))
 
 
 def close_opened(keep: set[bytes]) -> None:
@@ -103,9 +102,13 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 def _free_exported() -> None:
     for addresses in _exported.values():
-        for address in addresses:
-            runtime.cudaFree(address)
+        _free(addresses)
     _exported.clear()
+
+
+def _free(addresses: list[int]) -> None:
+    for address in addresses:
+        runtime.cudaFree(address)
 
 
 @contextmanager
@@ -125,8 +128,16 @@ def _card(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _reserved(size: int) -> int:
-    return int(_done(runtime.cudaMalloc(size), "reserved", "lower sync.arena_mib"))
+def _reserved(size: int, count: int) -> list[int]:
+    """Addresses of so many new arenas; none is left if there is no room for all."""
+    addresses: list[int] = []
+    try:
+        while len(addresses) < count:
+            addresses.append(int(_done(runtime.cudaMalloc(size), "reserved", "lower sync.arena_mib")))
+    except StorageUnavailable:
+        _free(addresses)
+        raise
+    return addresses
 
 
 def _handle(address: int) -> bytes:
@@ -134,11 +145,15 @@ def _handle(address: int) -> bytes:
     return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
 
-def _address(handle: bytes, where: str) -> int:
+def _opening(theirs: str, own: str) -> str:
+    return f"opened on card {theirs}" + ("" if theirs == own else f" from card {own}")
+
+
+def _address(handle: bytes, opening: str) -> int:
     if handle not in _opened:
         theirs = runtime.cudaIpcMemHandle_t()
         ctypes.memmove(theirs.getPtr(), handle, _HANDLE_BYTES)
-        _opened[handle] = int(_done(runtime.cudaIpcOpenMemHandle(theirs, _OPEN), where))
+        _opened[handle] = int(_done(runtime.cudaIpcOpenMemHandle(theirs, _OPEN), opening))
     return _opened[handle]
 
 

@@ -71,9 +71,10 @@ def _connected(signals: Signals, make: Callable[[], Any], what: str) -> Any:
     Thread(target=run, name="ratchet-meeting", daemon=True).start()
     signals.wait(lambda: bool(made or failures), what)
     if failures:
-        raise SyncMismatch(f"a process of the weight update cannot connect to the others: {failures[0]}") from failures[
-            0
-        ]
+        (failure,) = failures
+        raise SyncMismatch(
+            f'a process of the weight update cannot connect to the others: {failure}; set sync.transport to "auto"'
+        ) from failure
     return made[0]
 
 

@@ -4,7 +4,10 @@ import ctypes
 
 import pytest
 
+from tasks.config.environment import Settings
 from tasks.workers.peers import asked, can_read
+from tasks.workers.placement import placement
+from tests.small.config import small_config
 
 
 class Driver:
@@ -48,3 +51,25 @@ def test_every_pair_must_be_able_to(driver, pairs, expected):
 def test_without_a_driver_nothing_is_known(monkeypatch):
     monkeypatch.setattr("tasks.workers.peers._DRIVER", "libno-such-driver.so")
     assert can_read(((7, 8),)) is None
+
+
+@pytest.mark.parametrize(
+    ("cards", "links", "expected"),
+    [
+        ("own", {(2, 0), (2, 1)}, True),  # an engine on the third card reads those of both ranks
+        ("own", {(0, 2), (1, 2), (0, 1), (1, 0)}, False),  # they could read its card
+        ("own", {(2, 0)}, False),
+        ("shared", {(0, 1)}, True),  # an engine on the first card reads the second, too
+        ("shared", {(1, 0)}, False),
+    ],
+)
+def test_the_engines_cards_are_asked_for_the_trainers(monkeypatch, cards, links, expected):
+    """By their places among the visible cards, as the driver counts them, not by their names."""
+    can_read.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(3, links))
+    config = small_config(["train.parallel.pipeline=2", f"engine.cards={cards}"])
+    try:
+        found = placement(config, Settings(ray_address=None, ray_token=None, gpus=("5", "3", "7")))
+    finally:
+        can_read.cache_clear()
+    assert found.reads is expected

@@ -358,14 +358,6 @@ def test_a_near_arena_is_used_where_it_lies(tmp_path):
     assert seen.eq(9).all()
 
 
-def test_memory_is_a_tensor_of_the_device_that_is_named(tmp_path):
-    memory = torch.arange(16, dtype=torch.uint8)
-    found = card.tensor_at(memory.data_ptr(), 16, CPU)
-    memory[3] = 99
-    assert found.data_ptr() == memory.data_ptr()
-    assert torch.equal(found, memory)
-
-
 @pytest.mark.parametrize(("failed", "left"), [(False, {b"a"}), (True, set())])
 def test_only_arenas_of_a_complete_update_stay_open(tmp_path, monkeypatch, failed, left):
     closed = []
@@ -398,7 +390,7 @@ def test_a_process_that_cannot_connect_says_so(tmp_path, monkeypatch):
     plan = plan_of(sent)
     channel = channel_of(tmp_path, "collective", deadline_s=20)
     reading, sending = Receiving(channel, plan), Sending(channel, plan, sent)
-    with pytest.raises(SyncMismatch, match=r"cannot connect to the others: .*no-such-interface"):
+    with pytest.raises(SyncMismatch, match=r"cannot connect to the others: .*no-such-interface.*set sync\.transport"):
         sending.result()
     with pytest.raises(SyncMismatch, match="cannot connect"):
         reading.result()
