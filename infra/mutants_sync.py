@@ -163,8 +163,8 @@ SYNC = (
         "cards-without-a-link",
         "weights are to be read from cards whose memory cannot be read",
         "tasks/workers/placement.py",
-        "place.one_card or (place.one_host and place.reads)",
-        "place.one_card or place.one_host",
+        "    elif place.reads is False:\n",
+        "    elif place.reads is False and not place.engines:\n",
         _PLACES,
     ),
     Mutant(
