@@ -86,7 +86,7 @@ PLAN = (
         "trainer_core/weights/update.py",
         "(*self._conversions.values(), *self._others, self._whole))",
         "(*self._conversions.values(), self._whole))",
-        (f"{_SEEDING}a_weight_that_changed_after_the_plan_is_told_before_a_byte_moves",),
+        (f"{_SEEDING}what_changed_after_the_plan_is_told_before_a_byte_moves",),
     ),
     Mutant(
         "configuration-as-planned",
@@ -94,7 +94,7 @@ PLAN = (
         "trainer_core/weights/update.py",
         "*self._others, self._whole))",
         "*self._others))",
-        (f"{_SEEDING}a_configuration_that_changed_after_the_plan_is_told_before_a_byte_moves",),
+        (f"{_SEEDING}what_changed_after_the_plan_is_told_before_a_byte_moves",),
     ),
     Mutant(
         "conversions-are-kept",

@@ -1,12 +1,13 @@
 """Weights that only the bridge's whole export converts: the bytes of the plain export, without its many questions."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from storage.errors import SyncMismatch
-from tests.trainer_core.models import make_family, random_examples
-from tests.trainer_core.ranks import run_ranks, run_trainers
+from tests.trainer_core.models import random_examples
+from tests.trainer_core.ranks import run_trainers
 from tests.trainer_core.weights.syncing import ARENA, Reading, counted, oracle, sync
 from trainer_core.config import ExpertsConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.weights.channel import Channel
@@ -24,20 +25,6 @@ def configuration(family, precision="bf16", **parallel):
         max_length=64,
         precision=precision,
     )
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Hugging Face directories by family, each made once."""
-    made = {}
-
-    def folder(family):
-        if family not in made:
-            made[family] = str(tmp_path_factory.mktemp(family))
-            run_ranks(1, make_family, made[family], family)
-        return made[family]
-
-    return folder
 
 
 def unknown(*names):
@@ -303,46 +290,38 @@ def test_a_weight_that_is_not_as_it_was_told_fails_with_its_name_and_stops_no_ra
     assert ranks[0][1] == ranks[0][2]
 
 
-def changed_after_the_plan(trainer, folder):
+def retyped(trainer):
     import torch
 
-    def change(_):
-        if trainer._mesh.rank == 1:
-            named = dict(trainer._model.modules[-1].named_parameters())
-            norm = next(one for name, one in named.items() if name.endswith("final_layernorm.weight"))
-            norm.data = norm.data.to(torch.float64)
+    if trainer._mesh.rank == 1:
+        named = dict(trainer._model.modules[-1].named_parameters())
+        norm = next(one for name, one in named.items() if name.endswith("final_layernorm.weight"))
+        norm.data = norm.data.to(torch.float64)
 
+
+def reconfigured(trainer):
+    if trainer._mesh.rank == 0:
+        trainer._model.config.layernorm_epsilon = 0.5
+
+
+def changed_after_the_plan(trainer, folder, change):
     trainer.import_model()
     unknown(*EVERY)
     try:
-        sync(trainer, folder, 1, between=change)
+        sync(trainer, folder, 1, between=lambda _: change(trainer))
     except SyncMismatch as error:
         return str(error)
 
 
-def test_a_weight_that_changed_after_the_plan_is_told_before_a_byte_moves(folders, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "rank", "said"),
+    [
+        (retyped, 1, r"final_layernorm\.weight.*float64"),
+        (reconfigured, 0, r"configuration changed after the update was planned: plan"),
+    ],
+)
+def test_what_changed_after_the_plan_is_told_before_a_byte_moves(folders, tmp_path, change, rank, said):
     given = configuration("llama", pipeline=2)
-    first, last = run_trainers(folders("llama-tied"), given, changed_after_the_plan, str(tmp_path))
-    assert "final_layernorm.weight" in last
-    assert "float64" in last
-    assert "another trainer rank" in first
-
-
-def configured_after_the_plan(trainer, folder):
-    def change(_):
-        if trainer._mesh.rank == 0:
-            trainer._model.config.layernorm_epsilon = 0.5
-
-    trainer.import_model()
-    unknown(*EVERY)
-    try:
-        sync(trainer, folder, 1, between=change)
-    except SyncMismatch as error:
-        return str(error)
-
-
-def test_a_configuration_that_changed_after_the_plan_is_told_before_a_byte_moves(folders, tmp_path):
-    given = configuration("llama", pipeline=2)
-    first, last = run_trainers(folders("llama-tied"), given, configured_after_the_plan, str(tmp_path))
-    assert "configuration changed after the update was planned: plan" in first
-    assert "another trainer rank" in last
+    found = run_trainers(folders("llama-tied"), given, changed_after_the_plan, str(tmp_path), change)
+    assert re.search(said, found[rank])
+    assert "another trainer rank" in found[1 - rank]

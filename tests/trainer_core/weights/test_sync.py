@@ -5,12 +5,10 @@ import pytest
 
 from tests.trainer_core.models import (
     FAMILIES,
-    add_frequencies,
-    make_family,
     random_examples,
     random_sequences,
 )
-from tests.trainer_core.ranks import run_ranks, run_trainers
+from tests.trainer_core.ranks import run_trainers
 from tests.trainer_core.weights.syncing import imported, oracle, sync
 from trainer_core.config import ExpertsConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 
@@ -54,22 +52,6 @@ def configuration(family, layout, precision="fp32"):
         max_length=64,
         precision=precision,
     )
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Hugging Face directories by family, each made once."""
-    made = {}
-
-    def folder(family):
-        if family not in made:
-            made[family] = str(tmp_path_factory.mktemp(family))
-            run_ranks(1, make_family, made[family], family)
-            if "llama" in family:
-                run_ranks(1, add_frequencies, made[family])
-        return made[family]
-
-    return folder
 
 
 def walk(trainer, folder):

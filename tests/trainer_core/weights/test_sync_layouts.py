@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError
-from tests.trainer_core.models import make_family, random_examples, random_sequences
+from tests.trainer_core.models import random_examples, random_sequences
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from tests.trainer_core.weights.syncing import imported, oracle, sync
 from trainer_core.config import (
@@ -38,15 +38,6 @@ def configuration(precision="bf16", megatron=None, **parallel):
     )
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Hugging Face directories by family."""
-    made = {family: str(tmp_path_factory.mktemp(family)) for family in (DEEPSEEK, EXPERTS)}
-    for family, folder in made.items():
-        run_ranks(1, make_family, folder, family)
-    return made
-
-
 def twice(trainer, folder):
     """Before the first pass, and after a training; then what the bridge exports."""
     trainer.import_model()
@@ -68,9 +59,9 @@ def twice(trainer, folder):
     ids=["first1", "cp2-ep2", "last1", "tp2-sp-last1", "cp2-pp2", "cp2-tp2-sp"],
 )
 def test_unequal_stages_and_divided_sequences_send_everything_once(folders, tmp_path, family, parallel):
-    ranks = run_trainers(folders[family], configuration(**parallel), twice, str(tmp_path))
+    ranks = run_trainers(folders(family), configuration(**parallel), twice, str(tmp_path))
     first, second, exported = ranks[0]
-    assert first["received"] == imported(folders[family], "bf16")
+    assert first["received"] == imported(folders(family), "bf16")
     assert second["received"] == exported
     moved = [name for name, before in first["received"].items() if exported[name] != before]
     assert len(moved) > len(exported) / 2
@@ -115,7 +106,7 @@ def given_up(trainer, folder):
 )
 def test_weights_that_were_given_up_arrive_all_the_same(folders, tmp_path, parallel, megatron):
     given = configuration(megatron=megatron, **parallel)
-    ranks = run_trainers(folders[DEEPSEEK], given, given_up, str(tmp_path))
+    ranks = run_trainers(folders(DEEPSEEK), given, given_up, str(tmp_path))
     found, _ = ranks[0]
     assert found == dict.fromkeys(found, True)
     assert all(away for _, away in ranks)
@@ -130,7 +121,7 @@ def refused(rank, world_size, store, directory):
 
 
 def test_a_model_with_layers_that_predict_further_tokens_is_refused_by_the_trainer(folders, tmp_path):
-    facts = json.loads(Path(folders[DEEPSEEK], "config.json").read_text())
+    facts = json.loads(Path(folders(DEEPSEEK), "config.json").read_text())
     Path(tmp_path, "config.json").write_text(json.dumps(facts | {"num_nextn_predict_layers": 1}))
     (said,) = run_ranks(1, refused, str(tmp_path))
     assert "num_nextn_predict_layers = 1" in said
