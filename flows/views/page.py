@@ -137,7 +137,10 @@ class LivePage:
 
 
 def _annotate(client: SyncPrefectClient, flow_run: UUID, message: str) -> None:
-    """Say something in the state of a flow run that is running; any other state is left alone."""
+    """Say something in the state of a flow run that is running; any other state is left alone.
+
+    Not by force: the server then refuses it if the flow run has been cancelled, or has ended, since it was read.
+    """
     state = client.read_flow_run(flow_run).state
     if state is not None and state.is_running():
-        client.set_flow_run_state(flow_run, Running(message=message), force=True)
+        client.set_flow_run_state(flow_run, Running(message=message))
