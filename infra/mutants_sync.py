@@ -224,6 +224,14 @@ SYNC = (
         _OPEN,
     ),
     Mutant(
+        "arenas-freed-while-open",
+        "arenas of a former size are given back while engines may have them open",
+        "trainer_core/weights/card.py",
+        "        _replaced.extend(itertools.chain.from_iterable(_exported.values()))\n",
+        "        _free(list(itertools.chain.from_iterable(_exported.values())))\n",
+        ("tests/trainer_core/weights/test_card.py",),
+    ),
+    Mutant(
         "half-of-the-arenas-kept",
         "arenas stay reserved when there is no room for all, and each attempt takes more of the card",
         "trainer_core/weights/card.py",

@@ -141,14 +141,6 @@ TRAINER_CORE = (
         (f"{_LAYOUTS}[dp2-tied]",),
     ),
     Mutant(
-        "padding-is-exported",
-        "weights of the vocabulary are exported with their padding",
-        "trainer_core/weights/export.py",
-        "tensor[: model.vocab_size] if name in model.vocabulary else tensor",
-        "tensor",
-        _PADDING,
-    ),
-    Mutant(
         "padding-is-stored",
         "a state holds the padding of the vocabulary, so that it depends on the layout",
         "trainer_core/state/boxes.py",

@@ -12,7 +12,6 @@ from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
-from trainer_core.weights.records import TensorRecord
 
 Generators = Literal["continued", "restored", "reseeded"]
 """What happened to a rank's random generators since its last training: nothing, or what the last `load` did to them."""
@@ -194,17 +193,6 @@ class TrainerProtocol(Protocol):
         Raises:
             StorageError: if there is no state.
             InputError: if Transformer Engine saved it and is not installed here, or vice versa.
-        """
-        ...
-
-    def export(self, directory: str) -> list[TensorRecord]:
-        """Write the live weights under their Hugging Face names as safetensors files into `directory`.
-
-        Rank 0 writes, and returns one record per tensor in the order written; other ranks return []. A layer is never
-        divided between files.
-
-        Raises:
-            StorageUnavailable: on rank 0, if the files cannot be written.
         """
         ...
 

@@ -25,8 +25,6 @@ from trainer_core.state.checkpoint import Saver, load_state
 from trainer_core.state.facts import StateFacts, check_modules, read_facts
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.exchange import agree
-from trainer_core.weights.export import export_weights
-from trainer_core.weights.records import TensorRecord
 from trainer_core.weights.signals import fail
 from trainer_core.weights.update import Update
 
@@ -160,11 +158,6 @@ class Trainer(TrainerProtocol):
         check_modules(directory, read_facts(directory), self._transformer_engine)
         self._reference = Reference(directory, self._model)
         self._reference_identity = identity
-
-    def export(self, directory: str) -> list[TensorRecord]:
-        """See `TrainerProtocol.export`."""
-        with self._model.weights("readable"):
-            return export_weights(directory, self._model, self._mesh)
 
     def plan_weights(self, version: int, arena_bytes: int) -> Planned:
         """See `TrainerProtocol.plan_weights`."""

@@ -14,7 +14,6 @@ from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import MemoryConfig, OptimizerConfig
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.records import TensorRecord
 
 
 class TrainerGroup(GroupHandle):
@@ -72,10 +71,6 @@ class TrainerGroup(GroupHandle):
     def load_reference(self, directory: Path, identity: str) -> None:
         """See `TrainerProtocol.load_reference`."""
         self._results(self.submit(TrainerProtocol.load_reference, str(directory), identity))
-
-    def export(self, directory: Path) -> list[TensorRecord]:
-        """See `TrainerProtocol.export`; what rank 0 wrote."""
-        return self._first(self.submit(TrainerProtocol.export, str(directory)))
 
     def plan_weights(self, version: int, arena_bytes: int) -> list[Planned]:
         """See `TrainerProtocol.plan_weights`; every rank's answer."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from safetensors.numpy import save_file
 
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
@@ -29,11 +28,9 @@ from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, facts_text, read_facts
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
-from trainer_core.weights.records import TensorRecord
 
 SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
 ARRAYS = ("weights", "first", "second")
-FILE = "weights-00000.safetensors"
 LAYERS = tuple(f"model.layers.{layer}.weight" for layer in range(4))
 LAYER = SIZE // len(LAYERS)  # float32 in each, in the order of the weights
 FILES = {array: array if array == "weights" else f"optimizer.{array}" for array in ARRAYS}
@@ -184,17 +181,6 @@ class SmallTrainer(TrainerProtocol):
     def load_reference(self, directory, identity):
         self._reference_weights = self._read(directory, "weights", read_facts(directory))
         self._reference = identity
-
-    def export(self, directory):
-        self._need("weights")
-        if self._rank:
-            return []
-        layers = layers_of(self.arrays["weights"])
-        save_file(layers, Path(directory) / FILE)
-        return [
-            TensorRecord(name=name, dtype="float32", shape=(LAYER,), digest=bytes_digest(layer.tobytes()), file=FILE)
-            for name, layer in layers.items()
-        ]
 
     def plan_weights(self, version, arena_bytes):
         self._plan = plan_of(version, self._config.parallel.world_size)

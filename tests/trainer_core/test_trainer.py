@@ -9,6 +9,7 @@ import pytest
 
 from storage.errors import InputError, NumericsError, StageFailed
 from tests.trainer_core.models import random_examples, random_samples, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_trainers
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
@@ -29,7 +30,7 @@ def configuration(parallel=SINGLE, learning_rate=1e-3, **policy):
 def train(trainer, folder, samples, temperature=1.0):
     trainer.import_model()
     metrics = trainer.train_policy(samples, temperature)
-    trainer.export(folder)
+    export(trainer, folder)
     return metrics
 
 
@@ -132,7 +133,7 @@ def test_an_iteration_makes_no_pass_too_many(model_dir, policy, expected):
 def twice(trainer, folder, samples):
     trainer.import_model()
     metrics = [trainer.train_policy(samples, 1.0) for _ in range(2)]
-    trainer.export(folder)
+    export(trainer, folder)
     return metrics
 
 
@@ -217,11 +218,11 @@ def test_what_was_rewarded_becomes_more_probable(model_dir):
 def compare_with_reference(trainer, folder, compare):
     trainer.import_model()
     trainer.save(f"{folder}/reference")
-    trainer.export(f"{folder}/imported")
+    export(trainer, f"{folder}/imported")
     trainer.load_reference(f"{folder}/reference", "reference")
-    trainer.export(f"{folder}/unmoved")
+    export(trainer, f"{folder}/unmoved")
     metrics = [trainer.train_policy(random_samples(seed), 1.0, reference=compare) for seed in (1, 2)]
-    trainer.export(f"{folder}/trained")
+    export(trainer, f"{folder}/trained")
     return [report.pop("kl_reference", None) for report in metrics], metrics
 
 
@@ -308,7 +309,7 @@ def survive_bad_rewards(trainer, folder):
     rewards[0] = math.inf
     with pytest.raises(NumericsError) as caught:
         trainer.train_policy(replace(random_samples(), rewards=rewards), 1.0)
-    trainer.export(folder)
+    export(trainer, folder)
     return str(caught.value), trainer.train_policy(random_samples(), 1.0)
 
 
@@ -327,7 +328,7 @@ def test_a_loss_that_is_not_finite_is_not_applied(model_dir, tmp_path, parallel)
 def warm_up(trainer, folder, steps, batch_size, optimizer):
     trainer.import_model()
     metrics = trainer.train_supervised(random_examples(), steps, batch_size, optimizer)
-    trainer.export(folder)
+    export(trainer, folder)
     return metrics, trainer.train_policy(random_samples(), 1.0)["learning_rate"]
 
 

@@ -6,6 +6,7 @@ the first opening costs tens of milliseconds.
 """
 
 import ctypes
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ _OPEN = runtime.cudaIpcMemLazyEnablePeerAccess
 
 _exported: dict[tuple[int, int, int], list[int]] = {}
 """Addresses of this process's arenas, by device, size and number; of one channel at a time."""
+_replaced: list[int] = []
+"""Addresses of arenas of a former size, until the next update: receivers may have them open until the end of this one,
+and what another process has open must not be given back."""
 _opened: dict[bytes, int] = {}
 """Addresses of other processes' arenas in this one, by their handles; of one channel at a time."""
 
@@ -60,9 +64,7 @@ def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch
     index = _index(device)
     key = (index, plan.arena_bytes, channel.arenas)
     with _on(index):
-        if key not in _exported:
-            _free_exported()
-            _exported[key] = _reserved(plan.arena_bytes, channel.arenas)
+        _keep(key)
         handles = tuple(_handle(address).hex() for address in _exported[key])
     path = _path(channel, sender)
     path.with_suffix(".part").write_text(Shown(card=_card(index), handles=handles).model_dump_json(), encoding="utf-8")
@@ -100,10 +102,16 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 
 
-def _free_exported() -> None:
-    for addresses in _exported.values():
-        _free(addresses)
-    _exported.clear()
+def _keep(key: tuple[int, int, int]) -> None:
+    """Have arenas of that size, and no others but those that they replace."""
+    _free(_replaced)
+    _replaced.clear()
+    if key not in _exported:
+        _, size, count = key
+        made = _reserved(size, count)
+        _replaced.extend(itertools.chain.from_iterable(_exported.values()))
+        _exported.clear()
+        _exported[key] = made
 
 
 def _free(addresses: list[int]) -> None:

@@ -13,7 +13,7 @@ _K2 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 of splitmix64 as a signed word: 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of an element type without torch's prefix, as `TensorRecord.dtype` has it."""
+    """Name of an element type without torch's prefix."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -11,6 +11,7 @@ from tasks.config.stored import record_config
 from tasks.engine.protocol import weights_digest
 from tasks.stages.names import Stage
 from tests.storage.tables import manifest
+from tests.trainer_core.oracle import export
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
 VOCABULARY = 100
@@ -50,7 +51,7 @@ def save_state(trainer, folder):
     """Import the model and save it as a state; what the trainer sends to engines is written beside it."""
     trainer.import_model()
     trainer.save(f"{folder}/state")
-    return trainer.export(f"{folder}/engine")
+    return export(trainer, f"{folder}/engine")
 
 
 def settings(precision: str, parallel: ParallelConfig) -> TrainerConfig:

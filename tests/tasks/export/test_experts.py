@@ -8,6 +8,7 @@ import pytest
 
 from tests.tasks.export.exported import export_run, save_state, settings, store_run
 from tests.trainer_core.models import hugging_face_logprobs, make_family, random_samples, random_sequences
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import ExpertsConfig, ParallelConfig
 
@@ -32,7 +33,7 @@ def step_score_and_save(trainer, folder):
     trainer.import_model()
     trainer.train_policy(random_samples(), 1.0)
     trainer.save(f"{folder}/state")
-    records = trainer.export(f"{folder}/engine")
+    records = export(trainer, f"{folder}/engine")
     return records, trainer.logprobs(random_sequences(), 1.0)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.document import parse_config
@@ -20,10 +21,11 @@ from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
 from tasks.workers.sampling import Batch, sample
-from tasks.workers.scratch import scratch
+from tests.tasks.engine_process import weights_of
 from tests.tasks.engine_update import update
 from tests.tasks.workers.test_cluster import listening_addresses
 from trainer_core.protocol import TrainerProtocol
+from trainer_core.weights.digest import tensor_digest
 
 LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
 PROMPTS = [np.random.default_rng(place).integers(2, 32, 6).tolist() for place in range(8)]
@@ -46,15 +48,18 @@ def model(engines):
     return engines["qwen3", False].old
 
 
+def whole_digests(model):
+    return {name: tensor_digest(torch.from_numpy(array)) for name, array in weights_of(model).items()}
+
+
 def deliver(fleet, config, group, engine, version):
-    """A weight update as the stage does it; what was sent is what the trainer exports, and what the engine holds."""
+    """A weight update as the stage does it; what was sent is the model that was imported, and what the engine holds."""
     context = SimpleNamespace(config=config, workers=fleet, say=print)
     delivery = transaction.deliver(context, {0: engine}, group, version)
     assert engine.identity() == EngineIdentity(weight_version=version, weights_digest=delivery.weights_digest)
     assert engine.held() == delivery.digests
     assert delivery.exchanges == 1
-    with scratch() as folder:
-        assert {record.name: record.digest for record in group.export(folder)} == delivery.digests
+    assert delivery.digests == whole_digests(config.model.source)
 
 
 def kill(group):

@@ -7,6 +7,7 @@ import numpy as np
 from tasks.config.data import GeneratedAddition
 from tasks.config.model import GeneratedModel
 from tasks.data.generated import character_tokenizer, generate_addition, generate_model
+from tests.trainer_core.oracle import export
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 
 STOP, RESPONSE = 1, 4
@@ -51,7 +52,7 @@ def _with_live_weights(model, trainer, folder):
     """Give transformers' model the trainer's weights."""
     from safetensors.torch import load_file
 
-    trainer.export(folder)
+    export(trainer, folder)
     for path in Path(folder).glob("*.safetensors"):
         model.load_state_dict(load_file(path), strict=False)
     return model

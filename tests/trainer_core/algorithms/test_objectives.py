@@ -7,6 +7,7 @@ import pytest
 
 from tests.trainer_core.algorithms.plain import plain_steps
 from tests.trainer_core.models import hugging_face_logprobs, random_samples, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.batches.sharing import Limits
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
@@ -61,7 +62,7 @@ def stepped(trainer, tokens, samples, reference, folder):
         policy = PolicyConfig.model_validate(settings)
         phase = PolicyPhase(passes, trainer._optimizer, policy, TEMPERATURE, (0,))
         metrics[name] = phase.run(samples, reference if policy.needs_reference else None)
-        trainer.export(f"{folder}/{name}")
+        export(trainer, f"{folder}/{name}")
     return metrics
 
 

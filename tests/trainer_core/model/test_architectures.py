@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.models import VOCABULARY, random_sequences, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
@@ -33,7 +34,7 @@ def make_and_score(rank, world_size, store, directory, kind):
 
 def import_and_score(trainer, folder):
     trainer.import_model()
-    trainer.export(folder)
+    export(trainer, folder)
     return trainer.logprobs(random_sequences(), 1.0)
 
 

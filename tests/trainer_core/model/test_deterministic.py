@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.trainer_core.models import random_samples, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.start import start_trainer
@@ -58,7 +59,7 @@ def train(rank, world_size, store, model_dir, folder, deterministic):
     trainer = start_trainer(model_dir, CONFIG, spec)
     trainer.import_model()
     metrics = trainer.train_policy(random_samples(1, groups=64, per_group=8), 1.0)
-    trainer.export(folder)
+    export(trainer, folder)
     trainer.close()
     return metrics
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.models import hugging_face_logprobs, random_samples, random_sequences, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 
@@ -38,9 +39,9 @@ def import_score_step(trainer, folder):
     """Everything the tests below compare."""
     trainer.import_model()
     logprobs = trainer.logprobs(random_sequences(), TEMPERATURE)
-    records = trainer.export(f"{folder}/imported")
+    records = export(trainer, f"{folder}/imported")
     metrics = trainer.train_policy(random_samples(), TEMPERATURE)
-    trainer.export(f"{folder}/stepped")
+    export(trainer, f"{folder}/stepped")
     return {"logprobs": logprobs, "records": records, "metrics": metrics}
 
 

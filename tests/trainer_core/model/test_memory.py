@@ -9,6 +9,7 @@ import pytest
 
 from storage.errors import AccumulationPending, NumericsError
 from tests.trainer_core.models import make_family, random_samples, random_sequences
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import (
     MegatronConfig,
@@ -89,7 +90,7 @@ class Life:
             return trainer.load(f"{folder}/{self.saved}").identity
         if event == "export":
             with tempfile.TemporaryDirectory() as exported:
-                return [record.digest for record in trainer.export(exported)]
+                return [record.digest for record in export(trainer, exported)]
         return trainer.load_reference(f"{folder}/0", "reference")
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from storage.errors import RatchetError
 from tests.trainer_core.models import ODD_VOCABULARY, random_samples, random_sequences, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.state.comparison import compare_states
@@ -23,16 +24,16 @@ def configuration(layout):
 
 def train(trainer, folder):
     trainer.import_model()
-    trainer.export(f"{folder}/imported")
+    export(trainer, f"{folder}/imported")
     logprobs = trainer.logprobs(random_sequences(1))
     metrics = [trainer.train_policy(random_samples(seed), 1.0) for seed in (1, 2)]
-    trainer.export(f"{folder}/trained")
+    export(trainer, f"{folder}/trained")
     return trainer.save(f"{folder}/state").identity, logprobs, metrics
 
 
 def move(trainer, folder, target):
     loaded = trainer.load(f"{folder}/state")
-    trainer.export(f"{folder}/{target}")
+    export(trainer, f"{folder}/{target}")
     trainer.save(f"{folder}/{target}-state")
     trainer.train_policy(random_samples(3), 1.0)
     trainer.save(f"{folder}/{target}-next")  # refused if the padding were trained

@@ -9,6 +9,7 @@ import pytest
 
 from storage.errors import NumericsError, RatchetError
 from tests.trainer_core.models import random_samples, random_sequences, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_trainers
 from trainer_core.config import MegatronConfig, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 
@@ -62,7 +63,7 @@ def live(trainer, folder, order):
         elif event == "load":
             trainer.load(f"{folder}/{saved}")
         elif event == "export":
-            trainer.export(f"{folder}/export-{number}")
+            export(trainer, f"{folder}/export-{number}")
         elif event == "reference":
             trainer.load_reference(f"{folder}/0", "reference")
     return seen
@@ -123,7 +124,7 @@ def begin_again(trainer, folder):
 
 def step_with_reference(trainer, folder):
     metrics = trainer.train_policy(random_samples(99), 1.0, reference=True)
-    trainer.export(folder)
+    export(trainer, folder)
     return metrics
 
 
@@ -210,7 +211,7 @@ def step(trainer, folder):
     trainer._model.chunks[0].register_forward_hook(lambda *_: after_forward.append(sum(kept)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         metrics = trainer.train_policy(random_samples(), 1.0)
-    trainer.export(folder)
+    export(trainer, folder)
     return metrics, after_forward[0]
 
 

@@ -26,7 +26,7 @@ assert "megatron" not in sys.modules
 """
 LIGHT = """
 import sys
-import trainer_core.start, trainer_core.protocol, trainer_core.batches.sequences, trainer_core.weights.records
+import trainer_core.start, trainer_core.protocol, trainer_core.batches.sequences
 assert not {"torch", "megatron", "transformers"} & set(sys.modules)
 """
 PREPARED = """

@@ -11,6 +11,7 @@ import pytest
 
 from storage.errors import InputError, StorageError
 from tests.trainer_core.models import random_examples, random_samples, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 from trainer_core.state.facts import StateFacts, check_modules
@@ -59,7 +60,7 @@ def train_save_train(trainer, folder):
     draws()
     saved = trainer.save(f"{folder}/saved")
     children = [process.name() for process in psutil.Process().children()]
-    trainer.export(f"{folder}/at-save")
+    export(trainer, f"{folder}/at-save")
     return {
         "names": saved.names,
         "identity": saved.identity,
@@ -70,7 +71,7 @@ def train_save_train(trainer, folder):
 
 def load_train(trainer, folder, target):
     info = trainer.load(f"{folder}/saved")
-    trainer.export(f"{folder}/{target}-loaded")
+    export(trainer, f"{folder}/{target}-loaded")
     return {"info": info, **third_iteration(trainer, f"{folder}/{target}")}
 
 
@@ -78,7 +79,7 @@ def third_iteration(trainer, folder):
     drawn = draws()
     metrics = trainer.train_policy(random_samples(3), 1.0)
     trainer.save(f"{folder}-state")
-    trainer.export(folder)
+    export(trainer, folder)
     return {"draws": drawn, "metrics": metrics}
 
 
@@ -250,13 +251,13 @@ def warm_up_and_save(trainer, folder):
     trainer.train_supervised(random_examples(), steps=3, batch_size=8, optimizer=WARM_UP)
     trainer.save(f"{folder}/warmed")
     trainer.train_policy(random_samples(), 1.0)
-    trainer.export(f"{folder}/straight")
+    export(trainer, f"{folder}/straight")
 
 
 def load_warmed(trainer, folder):
     info = trainer.load(f"{folder}/warmed")
     metrics = trainer.train_policy(random_samples(), 1.0)
-    trainer.export(f"{folder}/resumed")
+    export(trainer, f"{folder}/resumed")
     return info, metrics
 
 

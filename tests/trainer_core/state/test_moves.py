@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.models import make_family, random_samples, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 
@@ -54,9 +55,9 @@ def load_and_go_on(trainer, folder, moved):
 
 def saved_and_stepped(trainer, state, exports):
     identity = trainer.save(state).identity
-    trainer.export(f"{exports}/before")
+    export(trainer, f"{exports}/before")
     trainer.train_policy(random_samples(1), 1.0)
-    trainer.export(f"{exports}/after")
+    export(trainer, f"{exports}/after")
     return identity
 
 

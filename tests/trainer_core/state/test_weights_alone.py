@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.models import random_samples, read_export
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.state.comparison import compare_states
@@ -36,7 +37,7 @@ def save_apart_and_together(trainer, folder):
     saved = trainer.save(f"{folder}/apart")
     save_as_before(trainer, f"{folder}/before")
     save_as_before(trainer, f"{folder}/together", apart=False)
-    trainer.export(f"{folder}/exported")
+    export(trainer, f"{folder}/exported")
     return saved
 
 
@@ -98,7 +99,7 @@ def take_weights(trainer, folder, source):
     own = trainer.logprobs([samples.tokens[:12]])[0]
     with trainer._reference.in_place():
         reference = trainer.logprobs([samples.tokens[:12]])[0]
-        trainer.export(f"{folder}/{source}-taken")
+        export(trainer, f"{folder}/{source}-taken")
     return own, reference
 
 

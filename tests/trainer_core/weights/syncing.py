@@ -11,6 +11,7 @@ import torch
 from storage.errors import RatchetError
 from tasks.engine.receivers.receiver import open_receiver
 from tests.trainer_core.models import read_export
+from tests.trainer_core.oracle import export
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digest, tensor_digests
 from trainer_core.weights.packing import tensors_of, views
@@ -103,7 +104,7 @@ def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=Non
 
 def oracle(trainer, folder):
     """What megatron-bridge's export with fresh tasks gives: digests, types and shapes by name (on rank 0)."""
-    records = trainer.export(folder)
+    records = export(trainer, folder)
     return {record.name: (record.digest, record.dtype, record.shape) for record in records} or None
 
 

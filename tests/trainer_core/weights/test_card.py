@@ -60,6 +60,17 @@ def test_as_many_arenas_are_reserved_as_were_asked_for(library):
     assert card._reserved(8, 2) == found.taken == [1000, 1001]
 
 
+def test_arenas_of_another_size_are_given_back_one_update_later(library, monkeypatch):
+    """Until then an engine may have them open."""
+    for name, empty in (("_exported", {}), ("_replaced", [])):
+        monkeypatch.setattr(card, name, empty)
+    found, seen = library(room=4), []
+    for size in (8, 8, 16, 16):
+        card._keep((0, size, 2))
+        seen.append(list(found.taken))
+    assert seen == [[1000, 1001], [1000, 1001], [1000, 1001, 1002, 1003], [1002, 1003]]
+
+
 @pytest.mark.parametrize(
     ("own", "said"), [("B", "could not be opened on card B: no link"), ("A", "on card B from card A: no link")]
 )

@@ -8,6 +8,7 @@ from tests.trainer_core.models import (
     random_examples,
     random_sequences,
 )
+from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_trainers
 from tests.trainer_core.weights.syncing import imported, oracle, sync
 from trainer_core.config import ExpertsConfig, OptimizerConfig, ParallelConfig, TrainerConfig
@@ -155,7 +156,7 @@ def random_events(trainer, folder, seed):
             case "load":
                 trainer.load(f"{folder}/state")
             case "export":
-                trainer.export(f"{folder}/export-{number}")
+                export(trainer, f"{folder}/export-{number}")
             case "sync":
                 found = sync(trainer, folder, number)["received"]
                 fresh = oracle(trainer, f"{folder}/oracle-{number}")
