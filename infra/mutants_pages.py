@@ -58,6 +58,14 @@ PAGES = (
         _PAGE,
     ),
     Mutant(
+        "page-revives-what-is-cancelled",
+        "a flow run that is cancelled while its page is brought up to date becomes Running again",
+        "flows/views/page.py",
+        "Running(message=message))",
+        "Running(message=message), force=True)",
+        _PAGE,
+    ),
+    Mutant(
         "evaluation-twice",
         "an evaluation that is stored is done again",
         "tasks/stages/evaluation.py",

@@ -139,7 +139,8 @@ class LivePage:
 def _annotate(client: SyncPrefectClient, flow_run: UUID, message: str) -> None:
     """Say something in the state of a flow run that is running; any other state is left alone.
 
-    Not by force: the server then refuses it if the flow run has been cancelled, or has ended, since it was read.
+    Not by force: the server then refuses it if the flow run has been cancelled since it was read, and the new state
+    keeps the lease on the deployment's concurrency limit.
     """
     state = client.read_flow_run(flow_run).state
     if state is not None and state.is_running():

@@ -3,18 +3,20 @@
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from prefect import flow
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.client.schemas.objects import Artifact
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Running
 
 from flows.views.artifacts import WINDOW
 from flows.views.history import read_record
-from flows.views.page import LivePage, portion_text
+from flows.views.page import LivePage, _annotate, portion_text
 from storage.backends.root import Root
 from tasks.stages.context import Portion
 from tasks.stages.names import Stage
@@ -112,6 +114,18 @@ def test_a_server_that_was_away_is_told_what_it_missed(prefect_api: str, make_ru
     assert state.is_running()
     assert state.message.startswith("the server was away from")
     assert len(said) == 1
+
+
+def test_a_flow_run_that_is_cancelled_meanwhile_stays_so(prefect_api: str):
+    with get_client(sync_client=True) as client:
+        me = client.create_flow_run(flow(lambda: None, name="test"), state=Running()).id
+        read_before = client.read_flow_run(me)
+        client.set_flow_run_state(me, Cancelling())
+        late = SimpleNamespace(read_flow_run=lambda _: read_before, set_flow_run_state=client.set_flow_run_state)
+        _annotate(cast(SyncPrefectClient, late), me, "the server was away")
+        found = client.read_flow_run(me).state
+    assert found is not None
+    assert found.is_cancelling()
 
 
 def test_portions_in_words():
