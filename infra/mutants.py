@@ -103,6 +103,8 @@ def _run_tests(mutant: Mutant, copy: Path) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return _EXIT_TESTS_FAILED, f"the tests did not finish within {_LIMIT_S} s"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if not failed and done.returncode == _EXIT_TESTS_FAILED:  # so does a Python without pytest
+        raise RuntimeError(f"{mutant.name}: no test failed, but: {done.stdout[-500:]}{done.stderr[-500:]}")
     return done.returncode, failed[0][:140] if failed else f"pytest ended with {done.returncode}"
 
 

@@ -207,6 +207,14 @@ TASKS = (
         ("tests/flows/views/test_lane.py",),
     ),
     Mutant(
+        "sigterm-is-rays",
+        "a flow run that is cancelled while it computes is reported as crashed",
+        "tasks/workers/cluster.py",
+        "    if callable(before) and ",
+        "    if not callable(before) and ",
+        ("tests/tasks/workers/test_cluster.py",),
+    ),
+    Mutant(
         "ray-by-any-word",
         "a user's fork server counts as a process of Ray, and ends with it",
         "tasks/workers/cluster.py",

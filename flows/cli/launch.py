@@ -83,7 +83,7 @@ def launch(order: Order, output: Output) -> int:
             else:
                 begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
                 output.say(f"run {order.run} begins {begins}; starting Ray and Prefect")
-                _run_flow_to_its_end(order, signals, root, output)
+                _run_flow_to_its_end(order, root, output)
     except (KeyboardInterrupt, ValueError) as end:
         # Prefect turns an interrupt at the very start of a task run into a ValueError
         if not (signals.received or isinstance(end, KeyboardInterrupt)):
@@ -109,18 +109,17 @@ def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:
     )
 
 
-def _run_flow(order: Order, signals: Signals) -> None:
+def _run_flow(order: Order) -> None:
     with prefect_server() as server, process_cluster() as cluster:
         cluster.start()  # while the server starts
-        signals.take()  # Ray installs its own handler for SIGTERM
         with connected(server):
             run(order.run, order.root, order.config, order.one_stage)
 
 
-def _run_flow_to_its_end(order: Order, signals: Signals, root: Root, output: Output) -> None:
+def _run_flow_to_its_end(order: Order, root: Root, output: Output) -> None:
     """Run the flow. A Prefect server that is gone before it has the last state costs its page, not the run."""
     try:
-        _run_flow(order, signals)
+        _run_flow(order)
     except WorkerLost as lost:
         left = next_iteration(root, order.run, order.config) <= last_iteration(root, order.run, order.config)
         if left or is_redoing(root, order.run):

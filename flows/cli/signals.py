@@ -44,13 +44,9 @@ class Signals:
         """What a shell expects from a process that the received signal has ended."""
         return 128 + (self._received or signal.SIGINT)
 
-    def take(self) -> None:
-        """Install the handler, even if a library has replaced it in the meantime."""
+    def __enter__(self) -> Self:
         for number in self._before:
             signal.signal(number, self._interrupt)
-
-    def __enter__(self) -> Self:
-        self.take()
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 

@@ -2,8 +2,10 @@
 
 import logging
 import multiprocessing
+import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import TracebackType
@@ -116,17 +118,18 @@ class Cluster:
         ensure_ray_token()
         _keep_loopback()
         try:
-            ray.init(
-                address="local",  # not one whose address an earlier `ray start` on this machine left behind
-                _node_ip_address=LOOPBACK,
-                num_cpus=0,  # no idle workers are started, and our actors reserve no CPU
-                num_gpus=0,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=True,
-                logging_level=logging.ERROR,
-                namespace=NAMESPACE,
-            )
+            with _sigterm_kept():
+                ray.init(
+                    address="local",  # not one whose address an earlier `ray start` on this machine left behind
+                    _node_ip_address=LOOPBACK,
+                    num_cpus=0,  # no idle workers are started, and our actors reserve no CPU
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=True,
+                    logging_level=logging.ERROR,
+                    namespace=NAMESPACE,
+                )
         except (RuntimeError, OSError, ValueError) as error:
             _end(_with_descendants(_children_of_ray()))
             raise WorkerLost(f"Ray did not start on this host: {error}") from error
@@ -141,6 +144,21 @@ class Cluster:
         late = WorkerLost(f"Ray did not answer within {_ANSWER_DEADLINE_S:g} s; the next attempt starts over")
         if not any(node["Alive"] for node in _within(_ANSWER_DEADLINE_S, ray.nodes, late)):
             raise WorkerLost("Ray has no live node; the next attempt starts over")
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Keep the handler of SIGTERM that somebody has installed: Ray replaces it, in the main thread.
+
+    Prefect tells by its own that a flow run was cancelled; with Ray's, its process would report a crash. Where nobody
+    has installed one, Ray's stays: it lets a process clean up before it ends.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and signal.getsignal(signal.SIGTERM) is not before:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _attach(address: str) -> None:
@@ -234,10 +252,10 @@ def _is_alive(process: psutil.Process) -> bool:
 def _end(processes: Iterable[psutil.Process]) -> None:
     """Wait for `processes` to end; Ray's agents may linger for 20 s, so terminate, then kill them."""
     _, lingering = psutil.wait_procs(list(processes), timeout=_LINGER_S)
-    for signal in (psutil.Process.terminate, psutil.Process.kill):
+    for end in (psutil.Process.terminate, psutil.Process.kill):
         for process in lingering:
             try:
-                signal(process)
+                end(process)
             except psutil.NoSuchProcess:
                 continue
         _, lingering = psutil.wait_procs(lingering, timeout=_END_DEADLINE_S)

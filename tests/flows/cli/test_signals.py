@@ -44,14 +44,6 @@ def test_a_signal_that_was_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_handler_that_somebody_replaced_is_taken_back():
-    with Signals() as signals:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signals.take()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 CLEARING_UP = """
 import sys, time
 from flows.cli.signals import Signals

@@ -118,6 +118,7 @@ def test_a_run_whose_engine_and_rank_are_killed(
         )
     assert not [one for one in tree if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert ended(site, client, flow_run).state.type is StateType.CANCELLED
+    assert StateType.CRASHED not in {state.type for state in client.read_flow_run_states(flow_run.id)}
     page.get_by_text("Cancelled").first.wait_for()
     photograph(page, pictures / "cancel-2-cancelled.png")
     check_free(store, "tiny")  # and so it can be continued

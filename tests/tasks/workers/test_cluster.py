@@ -1,6 +1,7 @@
 """The local Ray as the operating system sees it."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -57,6 +58,21 @@ def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
         assert listening_addresses(processes) == {"127.0.0.1"}
     assert not psutil.wait_procs(processes, timeout=0)[1]
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_handler_of_sigterm_is_kept_and_else_that_of_ray_lets_the_process_clean_up(mine):
+    def told(number, frame):
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGTERM, told if mine else signal.SIG_DFL)
+    try:
+        with Cluster(LOCAL) as cluster:
+            cluster.start()
+            with pytest.raises(InterruptedError if mine else SystemExit):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_earlier_ray_of_this_machine_is_left_alone():
