@@ -3,6 +3,7 @@
 import gc
 from typing import TYPE_CHECKING
 
+from trainer_core.collector import paused
 from trainer_core.config import RankSpec, TrainerConfig
 
 if TYPE_CHECKING:
@@ -15,13 +16,14 @@ def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Tra
     Raises:
         InputError: if the model is missing or does not fit the layout, or the device is not available.
     """
-    from trainer_core.platform.platform import prepare, use_deterministic_kernels
+    with paused():
+        from trainer_core.platform.platform import prepare, use_deterministic_kernels
 
-    platform = prepare(rank.device, rank.local_rank)
-    if rank.chooses_kernels:
-        use_deterministic_kernels()
+        platform = prepare(rank.device, rank.local_rank)
+        if rank.chooses_kernels:
+            use_deterministic_kernels()
 
-    from trainer_core.trainer import Trainer  # imports Megatron, which needs the platform prepared
+        from trainer_core.trainer import Trainer  # imports Megatron, which needs the platform prepared
 
     trainer = Trainer(model_dir, config, rank, platform)
     gc.collect()

@@ -8,15 +8,22 @@ import os
 import socket
 import sys
 import threading
+from typing import TYPE_CHECKING
 
-import uvicorn
-from prefect.server.api.server import create_app
+from trainer_core.collector import paused
 
-from flows.server.sqlite import write_lock_first
+if TYPE_CHECKING:
+    import uvicorn
 
 
 def main() -> None:
     """Serve until the parent closes the pipe or is gone."""
+    with paused():
+        import uvicorn
+        from prefect.server.api.server import create_app
+
+        from flows.server.sqlite import write_lock_first
+
     write_lock_first()
     listener = socket.socket(fileno=int(sys.argv[1]))
     server = uvicorn.Server(uvicorn.Config(create_app(ephemeral=True, final=True), log_level="error", lifespan="on"))
@@ -24,7 +31,7 @@ def main() -> None:
     server.run(sockets=[listener])
 
 
-def _end_with_parent(server: uvicorn.Server) -> None:
+def _end_with_parent(server: "uvicorn.Server") -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
     server.should_exit = True

@@ -30,6 +30,7 @@ from tasks.engine.protocol import (
     TokenIds,
 )
 from tasks.engine.transaction import Transaction
+from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 
@@ -67,7 +68,8 @@ class Engine(EngineProtocol):
             raise InputError(f"{spec.model_dir} holds no config.json: give a Hugging Face model directory")
         if meeting_place is not None:
             set_engine_meeting_place(meeting_place)
-        from tasks.engine import core
+        with paused():
+            from tasks.engine import core
 
         self._spec = spec
         self._waiting: deque[Batch] = deque()

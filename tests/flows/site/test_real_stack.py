@@ -50,10 +50,12 @@ def watched(site: SiteHere) -> Iterator[set[tuple[int, float]]]:
 
 
 def computing(site: SiteHere) -> set[tuple[int, float]]:
+    """Hosts that Ray has started; what one of them starts has its name until it is another program."""
     found = set()
     for process in psutil.Process(site.process("worker")).children(recursive=True):
         try:
-            if process.name().startswith("ray::Host"):
+            parent = process.parent()
+            if parent is not None and parent.name() == "raylet" and process.name().startswith("ray::Host"):
                 found.add((process.pid, process.create_time()))
         except psutil.NoSuchProcess:
             continue
