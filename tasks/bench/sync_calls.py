@@ -20,6 +20,10 @@ class SyncRankProtocol(Protocol):
         """Whether `plan_weights` from now on returns what it has made last, for that version."""
         ...
 
+    def look(self, seen: bool) -> None:
+        """Whether digests are computed from now on."""
+        ...
+
     def object_collectives(self) -> int:
         """Collectives of Python objects since the last call."""
         ...
@@ -72,6 +76,10 @@ class SyncGroup(TrainerGroup):
     def keep_plan(self, keep: bool) -> None:
         """See `SyncRankProtocol.keep_plan`."""
         self._results(self.submit(SyncRankProtocol.keep_plan, keep))
+
+    def look(self, seen: bool) -> None:
+        """See `SyncRankProtocol.look`."""
+        self._results(self.submit(SyncRankProtocol.look, seen))
 
     def object_collectives(self) -> int:
         """Of all ranks; see `SyncRankProtocol.object_collectives`."""
@@ -128,6 +136,10 @@ class SyncEngineHandle(EngineHandle):
     def stock_broadcast(self, tensors: StockTensors) -> None:
         """See `SyncEngine.stock_broadcast`."""
         self._result(self.submit(SyncEngine.stock_broadcast, tensors))
+
+    def look(self, seen: bool) -> None:
+        """See `SyncEngine.look`."""
+        self._result(self.submit(SyncEngine.look, seen))
 
     def card_bytes(self) -> int:
         """See `SyncEngine.card_bytes`."""

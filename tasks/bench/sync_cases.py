@@ -74,6 +74,8 @@ class SyncRound:
     """Of ours."""
     seconds: float
     kept_plan_seconds: float
+    unverified_pause_s: float
+    """The pause of another of ours, without digests."""
     stock_seconds: float
     probe_s: float
     probe_difference: float

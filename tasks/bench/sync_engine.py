@@ -41,6 +41,10 @@ class SyncEngine(Engine):
         self._core.workers(cast(Any, receive_broadcasts), tensors=tensors)
         self._core.forget_prompts()
 
+    def look(self, seen: bool) -> None:
+        """Whether digests are computed from now on."""
+        self._core.workers(cast(Any, look), seen=seen)
+
     def card_bytes(self) -> int:
         """Memory of the workers' cards in use, by whatever process."""
         return sum(self._core.workers(cast(Any, used_bytes)))
@@ -94,6 +98,13 @@ def receive_broadcasts(worker: Any, tensors: StockTensors) -> None:
     transfer.receive_weights(NCCLWeightTransferUpdateInfo(names, types, shapes, packed=True))
     transfer.finish_weight_update()
     torch.cuda.synchronize()
+
+
+def look(worker: Any, seen: bool) -> None:
+    """Runs in vLLM's worker: whether it computes digests."""
+    from tasks.bench import unseen
+
+    unseen.look(seen)
 
 
 def used_bytes(worker: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from safetensors.torch import save_file
 
+from tasks.bench import unseen
 from tasks.bench.sync_calls import SyncRankProtocol
 from tasks.bench.sync_engine import StockTensors
 from tasks.bench.waiting import wait_for
@@ -71,6 +72,10 @@ class SyncRank(Trainer, SyncRankProtocol):
         assert self._update is not None  # it was just made
         self._kept = planned, self._update
         return planned
+
+    def look(self, seen: bool) -> None:
+        """See `SyncRankProtocol.look`."""
+        unseen.look(seen)
 
     def object_collectives(self) -> int:
         """See `SyncRankProtocol.object_collectives`."""

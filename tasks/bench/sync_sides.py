@@ -90,12 +90,14 @@ class Sides:
         self._group.keep_plan(True)
         _, kept_s, _, _ = self._measured(self._ours)
         self._group.keep_plan(False)
+        unverified = self._unverified()
         self._group.draw(2 * number + 1)
         _, stock_s, stock_objects, stock_extra = self._measured(self._stock)
         return SyncRound(
             delivery=delivery,
             seconds=seconds,
             kept_plan_seconds=kept_s,
+            unverified_pause_s=unverified.seconds["pause"],
             stock_seconds=stock_s,
             probe_s=probe_s,
             probe_difference=difference,
@@ -108,6 +110,17 @@ class Sides:
 
     def _ours(self) -> Delivery:
         return deliver(self._context, {0: self._engine}, self._group, self._version)
+
+    def _unverified(self) -> Delivery:
+        """One of ours without digests."""
+        self._look(False)
+        delivery = self._ours()
+        self._look(True)
+        return delivery
+
+    def _look(self, seen: bool) -> None:
+        self._group.look(seen)
+        self._engine.look(seen)
 
     def _stock(self) -> None:
         with scratch(memory=True) as folder:

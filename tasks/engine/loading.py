@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from storage.errors import SyncMismatch
 from tasks.engine.landing import Landing, Place, landed_part, loadable_parameters, named_layers, part_of
-from trainer_core.weights.digest import tensor_digests
+from trainer_core.weights.digest import prepare_digests, tensor_digests
 
 
 class Lane(Protocol):
@@ -27,14 +27,18 @@ class Lane(Protocol):
     keeps_views: bool
     """Whether loaders may look at a tensor later than at once, so that it must not lie in an arena."""
     landed: dict[str, str]
-    """Digest of the part of each tensor that was found in a parameter; complete after `finish`."""
+    """Digest of the part of each tensor that was found in a parameter; complete after `look`."""
 
     def begin(self) -> None:
         """Prepare the model; from now on it must not compute."""
         ...
 
     def finish(self) -> None:
-        """Derive from the parameters what kernels use, and look at what they hold."""
+        """Derive from the parameters what kernels use."""
+        ...
+
+    def look(self) -> None:
+        """See what the parameters hold, after `finish`."""
         ...
 
     def abandon(self) -> None:
@@ -49,13 +53,14 @@ class InPlace:
     keeps_views = False
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, landing: Landing, names: Collection[str]) -> None:
-        self._model, self._config, self._landing, self._names = model, config, landing, names
+        self._model, self._config = model, config
         self.landed: dict[str, str] = {}
-        self._storage: dict[str, int] = {}
+        self._storage = _addresses(model)
+        parts = held_parts(model, landing, names)
+        self._names, self._digests = list(parts), prepare_digests(list(parts.values()))
 
     def begin(self) -> None:
-        """See `Lane.begin`."""
-        self._storage = _addresses(self._model)
+        """See `Lane.begin`: all is prepared."""
 
     def finish(self) -> None:
         """See `Lane.finish`.
@@ -71,7 +76,10 @@ class InPlace:
         moved = sorted(name for name, address in _addresses(self._model).items() if address != self._storage[name])
         if moved:
             raise SyncMismatch(f"loading moved the parameter {moved[0]}: CUDA graphs would go on reading the old one")
-        self.landed = found(self._model, self._landing, self._names)
+
+    def look(self) -> None:
+        """See `Lane.look`."""
+        self.landed = dict(zip(self._names, self._digests.begin().read(), strict=True))
 
     def abandon(self) -> None:
         """See `Lane.abandon`: the next update writes over everything."""
@@ -107,8 +115,11 @@ class LayerWise:
 
     def finish(self) -> None:
         """See `Lane.finish`."""
-        unprocessed = [name for layer, names in self._names.items() if _processing(layer) is None for name in names]
         self._close()
+
+    def look(self) -> None:
+        """See `Lane.look`: at what no post-processing has shown."""
+        unprocessed = [name for layer, names in self._names.items() if _processing(layer) is None for name in names]
         self.landed |= found(self._model, self._landing, unprocessed)
 
     def abandon(self) -> None:
@@ -120,7 +131,7 @@ class LayerWise:
 
         def look_and_process(layer: torch.nn.Module) -> None:
             names = self._names.get(layer, [])
-            self.landed |= _digests(dict.fromkeys(names, layer), self._landing)
+            self.landed |= _digests(_parts(dict.fromkeys(names, layer), self._landing))
             process(layer)
 
         self._observed.append(method)
@@ -194,8 +205,13 @@ def tied_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Quant
 
 def found(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, str]:
     """Digests of the parts of tensors that this worker's live parameters hold now."""
+    return _digests(held_parts(model, landing, names))
+
+
+def held_parts(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The parts of tensors that this worker's live parameters hold, as views."""
     layers = named_layers(model)
-    return _digests({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
+    return _parts({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
 
 
 def held_part(tensor: torch.Tensor, place: Place, kind: torch.dtype) -> torch.Tensor:
@@ -218,7 +234,11 @@ def _check_derived(layers: dict[str, MLAAttention]) -> None:
             raise SyncMismatch(f"the matrices that {name} derives from its kv_b_proj are not those of the new weights")
 
 
-def _digests(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, str]:
+def _digests(parts: dict[str, torch.Tensor]) -> dict[str, str]:
+    return dict(zip(parts, tensor_digests(list(parts.values())), strict=True))
+
+
+def _parts(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, torch.Tensor]:
     parts: dict[str, torch.Tensor] = {}
     parameters: dict[tuple[str, str], torch.Tensor] = {}
     for name, layer in layers.items():
@@ -228,7 +248,7 @@ def _digests(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, 
             if key not in parameters:
                 parameters[key] = _as_entered(layer, place, landing)
             parts[name] = landed_part(parameters[key], place)
-    return dict(zip(parts, tensor_digests(list(parts.values())), strict=True))
+    return parts
 
 
 def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch.Tensor:

@@ -18,7 +18,7 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.landing import Landing, landing_of, loaded_parameters
 from tasks.engine.loading import Lane, held_part, lane_of
 from tasks.engine.receivers.receiver import Receiver
-from trainer_core.weights.digest import tensor_digests
+from trainer_core.weights.digest import BegunDigests, begin_digests
 from trainer_core.weights.packing import element_type, tensors_of, views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 
@@ -50,6 +50,20 @@ class Report:
     """Digest of what the live parameters hold of each tensor, by name, if kernels use them as they were loaded."""
 
 
+@dataclass(frozen=True)
+class _Noted:
+    """A bucket that has arrived."""
+
+    arrived: list[str]
+    """Names of its tensors."""
+    held: list[str]
+    """Those of which this worker must hold something."""
+    cut: list[str]
+    """And those of which it must hold only a part, or another type."""
+    digests: BegunDigests
+    """Of what arrived, followed by the parts."""
+
+
 class Update:
     """One update of one worker's model. Everything it knows of the model it has looked up for this update."""
 
@@ -76,6 +90,7 @@ class Update:
             self._landing.check(plan, self._is_unused)
         self._parameters = set(loaded_parameters(model))
         self._lane = lane(model, config, self._landing, names)
+        self._noted: list[_Noted] = []
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
         self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
@@ -110,8 +125,12 @@ class Update:
         self._seconds["load"] -= self._seconds["wait"] + self._seconds["digest"] - before
         for name, _ in arriving:
             raise SyncMismatch(f"the engine's loaders stopped before tensor {name}, without saying why")
+        with self._timed("digest"):
+            self._read_digests()
         with self._timed("finish"):
             self._lane.finish()
+        with self._timed("digest"):
+            self._lane.look()
         self._check_landed(loaded)
         parts = {} if self._lane.keeps_views else self._expected
         return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
@@ -140,8 +159,6 @@ class Update:
             own = arena.clone() if self._lane.keeps_views else arena
             arrived = dict(views(planned[bucket.number], own))
             yield from arrived.items()
-            if arena.is_cuda:  # what is still being loaded is not the digests' time
-                torch.cuda.current_stream(arena.device).synchronize()
             with self._timed("digest"):
                 self._note(arrived)
             receiver.release(bucket)
@@ -151,13 +168,19 @@ class Update:
             return receiver.arena(bucket)
 
     def _note(self, arrived: dict[str, torch.Tensor]) -> None:
-        """Remember what arrived, and what of it this worker must hold."""
+        """Begin with the digests of what arrived, and of what of it this worker must hold."""
         parts = {name: part for name, tensor in arrived.items() if (part := self._part(name, tensor)) is not None}
-        other = {name: part for name, part in parts.items() if part is not arrived[name]}
-        digests = tensor_digests([*arrived.values(), *other.values()])
-        self._digests |= dict(zip(arrived, digests, strict=False))
-        self._expected |= {name: self._digests[name] for name in parts}
-        self._expected |= dict(zip(other, digests[len(arrived) :], strict=True))
+        cut = {name: part for name, part in parts.items() if part is not arrived[name]}
+        digests = begin_digests([*arrived.values(), *cut.values()])
+        self._noted.append(_Noted(list(arrived), list(parts), list(cut), digests))
+
+    def _read_digests(self) -> None:
+        """Wait for the digests."""
+        for noted in self._noted:
+            digests = noted.digests.read()
+            self._digests |= zip(noted.arrived, digests, strict=False)
+            self._expected |= {name: self._digests[name] for name in noted.held}
+            self._expected |= zip(noted.cut, digests[len(noted.arrived) :], strict=True)
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         place = None if self._landing is None else self._landing.places.get(name)

@@ -74,7 +74,8 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=datetime.timedelta(seconds=spec.timeout_seconds),
-        device_id=platform.device if platform.backend == "nccl" else None,
+        # with it each of Megatron's 28 groups connects at once, which alone takes 8 GiB of a card
+        device_id=platform.device if platform.backend == "nccl" and spec.world_size > 1 else None,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,

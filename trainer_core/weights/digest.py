@@ -2,9 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from trainer_core.weights.digest_kernel import Work
 
 _WORD = 8  # bytes
 _CHUNK = 1 << 15  # words; what is computed with stays in the processor's cache
@@ -28,32 +33,68 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """`tensor_digest` of each tensor. Those on a card take one launch of a kernel together, and one copy to the host.
+    """`tensor_digest` of each tensor, wherever it is."""
+    found: dict[int, str] = {}
+    by_device: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(place)
+    for places in by_device.values():
+        found |= zip(places, begin_digests([tensors[place] for place in places]).read(), strict=True)
+    return [found[place] for place in range(len(tensors))]
+
+
+def begin_digests(tensors: Sequence[torch.Tensor]) -> "BegunDigests":
+    """Begin with `tensor_digest` of tensors that are all on one device: see `PreparedDigests`."""
+    return prepare_digests(tensors).begin()
+
+
+def prepare_digests(tensors: Sequence[torch.Tensor]) -> "PreparedDigests":
+    """Prepare `tensor_digest` of tensors that are all on one device."""
+    return PreparedDigests(tensors)
+
+
+class PreparedDigests:
+    """Digests of what tensors, all on one device, will hold when they are begun. On a card only the launch of a kernel
+    is left to do then.
 
     Tensors need not be contiguous: on a card rows of whole words that are equally far apart, as the column slices of a
     matrix are, are read where they lie; anything else is copied first.
     """
-    sums = [0] * len(tensors)
-    by_device: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(place)
-    for device, places in by_device.items():
-        together = [tensors[place].detach() for place in places]
-        found = _sums_on_card(together) if device.type == "cuda" else [_sum_on_cpu(one) for one in together]
-        for place, total in zip(places, found, strict=True):
-            sums[place] = total
-    return [_digest(tensor, total) for tensor, total in zip(tensors, sums, strict=True)]
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._work = _work(self._tensors) if self._tensors and self._tensors[0].is_cuda else None
+
+    def begin(self) -> "BegunDigests":
+        """Compute them, once; a card is not waited for."""
+        sums = [_sum_on_cpu(tensor) for tensor in self._tensors] if self._work is None else self._work.launch()
+        return BegunDigests([f"{dtype_name(one.dtype)} {tuple(one.shape)}" for one in self._tensors], sums)
 
 
-def _digest(tensor: torch.Tensor, total: int) -> str:
-    head = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)} {total % 2**64:016x}"
-    return hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
+@dataclass(frozen=True)
+class BegunDigests:
+    """Digests of tensors, which a card may still be computing. The tensors may be given back meanwhile, or written by
+    what the same stream does later.
+    """
+
+    heads: list[str]
+    """Type and shape of each tensor."""
+    sums: list[int] | torch.Tensor
+    """Sum of the mixed words of each; (T,) int64 on a card."""
+
+    def read(self) -> list[str]:
+        """`tensor_digest` of each tensor; waits for the card."""
+        totals = self.sums.tolist() if isinstance(self.sums, torch.Tensor) else self.sums
+        return [
+            hashlib.blake2b(f"{head} {total % 2**64:016x}".encode(), digest_size=16).hexdigest()
+            for head, total in zip(self.heads, totals, strict=True)
+        ]
 
 
-def _sums_on_card(tensors: list[torch.Tensor]) -> list[int]:
-    from trainer_core.weights.digest_kernel import sums_of_words  # imports Triton
+def _work(tensors: list[torch.Tensor]) -> "Work":
+    from trainer_core.weights.digest_kernel import Work  # imports Triton
 
-    return sums_of_words(tensors)
+    return Work(tensors)
 
 
 def _sum_on_cpu(tensor: torch.Tensor) -> int:

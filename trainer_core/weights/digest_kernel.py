@@ -2,8 +2,6 @@
 
 # Triton's language has no types that a checker knows
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 import triton
@@ -18,44 +16,61 @@ _K1 = tl.constexpr(-0x61C8864680B583EB)  # as in `digest`
 _K2 = tl.constexpr(-0x40A7B892E31B1A47)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Memory of a tensor: rows of whole words, equally far apart, or one row of any length."""
+class Work:
+    """For each tensor the sum of its mixed words; all tensors on one device."""
 
-    address: int
-    nbytes: int
-    """Of all rows."""
-    row: int
-    """Words of a row; 0 if there is only one."""
-    stride: int
-    """Bytes from row to row; without rows whether `address` lies at a whole word."""
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors  # whose memory must stay until the launch
+        rows = [_rows(tensor) for tensor in tensors]
+        others = [tensor for tensor, found in zip(tensors, rows, strict=True) if found is None]
+        self._copies = [(other, torch.empty_like(other, memory_format=torch.contiguous_format)) for other in others]
+        copied = (_rows(copy) for _, copy in self._copies)
+        table = np.array([found or next(copied) for found in rows], dtype=np.int64).reshape(-1, 4)  # (T, 4)
+        spans = -(-table[:, 1] // (_SPAN * _WORD))  # (T,) programs of each tensor
+        owner = np.repeat(np.arange(len(tensors)), spans)  # (P,)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(spans) - spans, spans)  # (P,) which span of its tensor
+        work = np.concatenate((table.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
+        self._table = _sent(torch.from_numpy(work), tensors[0].device)  # (4 T + 2 P,) int64
+        self._spans = self._table[table.size :]
+        self._sums = self._table.new_zeros(len(tensors))
+        self._programs = len(owner)
+
+    def launch(self) -> torch.Tensor:
+        """Begin to compute the sums on the current stream, once.
+
+        Returns:
+            (T,) int64, signed words, on the device.
+        """
+        for tensor, copy in self._copies:
+            copy.copy_(tensor)
+        if self._programs:
+            with torch.cuda.device_of(self._sums):
+                _add_words[(self._programs,)](self._table, self._spans, self._sums, _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
+        return self._sums
 
 
-def sums_of_words(tensors: list[torch.Tensor]) -> list[int]:
-    """For each tensor the sum of its mixed words, as a signed word; all tensors on one device."""
-    rows = [_rows(tensor) for tensor in tensors]
-    kept = [tensor for tensor, _ in rows]  # copies of what had to be copied, until the kernel has read them
-    table = np.array([[r.address, r.nbytes, r.row, r.stride] for _, r in rows], dtype=np.int64)  # (T, 4)
-    spans = -(-table[:, 1] // (_SPAN * _WORD))  # (T,) programs of each tensor
-    owner = np.repeat(np.arange(len(tensors)), spans)  # (P,)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(spans) - spans, spans)  # (P,) which span of its tensor
-    work = np.concatenate((table.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
-    given = torch.from_numpy(work).to(kept[0].device)
-    sums = given.new_zeros(len(tensors))
-    if len(owner):
-        with torch.cuda.device_of(sums):
-            _add_words[(len(owner),)](given, given[table.size :], sums, _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
-    return sums.tolist()
+def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device. Pinned, because any other memory would be copied only when all that was launched before has
+    ended.
+    """
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _rows(tensor: torch.Tensor) -> tuple[torch.Tensor, _Rows]:
+def _rows(tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """A tensor's memory as the kernel reads it: rows of whole words, equally far apart, or one row of any length.
+
+    Returns:
+        Address; bytes; words of a row, 0 if there is only one; bytes from row to row, or if there is only one whether
+        it begins at a whole word. None if it is neither, and must be copied.
+    """
     if tensor.is_contiguous():
-        return tensor, _Rows(tensor.data_ptr(), tensor.nbytes, 0, int(tensor.data_ptr() % _WORD == 0))
+        address = tensor.data_ptr()
+        return address, tensor.nbytes, 0, int(address % _WORD == 0)
     length, stride = _equal_rows(tensor)
     row, stride = length * tensor.element_size(), stride * tensor.element_size()
     if row and not (tensor.data_ptr() % _WORD or row % _WORD or stride % _WORD):
-        return tensor, _Rows(tensor.data_ptr(), tensor.nbytes, row // _WORD, stride)
-    return _rows(tensor.contiguous())
+        return tensor.data_ptr(), tensor.nbytes, row // _WORD, stride
+    return None
 
 
 def _equal_rows(tensor: torch.Tensor) -> tuple[int, int]:
@@ -92,17 +107,25 @@ def _add_words(
     row = tl.load(table + 4 * tensor + 2)
     stride = tl.load(table + 4 * tensor + 3)
     end = tl.minimum(begin + span, nbytes // 8)
+    lanes = tl.arange(0, block)
+    spread = (begin + lanes + 1) * _K1
+    step = tl.full((1,), block, dtype=tl.int64) * _K1
     found = tl.zeros((block,), dtype=tl.int64)
     if row != 0:
         for first in range(begin, end, block):
-            at = first + tl.arange(0, block)
+            at = first + lanes
             where = (address + (at // row) * stride + (at % row) * 8).to(tl.pointer_type(tl.int64))
-            found += _mixed(tl.load(where, mask=at < end, other=0), at, end)
+            inside = at < end
+            found += tl.where(inside, _mixed(tl.load(where, mask=inside, other=0), spread), 0)
+            spread += step
     elif stride != 0:
         words = address.to(tl.pointer_type(tl.int64))
-        for first in range(begin, end, block):
-            at = first + tl.arange(0, block)
-            found += _mixed(tl.load(words + at, mask=at < end, other=0), at, end)
+        whole = begin + (end - begin) // block * block
+        for first in range(begin, whole, block):
+            found += _mixed(tl.load(words + first + lanes), spread)
+            spread += step
+        inside = whole + lanes < end
+        found += tl.where(inside, _mixed(tl.load(words + whole + lanes, mask=inside, other=0), spread), 0)
     if row == 0:
         # byte by byte: all words of a tensor that does not lie at a whole word, or the part of one at its end
         octets = address.to(tl.pointer_type(tl.uint8))
@@ -115,14 +138,14 @@ def _add_words(
             for octet in tl.static_range(8):
                 inside = (at < last) & (at * 8 + octet < nbytes)
                 word |= tl.load(octets + at * 8 + octet, mask=inside, other=0).to(tl.int64) << (8 * octet)
-            parts += _mixed(word, at, last)
+            parts += tl.where(at < last, _mixed(word, (at.to(tl.int64) + 1) * _K1), 0)
         tl.atomic_add(sums + tensor, tl.sum(parts, axis=0))
     tl.atomic_add(sums + tensor, tl.sum(found, axis=0))
 
 
 @triton.jit
-def _mixed(words: tl.tensor, positions: tl.tensor, end: tl.tensor) -> tl.tensor:
-    x = words ^ ((positions.to(tl.int64) + 1) * _K1)
+def _mixed(words: tl.tensor, spread: tl.tensor) -> tl.tensor:
+    """Words mixed with their positions, of which `spread` is (position + 1) times the first factor."""
+    x = words ^ spread
     x = (x ^ (x >> 32)) * _K2
-    x = x ^ (x >> 29)
-    return tl.where(positions < end, x, 0)
+    return x ^ (x >> 29)

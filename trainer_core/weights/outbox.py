@@ -10,7 +10,7 @@ import torch
 from storage.errors import RatchetError, SyncMismatch
 from trainer_core.model.mesh import Mesh
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import dtype_name, tensor_digests
+from trainer_core.weights.digest import BegunDigests, begin_digests, dtype_name
 from trainer_core.weights.packing import views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.senders.sender import Sender, open_sender
@@ -24,7 +24,9 @@ class Outbox:
         self._folder = channel.folder
         self._sender: Sender | None = None
         self._failure: RatchetError | None = None
+        self._begun: list[tuple[list[str], BegunDigests]] = []  # names, and their digests
         self.digests: dict[str, str] = {}
+        """Of what was sent, by name; complete after `finish`."""
         self.seconds = {"convert": 0.0, "wait": 0.0, "digest": 0.0}
         if any(bucket.sender == mesh.rank for bucket in plan.buckets):
             with self._noted():
@@ -56,7 +58,7 @@ class Outbox:
             with self._timed("wait"):
                 self._sender.publish(bucket)
             with self._timed("digest"):  # of what was packed, while receivers read it
-                self.digests |= dict(zip(places, tensor_digests(list(places.values())), strict=True))
+                self._begun.append((list(places), begin_digests(list(places.values()))))
 
     def finish(self) -> None:
         """Wait until every receiver has read everything.
@@ -69,6 +71,9 @@ class Outbox:
                 self._sender.finish()
         if self._failure is not None:
             raise self._failure
+        with self._timed("digest"):
+            for names, begun in self._begun:
+                self.digests |= zip(names, begun.read(), strict=True)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

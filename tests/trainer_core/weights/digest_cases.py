@@ -33,7 +33,7 @@ def main():
     from trainer_core.weights import digest, digest_kernel
 
     digest_kernel._SPAN = 2 * digest_kernel._BLOCK  # several programs for one tensor
-    found = digest_kernel.sums_of_words(cases())
+    found = digest_kernel.Work(cases()).launch().tolist()
     wrong = [
         (tensor.dtype, tensor.shape, tensor.stride())
         for tensor, total in zip(cases(), found, strict=True)
