@@ -122,6 +122,14 @@ ENGINE = (
         (*_LOADERS, *_EXPERTS),
     ),
     Mutant(
+        "prepared-digests-are-of-what-was-there-before",
+        "what a card's kernel cannot read where it lies is copied when the digest is prepared, not when it is begun",
+        "trainer_core/weights/digest_kernel.py",
+        "            copy.copy_(tensor)\n",
+        "            pass\n",
+        ("tests/trainer_core/weights/test_digest.py::test_the_kernel_for_cards_finds_the_same",),
+    ),
+    Mutant(
         "landed-of-what-is-processed-by-itself",
         "parameters without post-processing, such as norms, are not looked at",
         "tasks/engine/loading.py",

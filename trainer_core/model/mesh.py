@@ -47,6 +47,11 @@ class Mesh:
             return None
         return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
+    def wait(self) -> None:
+        """Wait until every rank is here. Collective."""
+        if self.parallel.world_size > 1:
+            dist.barrier()
+
     def combine(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Sum `values` over the ranks that speak; every rank gets the sum. Collective.
 
@@ -74,7 +79,7 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=datetime.timedelta(seconds=spec.timeout_seconds),
-        # with it each of Megatron's 28 groups connects at once, which alone takes 8 GiB of a card
+        # with a device each of Megatron's twenty groups connects at once, which takes a lone rank 8 GiB of its card
         device_id=platform.device if platform.backend == "nccl" and spec.world_size > 1 else None,
     )
     parallel_state.initialize_model_parallel(

@@ -79,7 +79,7 @@ class Saver:
             replace_file(Path(directory, FACTS_FILE), facts_text(facts).encode())
             replace_file(Path(directory, EFFECTIVE_FILE), json.dumps(effective, indent=1).encode())
             names += [*self._descriptions, FACTS_FILE, EFFECTIVE_FILE]
-        dist.barrier()
+        self._mesh.wait()
         return names, identity
 
     def _identity(self, shards: list[Shard], facts: StateFacts, drawn: dict[str, Any]) -> StateIdentity:
