@@ -17,6 +17,7 @@ SyncCaseName = Literal[
     "0.75b",
     "0.75b-pp2",
     "0.75b-own",
+    "experts",
     "4b",
     "4b-pp2",
     "4b-pp2-tp2",

@@ -64,6 +64,9 @@ class SyncBench(BaseModel):
     """Log-probabilities of a probe by trainer and engine, after the commit."""
     probe_difference: float
     """Mean |engine - trainer| over the probe after ours, nat; the largest of all rounds."""
+    sample_difference: float
+    """The same over tokens that the engine samples. On a card its CUDA graphs compute them: if they read other memory
+    than the update has written, it is a hundred times as much."""
     stock_probe_difference: float
     """The same after the stock way."""
     unverified_pause_s: float
@@ -143,6 +146,7 @@ def _report(
         link_share=None if link is None else rate / link,
         probe_s=median(lambda one: one.probe_s),
         probe_difference=max(one.probe_difference for one in rounds),
+        sample_difference=max(one.sample_difference for one in rounds),
         stock_probe_difference=max(one.stock_probe_difference for one in rounds),
         unverified_pause_s=median(lambda one: one.unverified_pause_s),
         verify_share=median(lambda one: 1 - one.unverified_pause_s / one.delivery.seconds["pause"]),

@@ -50,6 +50,13 @@ SYNC_CASES: dict[SyncCaseName, SyncCase] = {
     "0.75b": _BIG,
     "0.75b-pp2": _BIG.model_copy(update={"pipeline": 2}),
     "0.75b-own": _BIG.model_copy(update={"cards": "own"}),
+    "experts": SyncCase(
+        model=LatentModel(
+            layers=4, hidden=512, intermediate=1024, expert=256, experts=16, chosen=4, heads=8, query_rank=192,
+            value_rank=512, plain=128, rotary=64, value=128, vocabulary=32_768,
+        ),
+        precision="bf16",
+    ),
     "4b": _BIGGER,
     "4b-pp2": _BIGGER.model_copy(update={"pipeline": 2}),
     "4b-pp2-tp2": _BIGGER.model_copy(update={"pipeline": 2, "tensor": 2}),
@@ -80,6 +87,8 @@ class SyncRound:
     probe_s: float
     probe_difference: float
     """Mean |engine - trainer| over the probe, nat."""
+    sample_difference: float
+    """The same over tokens that the engine has sampled."""
     stock_probe_difference: float
     object_collectives: int
     stock_object_collectives: int

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage.backends.root import open_root
 from storage.errors import SyncMismatch
@@ -18,6 +19,7 @@ from tasks.bench.sync_start import start_sync_rank
 from tasks.config.document import parse_config
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig, TransportChoice
+from tasks.engine.protocol import Sampling
 from tasks.stages.context import RunContext
 from tasks.stages.transaction import Delivery, at_once, deliver
 from tasks.workers.actors import fresh_names, spawn
@@ -32,6 +34,8 @@ from trainer_core.weights.plan import Bucket, WeightPlan
 
 _LENGTH = 96  # tokens of a sequence of the probe
 _PROBE = 8  # sequences
+_PROMPT, _SAMPLED = 24, 40  # tokens, of their beginnings and of what is sampled
+_SAMPLES = ("response_tokens", "logprobs")  # columns
 _CACHE_MIB = {"cpu": 64, "cuda": 2 << 10}
 _TOGETHER = 16  # sequences decoded together: the fewer, the shorter the start with CUDA graphs
 _MOST_APART = 0.1  # nat, on average over the probe: the same weights differ by a tenth of it in bf16
@@ -87,6 +91,7 @@ class Sides:
         self._version += 1
         delivery, seconds, object_collectives, extra = self._measured(self._ours)
         probe_s, difference = self._probed("ours")
+        sample_difference = self._sampled()
         self._group.keep_plan(True)
         _, kept_s, _, _ = self._measured(self._ours)
         self._group.keep_plan(False)
@@ -101,6 +106,7 @@ class Sides:
             stock_seconds=stock_s,
             probe_s=probe_s,
             probe_difference=difference,
+            sample_difference=sample_difference,
             stock_probe_difference=self._probed("the stock way")[1],
             object_collectives=object_collectives,
             stock_object_collectives=stock_objects,
@@ -149,10 +155,25 @@ class Sides:
         begun = time.perf_counter()
         trainer, engine = self._group.logprobs(self._probe), self._engine.score(self._probe)
         seconds = time.perf_counter() - begun
-        difference = float(np.abs(np.concatenate(engine) - np.concatenate(trainer)).mean())
-        if not difference < _MOST_APART:
-            raise SyncMismatch(f"after {way}, engine and trainer differ by {difference:.3g} nat: the bench is wrong")
-        return seconds, difference
+        return seconds, _apart(engine, trainer, way)
+
+    def _sampled(self) -> float:
+        """How far engine and trainer are apart, on average over tokens that the engine samples."""
+        prompts = [sequence[:_PROMPT] for sequence in self._probe]
+        found = self._engine.generate(prompts, range(_PROBE), Sampling(max_tokens=_SAMPLED))
+        responses, engine = ([np.asarray(row) for row in found[name].to_pylist()] for name in _SAMPLES)
+        sequences = [
+            np.concatenate((prompt, one)).astype(np.int32) for prompt, one in zip(prompts, responses, strict=True)
+        ]
+        trainer = [logprobs[_PROMPT - 1 :] for logprobs in self._group.logprobs(sequences)]
+        return _apart(engine, trainer, "sampling")
+
+
+def _apart(engine: list[NDArray[np.float32]], trainer: list[NDArray[np.float32]], when: str) -> float:
+    difference = float(np.abs(np.concatenate(engine) - np.concatenate(trainer)).mean())
+    if not difference < _MOST_APART:
+        raise SyncMismatch(f"after {when}, engine and trainer differ by {difference:.3g} nat: the bench is wrong")
+    return difference
 
 
 @contextmanager

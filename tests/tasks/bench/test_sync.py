@@ -16,7 +16,7 @@ from tasks.bench.sync import bench_sync
 from tasks.bench.sync_cases import SYNC_CASES
 from tasks.data.generated import generate_model
 
-KEYS = {"seconds", "stock_seconds", "kept_plan_seconds", "probe_s", "bytes", "unverified_pause_s"}
+KEYS = {"seconds", "stock_seconds", "kept_plan_seconds", "probe_s", "bytes", "unverified_pause_s", "sample_difference"}
 
 
 @pytest.mark.slow
@@ -33,6 +33,7 @@ def test_an_update_takes_one_exchange_and_no_collective_of_objects(case, transpo
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["object_collectives"] == 0
     assert found["stock_object_collectives"] > 100
+    assert max(found["probe_difference"], found["sample_difference"]) < 1e-4
     assert found["metadata_exchanges"] == 1
     assert found["seconds"] < found["stock_seconds"]
     assert all(found[key] > 0 for key in KEYS)
