@@ -20,7 +20,7 @@ from prefect.exceptions import ObjectNotFound
 
 from flows.server.history import TAG
 from flows.site.folder import RunningProcess
-from flows.site.processes import find, listening_on
+from flows.site.processes import find, taken
 from flows.site.registration import POOL
 from tasks.config.code_version import code_version
 
@@ -43,10 +43,8 @@ class Fact(NamedTuple):
 
 def free_port(port: int = PORT) -> Fact:
     """Whether `ratchet up` can have its port; for a machine without a site."""
-    taken = listening_on(port)
-    if taken:
-        text = f"{port} is taken by process {taken[0] or 'of another user'}: `ratchet up --port` takes another one"
-        return Fact("ports", "warning", text)
+    if (why := taken(port)) is not None:
+        return Fact("ports", "warning", f"{port} {why}: `ratchet up --port` takes another one")
     return Fact("ports", "ok", f"{port} is free for `ratchet up`")
 
 

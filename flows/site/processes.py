@@ -4,7 +4,9 @@ A mark in their environment finds those that nothing recorded.
 """
 
 import contextlib
+import errno
 import os
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,9 @@ import psutil
 from flows.site.folder import RunningProcess
 from tasks.config.code_version import PROJECT_ROOT, code_version
 from tasks.config.environment import site_mark
+
+HOST = "127.0.0.1"
+"""Where the server listens."""
 
 _GRACE_S = 20.0
 """How long a flow run may take to end cleanly: Ray, ranks and engines go with it."""
@@ -128,7 +133,15 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(processes, timeout=_GRACE_S)
 
 
-def listening_on(port: int) -> list[int | None]:
-    """Processes that listen on a TCP port of this machine; None is one of another user."""
-    found = psutil.net_connections("tcp")
-    return [one.pid for one in found if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port]
+def taken(port: int) -> str | None:
+    """Why no server can have TCP port `port` of the loopback interface; None if one can."""
+    for one in psutil.net_connections("tcp"):
+        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
+            return f"is taken by process {one.pid or 'of another user'}"
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return "is taken by a connection, which may have ended a minute ago: those get ports above 32767"
+        return f"cannot be had: {os.strerror(error.errno or 0)}"
+    return None

@@ -17,14 +17,12 @@ from flows.site.entries import read_deployments
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.interrupted import set_right
 from flows.site.notification import webhook_url
-from flows.site.processes import end, end_starter, end_tree, find, kill_tree, listening_on, start, strays
+from flows.site.processes import HOST, end, end_starter, end_tree, find, kill_tree, start, strays, taken
 from flows.site.registration import POOL, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
 from tasks.config.credentials import has_credentials
 from tasks.config.environment import resolve, site_environment
-
-HOST = "127.0.0.1"
 
 _SERVER, _WORKER = "server", "worker"
 _APP = "flows.server.sqlite:site_app"
@@ -215,9 +213,8 @@ def _connection(database: str | None) -> str | None:
 
 
 def _check_free(port: int) -> None:
-    taken = listening_on(port)
-    if taken:
-        raise InputError(f"port {port} is taken by process {taken[0]}: give another --port")
+    if (why := taken(port)) is not None:
+        raise InputError(f"port {port} {why}: give another --port")
 
 
 def _wait(api: str, server: RunningProcess, folder: SiteFolder) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -49,8 +50,14 @@ class SiteHere:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """A port that stays free while nothing listens there, as between `down` and `up`.
+
+    Linux gives 32768 and above to connections of any process, and Ray 10002 to 19999 to its workers.
+    """
+    for port in random.sample(range(20_000, 32_768), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("none of a hundred ports is free")
 
 
 def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:

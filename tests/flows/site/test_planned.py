@@ -90,3 +90,10 @@ def test_a_port_that_is_taken_is_a_warning():
         taken = free_port(port)
     assert (taken.level, f"{port} is taken by process" in taken.text) == ("warning", True)
     assert free_port(port).level == "ok"
+
+
+def test_a_port_that_a_connection_was_given_is_a_warning():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        port = connection.getsockname()[1]
+        taken = free_port(port)
+    assert (taken.level, f"{port} is taken by a connection" in taken.text) == ("warning", True)
