@@ -16,7 +16,6 @@ GROUPS = (
     "tests/faults",
     "tests/flows/site",
     "tests/integration/test_tutorial.py",
-    "tests/integration/test_faults.py::test_with_a_planted_bit_the_command_fails_and_names_it",
     "tests/tasks/workers/test_cluster.py",
     "tests/tasks/workers/test_fleet.py",
     "tests/flows/server",

@@ -132,11 +132,20 @@ def prove(order: ProofOrder, output: Output) -> int:
         output.say(f"prove-resume: again, with {len(faults)} kills: {', '.join(map(str, faults))}")
         starts = _run_killed(order, interrupted, folder, output)
         output.say("prove-resume: comparing")
-        section = order.config.evaluate
-        comparison = Pair(whole, interrupted, RUN).compare(
-            order.config.run.iterations, section.every, order.seed if order.plant else None
-        )
-        report = _report(order, whole, interrupted, folder, starts, comparison)
+        return judge(order, whole, interrupted, folder, starts, output)
+
+
+def judge(order: ProofOrder, whole: Root, interrupted: Root, folder: FaultFolder, starts: int, output: Output) -> int:
+    """Compare two runs that have ended, and report; returns as `prove`.
+
+    Args:
+        folder: what was planned for the interrupted run, and happened to it.
+        starts: how often it was started.
+    """
+    comparison = Pair(whole, interrupted, RUN).compare(
+        order.config.run.iterations, order.config.evaluate.every, order.seed if order.plant else None
+    )
+    report = _report(order, whole, interrupted, folder, starts, comparison)
     output.result(report, report_lines(report))
     return 0 if report.identical else 1
 

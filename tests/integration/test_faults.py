@@ -4,19 +4,22 @@ Every kind of process, every stage and every named point is covered at least onc
 pipeline ranks; `ratchet prove-resume` compares the result of the killed run with that of the uninterrupted run.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
 from flows.proof.compare import Comparison, Pair
-from flows.proof.faults import Fault
-from flows.proof.prove import RUN
+from flows.proof.faults import Fault, FaultFolder
+from flows.proof.prove import RUN, ProofOrder, judge
+from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.parts import read_table
 from storage.schema import ROLLOUT
 from storage.upkeep.verify import verify
+from tasks.config.document import load_config
 from tasks.stages.names import LOOP, Stage
 from tests.integration.command import TINY, Finished, finish, start
 
@@ -25,17 +28,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ITERATIONS = 2
 CELLS = [
     "prepare@0:parts-done:flow",
-    "train@0:upload:flow",
-    "weight-sync@0:started:node",
     "evaluate@0:started:engine-0",
     "rollout@1:parts-done:flow",  # with all pieces there, one of which the next process samples again
-    "reward@1:committed:flow",
     "train@1:mid-part:trainer-0",
     "weight-sync@1:sent:engine-0",
     "weight-sync@1:served:flow",
-    "weight-sync@1:parts-done:trainer-1",
-    "rollout@2:parts-done:engine-0",
-    "reward@2:mid-part:node",
+    "reward@2:committed:node",
     "train@2:started:trainer-1",
     "train@2:upload:flow",
 ]
@@ -117,12 +115,16 @@ def test_one_bit_is_found_by_name(roots: tuple[Root, Root]):
     assert "1 of " in found.what
 
 
-def test_with_a_planted_bit_the_command_fails_and_names_it(place: Path):
-    arguments = ["--root", str(place / "planted"), "--iterations", "1", "--kills", "0", "--plant", "--json"]
-    done = finish(start("prove-resume", str(TINY), *arguments, home=place / "prefect"), deadline_s=600)
-    assert done.code == 1, done.err
-    assert done.json["identical"] is False
-    assert done.json["planted"] is True
-    assert len(done.json["differences"]) == 1
-    assert done.json["first_difference"].startswith("train of iteration 1: ")
-    assert "at train of iteration 1; everything after it" in done.json["determinism"]
+def test_with_a_planted_bit_the_verdict_is_a_failure_that_names_it(roots: tuple[Root, Root], tmp_path: Path, capfd):
+    folder = FaultFolder(tmp_path)
+    folder.plan([])
+    config = load_config(str(TINY), LAYOUT[1::2])
+    order = ProofOrder(config, str(TINY), (), str(tmp_path), kills=0, seed=0, regenerate=True, plant=True)
+    with Output(json=True) as output:
+        assert judge(order, *roots, folder, 1, output) == 1
+    report = json.loads(capfd.readouterr().out)
+    assert report["identical"] is False
+    assert report["planted"] is True
+    assert len(report["differences"]) == 1
+    assert report["first_difference"].startswith(f"train of iteration {ITERATIONS}: ")
+    assert f"at train of iteration {ITERATIONS}; everything after it" in report["determinism"]
