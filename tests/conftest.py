@@ -80,9 +80,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: places.get(group_of(item.nodeid), len(GROUPS)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def default_signals():
-    """The signals that end a command do so for this test and for what it starts.
+    """The signals that end a command do so for these tests and for what they start.
 
     A shell starts a background job with SIGINT ignored, and nohup does so with SIGHUP; children inherit that.
     """

@@ -15,7 +15,7 @@ from storage.schema import REWARD, ROLLOUT
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
-from tests.small.config import small_config
+from tests.small.config import SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.storage.tables import scored_table
 
@@ -123,3 +123,17 @@ def test_each_iteration_draws_the_prompts_after_those_that_were_trained_on(root:
     assert [one.facts["cursor"] for one in rollouts] == [6, 12]
     seeds = [set(read_table(root, one, ROLLOUT, ["seed"])["seed"].to_pylist()) for one in rollouts]
     assert not seeds[0] & seeds[1]
+
+
+def test_an_iteration_that_draws_more_prompts_than_there_are_names_each_sample_once(root: Root, tmp_path: Path):
+    config = small_config(["run.iterations=1", "rollout.prompts=90", "rollout.groups_per_part=45"])
+    driver(root, config, tmp_path / "scratch").drive()
+    columns = ["prompt_id", "sample_id"]
+    tables = [
+        read_table(root, need(root, RUN, 1, stage), schema, columns)
+        for stage, schema in ((Stage.ROLLOUT, ROLLOUT), (Stage.REWARD, REWARD))
+    ]
+    assert tables[0].equals(tables[1])
+    names = set(zip(*(tables[0][column].to_pylist() for column in columns), strict=True))
+    assert len(names) == tables[0].num_rows == 90 * SAMPLES
+    assert len({prompt for prompt, _ in names}) < 90

@@ -1,6 +1,7 @@
-"""The whole loop on an object store: a run that is killed on S3 ends with the manifests of a run on files."""
+"""The whole loop on an object store: interrupted and killed on S3, a run ends with the manifests of one on files."""
 
 import json
+import signal
 import subprocess
 import time
 
@@ -41,11 +42,23 @@ def bucket(server):
     return server.root("runs")
 
 
+ARGUMENTS = ["run", str(TINY), "--root", URL, "--run", RUN, "--json", *PIECES]
+
+
 @pytest.fixture(scope="module")
-def continued(server, bucket, home):
-    """The same run on S3, killed in the middle of the rollout of iteration 2 and continued, and what it read."""
-    arguments = ["run", str(TINY), "--root", URL, "--run", RUN, "--json", *PIECES]
-    process = start(*arguments, home=home)
+def interrupted(default_signals, server, bucket, home):
+    """The same run on S3, interrupted by Ctrl-C in the middle of iteration 1, and which of its processes are left."""
+    process = start(*ARGUMENTS, home=home)
+    wait_for(bucket, layout.manifest_key(RUN, 1, Stage.ROLLOUT, 0), process)
+    started = descendants(process)
+    process.send_signal(signal.SIGINT)
+    return finish(process), still_running(started)
+
+
+@pytest.fixture(scope="module")
+def continued(interrupted, server, bucket, home):
+    """That run continued, killed in the middle of the rollout of iteration 2 and continued again, and what it read."""
+    process = start(*ARGUMENTS, home=home)
     wait_for(bucket, layout.manifest_key(RUN, 1, Stage.TRAIN, 0), process)
     wait_for(bucket, layout.piece_key(RUN, 2, Stage.ROLLOUT, 0, "").rpartition("/")[0], process)
     started = descendants(process)
@@ -53,8 +66,9 @@ def continued(server, bucket, home):
     finish(process)
     assert not still_running(started)
     assert find(bucket, RUN, 2, Stage.ROLLOUT) is None
-    done = ratchet(*arguments, home=home)
-    return done, [request for request in server.faults.requests if request.startswith("GET ")]
+    before = len(server.faults.requests)
+    done = ratchet(*ARGUMENTS, home=home)
+    return done, [request for request in server.faults.requests[before:] if request.startswith("GET ")]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +83,14 @@ def wait_for(root: Root, prefix: str, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"nothing appeared at {prefix}"
         time.sleep(0.02)
+
+
+def test_ctrl_c_leaves_nothing_running_and_says_how_to_go_on(interrupted):
+    done, left = interrupted
+    assert done.code == 130
+    assert "continue with: " in done.err
+    assert "Traceback" not in done.err
+    assert not left
 
 
 def test_it_ends_as_on_files(whole, on_s3):
