@@ -8,13 +8,7 @@ from storage.manifest import need
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
 from tasks.stages.names import Stage
-from tests.integration.command import (
-    PIECES,
-    TINY,
-    committed,
-    ratchet,
-    run_tiny,
-)
+from tests.integration.command import PIECES, TINY, committed, ratchet, run_tiny
 
 LAYOUTS = {"pp2": ["--set", "train.parallel.pipeline=2"], "tp2": ["--set", "train.parallel.tensor=2"]}
 KEYS = {

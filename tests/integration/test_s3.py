@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RUN = "tiny"
 URL = f"s3://{BUCKET}/runs"
+ARGUMENTS = ["run", str(TINY), "--root", URL, "--run", RUN, "--json", *PIECES]
 STAGES = [(iteration, stage) for iteration in range(3) for stage in LOOP]
 
 
@@ -40,9 +41,6 @@ def server():
 @pytest.fixture(scope="module")
 def bucket(server):
     return server.root("runs")
-
-
-ARGUMENTS = ["run", str(TINY), "--root", URL, "--run", RUN, "--json", *PIECES]
 
 
 @pytest.fixture(scope="module")
