@@ -15,12 +15,28 @@ class Unseen(digest.PreparedDigests):
 
     def begin(self) -> digest.BegunDigests:
         """Compute nothing."""
-        return digest.BegunDigests([""] * self._count, [0] * self._count)
+        return _nothing(self._count)
 
 
-_SEEN = digest.PreparedDigests
+class UnseenInBuffer(digest.PlannedDigests):
+    """The same for a buffer that comes later."""
+
+    def __init__(self, outlines: Sequence[digest.Outline], device: torch.device) -> None:
+        self._count = len(outlines)
+
+    def begin(self, buffer: torch.Tensor) -> digest.BegunDigests:
+        """Compute nothing."""
+        return _nothing(self._count)
+
+
+def _nothing(count: int) -> digest.BegunDigests:
+    return digest.BegunDigests([""] * count, [0] * count)
+
+
+_SEEN = digest.PreparedDigests, digest.PlannedDigests
 
 
 def look(seen: bool) -> None:
     """Whether this process from now on computes digests of what it sends, receives and finds."""
-    digest.__dict__["PreparedDigests"] = _SEEN if seen else Unseen
+    found = _SEEN if seen else (Unseen, UnseenInBuffer)
+    digest.__dict__["PreparedDigests"], digest.__dict__["PlannedDigests"] = found

@@ -17,17 +17,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import SyncMismatch
-from tasks.engine.landing import Landing, Place, landed_part, loadable_parameters, named_layers, part_of
-from trainer_core.weights.digest import prepare_digests, tensor_digests
+from tasks.engine.landing import Landing, Place, landed_part, loadable_parameters, named_layers
+from trainer_core.weights.digest import BegunDigests, prepare_digests, tensor_digests
 
 
 class Lane(Protocol):
-    """A way of loading. `landed` is what the parameters hold, by name of the checkpoint's tensor."""
+    """A way of loading."""
 
     keeps_views: bool
     """Whether loaders may look at a tensor later than at once, so that it must not lie in an arena."""
-    landed: dict[str, str]
-    """Digest of the part of each tensor that was found in a parameter; complete after `look`."""
 
     def begin(self) -> None:
         """Prepare the model; from now on it must not compute."""
@@ -38,7 +36,13 @@ class Lane(Protocol):
         ...
 
     def look(self) -> None:
-        """See what the parameters hold, after `finish`."""
+        """Begin to see what the parameters hold, after `finish`; a card is not waited for."""
+        ...
+
+    def landed(self) -> dict[str, str]:
+        """Digest of the part of each tensor that was found in a parameter, by name of the checkpoint's tensor; after
+        `look`.
+        """
         ...
 
     def abandon(self) -> None:
@@ -54,10 +58,10 @@ class InPlace:
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig, landing: Landing, names: Collection[str]) -> None:
         self._model, self._config = model, config
-        self.landed: dict[str, str] = {}
         self._storage = _addresses(model)
         parts = held_parts(model, landing, names)
         self._names, self._digests = list(parts), prepare_digests(list(parts.values()))
+        self._begun: BegunDigests | None = None
 
     def begin(self) -> None:
         """See `Lane.begin`: all is prepared."""
@@ -79,7 +83,11 @@ class InPlace:
 
     def look(self) -> None:
         """See `Lane.look`."""
-        self.landed = dict(zip(self._names, self._digests.begin().read(), strict=True))
+        self._begun = self._digests.begin()
+
+    def landed(self) -> dict[str, str]:
+        """See `Lane.landed`."""
+        return {} if self._begun is None else dict(zip(self._names, self._begun.read(), strict=True))
 
     def abandon(self) -> None:
         """See `Lane.abandon`: the next update writes over everything."""
@@ -97,7 +105,7 @@ class LayerWise:
         self, model: torch.nn.Module, config: VllmConfig, landing: Landing | None, names: Collection[str]
     ) -> None:
         self._model, self._config, self._landing = model, config, landing or Landing()
-        self.landed: dict[str, str] = {}
+        self._landed: dict[str, str] = {}
         self._tied = list(tied_layers(model))  # while an update is open it no longer shows
         layers = named_layers(model)
         self._names: dict[torch.nn.Module, list[str]] = {}
@@ -120,7 +128,11 @@ class LayerWise:
     def look(self) -> None:
         """See `Lane.look`: at what no post-processing has shown."""
         unprocessed = [name for layer, names in self._names.items() if _processing(layer) is None for name in names]
-        self.landed |= found(self._model, self._landing, unprocessed)
+        self._landed |= found(self._model, self._landing, unprocessed)
+
+    def landed(self) -> dict[str, str]:
+        """See `Lane.landed`."""
+        return self._landed
 
     def abandon(self) -> None:
         """See `Lane.abandon`: half-filled layers would count as filled in the next update."""
@@ -131,7 +143,7 @@ class LayerWise:
 
         def look_and_process(layer: torch.nn.Module) -> None:
             names = self._names.get(layer, [])
-            self.landed |= _digests(_parts(dict.fromkeys(names, layer), self._landing))
+            self._landed |= _digests(_parts(dict.fromkeys(names, layer), self._landing))
             process(layer)
 
         self._observed.append(method)
@@ -212,11 +224,6 @@ def held_parts(model: torch.nn.Module, landing: Landing, names: Collection[str])
     """The parts of tensors that this worker's live parameters hold, as views."""
     layers = named_layers(model)
     return _parts({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
-
-
-def held_part(tensor: torch.Tensor, place: Place, kind: torch.dtype) -> torch.Tensor:
-    """What a worker must hold of an arrived tensor, in the type of the parameter; itself if that is all of it."""
-    return (tensor if place.whole else part_of(tensor, place.of)).to(kind)
 
 
 def _check_derived(layers: dict[str, MLAAttention]) -> None:

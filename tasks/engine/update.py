@@ -5,7 +5,7 @@ Imports torch and vLLM.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -15,11 +15,11 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import Landing, landing_of, loaded_parameters
-from tasks.engine.loading import Lane, held_part, lane_of
+from tasks.engine.landing import Landing, landing_of, loaded_parameters, part_of
+from tasks.engine.loading import Lane, lane_of, model_device
 from tasks.engine.receivers.receiver import Receiver
-from trainer_core.weights.digest import BegunDigests, begin_digests
-from trainer_core.weights.packing import element_type, tensors_of, views
+from trainer_core.weights.digest import BegunDigests, Outline, PlannedDigests, plan_digests
+from trainer_core.weights.packing import element_type, outlines, tensors_of, views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 
 _SHOWN = 4  # names spelled out in a message
@@ -51,8 +51,8 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """A bucket that has arrived."""
+class _Expected:
+    """What a bucket brings."""
 
     arrived: list[str]
     """Names of its tensors."""
@@ -60,8 +60,8 @@ class _Noted:
     """Those of which this worker must hold something."""
     cut: list[str]
     """And those of which it must hold only a part, or another type."""
-    digests: BegunDigests
-    """Of what arrived, followed by the parts."""
+    digests: PlannedDigests
+    """Of what arrives, followed by the parts."""
 
 
 class Update:
@@ -90,7 +90,9 @@ class Update:
             self._landing.check(plan, self._is_unused)
         self._parameters = set(loaded_parameters(model))
         self._lane = lane(model, config, self._landing, names)
-        self._noted: list[_Noted] = []
+        self._planned = tensors_of(plan)
+        self._buckets = {number: self._outlined(planned) for number, planned in self._planned.items()}
+        self._begun: list[tuple[_Expected, BegunDigests]] = []
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
         self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
@@ -125,13 +127,12 @@ class Update:
         self._seconds["load"] -= self._seconds["wait"] + self._seconds["digest"] - before
         for name, _ in arriving:
             raise SyncMismatch(f"the engine's loaders stopped before tensor {name}, without saying why")
-        with self._timed("digest"):
-            self._read_digests()
         with self._timed("finish"):
             self._lane.finish()
         with self._timed("digest"):
             self._lane.look()
-        self._check_landed(loaded)
+            self._read_digests()  # while a card looks
+            self._check_landed(loaded, self._lane.landed())
         parts = {} if self._lane.keeps_views else self._expected
         return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
 
@@ -153,44 +154,47 @@ class Update:
 
     def _tensors(self, receiver: Receiver, first: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything, while it arrives."""
-        planned = tensors_of(self._plan)
         for bucket in self._plan.buckets:
             arena = first if bucket.number == self._plan.buckets[0].number else self._arena(receiver, bucket)
             own = arena.clone() if self._lane.keeps_views else arena
-            arrived = dict(views(planned[bucket.number], own))
-            yield from arrived.items()
+            yield from views(self._planned[bucket.number], own)
             with self._timed("digest"):
-                self._note(arrived)
+                expected = self._buckets[bucket.number]
+                self._begun.append((expected, expected.digests.begin(own)))
             receiver.release(bucket)
 
     def _arena(self, receiver: Receiver, bucket: Bucket) -> torch.Tensor:
         with self._timed("wait"):
             return receiver.arena(bucket)
 
-    def _note(self, arrived: dict[str, torch.Tensor]) -> None:
-        """Begin with the digests of what arrived, and of what of it this worker must hold."""
-        parts = {name: part for name, tensor in arrived.items() if (part := self._part(name, tensor)) is not None}
-        cut = {name: part for name, part in parts.items() if part is not arrived[name]}
-        digests = begin_digests([*arrived.values(), *cut.values()])
-        self._noted.append(_Noted(list(arrived), list(parts), list(cut), digests))
+    def _outlined(self, planned: Sequence[PlannedTensor]) -> _Expected:
+        """Plan the digests of what a bucket brings, and of what of it this worker must hold."""
+        arriving = {name: Outline(tensor, tensor.dtype) for name, tensor in outlines(planned)}
+        parts = {name: part for name, whole in arriving.items() if (part := self._part(name, whole)) is not None}
+        cut = {name: part for name, part in parts.items() if part is not arriving[name]}
+        digests = plan_digests([*arriving.values(), *cut.values()], model_device(self._model))
+        return _Expected(list(arriving), list(parts), list(cut), digests)
 
     def _read_digests(self) -> None:
         """Wait for the digests."""
-        for noted in self._noted:
-            digests = noted.digests.read()
-            self._digests |= zip(noted.arrived, digests, strict=False)
-            self._expected |= {name: self._digests[name] for name in noted.held}
-            self._expected |= zip(noted.cut, digests[len(noted.arrived) :], strict=True)
+        for expected, begun in self._begun:
+            digests = begun.read()
+            self._digests |= zip(expected.arrived, digests, strict=False)
+            self._expected |= {name: self._digests[name] for name in expected.held}
+            self._expected |= zip(expected.cut, digests[len(expected.arrived) :], strict=True)
 
-    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _part(self, name: str, tensor: Outline) -> Outline | None:
         place = None if self._landing is None else self._landing.places.get(name)
         if self._landing is None or place is None or not place.held:
             return None
-        return held_part(tensor, place, self._landing.types[place.layer, place.parameter])
+        kind = self._landing.types[place.layer, place.parameter]
+        if place.whole and kind == tensor.kind:
+            return tensor
+        return Outline(part_of(tensor.of, place.of), kind)
 
-    def _check_landed(self, loaded: set[str]) -> None:
+    def _check_landed(self, loaded: set[str], found: Mapping[str, str]) -> None:
         for name, digest in self._expected.items():
-            landed = self._lane.landed.get(name)
+            landed = found.get(name)
             if landed != digest:
                 place = "" if self._landing is None else f" in {self._landing.places[name].layer}"
                 how = "not loaded" if landed is None else "loaded otherwise than it arrived"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from trainer_core.weights.digest_kernel import Work
+    from trainer_core.weights.digest_kernel import BufferWork, Work
 
 _WORD = 8  # bytes
 _CHUNK = 1 << 15  # words; what is computed with stays in the processor's cache
@@ -63,12 +63,62 @@ class PreparedDigests:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
+        self._heads = [_head(tensor, tensor.dtype) for tensor in self._tensors]
         self._work = _work(self._tensors) if self._tensors and self._tensors[0].is_cuda else None
 
     def begin(self) -> "BegunDigests":
-        """Compute them, once; a card is not waited for."""
-        sums = [_sum_on_cpu(tensor) for tensor in self._tensors] if self._work is None else self._work.launch()
-        return BegunDigests([f"{dtype_name(one.dtype)} {tuple(one.shape)}" for one in self._tensors], sums)
+        """Compute them; a card is not waited for."""
+        if self._work is not None:
+            return BegunDigests(self._heads, Brought(self._work.launch()))
+        return BegunDigests(self._heads, [_sum_on_cpu(tensor) for tensor in self._tensors])
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A tensor in a buffer that comes later."""
+
+    of: torch.Tensor
+    """A view of such a buffer, (bytes,) uint8 on the device `meta`."""
+    kind: torch.dtype
+    """To which it is converted first."""
+
+
+def plan_digests(outlines: Sequence[Outline], device: torch.device) -> "PlannedDigests":
+    """Plan digests of tensors in a buffer that comes later: see `PlannedDigests`."""
+    return PlannedDigests(outlines, device)
+
+
+class PlannedDigests:
+    """Digests of what tensors will be in a buffer that is given only when they are begun. If that is on a card, only
+    the launch of a kernel is left to do then, unless a tensor has to be copied or converted first.
+    """
+
+    def __init__(self, outlines: Sequence[Outline], device: torch.device) -> None:
+        """Args:
+        device: where the buffer will be, as far as is known.
+        """
+        self._outlines = outlines
+        self._heads = [_head(one.of, one.kind) for one in outlines]
+        converted = any(one.of.dtype != one.kind for one in outlines)
+        direct = device.type == "cuda" and not converted
+        self._work = _buffer_work([one.of for one in outlines], device) if direct else None
+
+    def begin(self, buffer: torch.Tensor) -> "BegunDigests":
+        """Compute them of a buffer, (bytes,) uint8 from a multiple of 8 bytes on; a card is not waited for."""
+        if self._work is not None and self._work.serves(buffer):
+            return BegunDigests(self._heads, Brought(self._work.launch(buffer)))
+        return begin_digests([_at(one.of, buffer).to(one.kind) for one in self._outlines])
+
+
+def _at(outline: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    size = outline.element_size()
+    elements = buffer[: buffer.numel() // size * size].view(outline.dtype)
+    first = elements.storage_offset() + outline.storage_offset()
+    return elements.as_strided(outline.shape, outline.stride(), first)
+
+
+def _head(tensor: torch.Tensor, kind: torch.dtype) -> str:
+    return f"{dtype_name(kind)} {tuple(tensor.shape)}"
 
 
 @dataclass(frozen=True)
@@ -79,22 +129,46 @@ class BegunDigests:
 
     heads: list[str]
     """Type and shape of each tensor."""
-    sums: list[int] | torch.Tensor
-    """Sum of the mixed words of each; (T,) int64 on a card."""
+    sums: "list[int] | Brought"
+    """Sum of the mixed words of each."""
 
     def read(self) -> list[str]:
-        """`tensor_digest` of each tensor; waits for the card."""
-        totals = self.sums.tolist() if isinstance(self.sums, torch.Tensor) else self.sums
+        """`tensor_digest` of each tensor; waits for the card as long as it is at these."""
+        totals = self.sums.read() if isinstance(self.sums, Brought) else self.sums
         return [
             hashlib.blake2b(f"{head} {total % 2**64:016x}".encode(), digest_size=16).hexdigest()
             for head, total in zip(self.heads, totals, strict=True)
         ]
 
 
+class Brought:
+    """Integers on their way from a card, behind which it may go on with other work."""
+
+    def __init__(self, there: torch.Tensor) -> None:
+        """Args:
+        there: (T,) int64.
+        """
+        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
+        self._here.copy_(there, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(there.device).record_event() if there.is_cuda else None
+
+    def read(self) -> list[int]:
+        """They, as soon as they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._here.tolist()
+
+
 def _work(tensors: list[torch.Tensor]) -> "Work":
     from trainer_core.weights.digest_kernel import Work  # imports Triton
 
     return Work(tensors)
+
+
+def _buffer_work(outlines: list[torch.Tensor], device: torch.device) -> "BufferWork | None":
+    from trainer_core.weights.digest_kernel import buffer_work  # imports Triton
+
+    return buffer_work(outlines, device)
 
 
 def _sum_on_cpu(tensor: torch.Tensor) -> int:

@@ -2,6 +2,9 @@
 
 # Triton's language has no types that a checker knows
 
+from collections.abc import Sequence
+from typing import cast
+
 import numpy as np
 import torch
 import triton
@@ -12,6 +15,8 @@ _BLOCK = 2048  # words that a program reads at a time
 _NARROW = 256  # words that it reads at a time byte by byte
 _SPAN = 32 * _BLOCK  # words of a program, 512 KiB
 
+_Rows = tuple[int, int, int, int]
+
 _K1 = tl.constexpr(-0x61C8864680B583EB)  # as in `digest`
 _K2 = tl.constexpr(-0x40A7B892E31B1A47)
 
@@ -21,32 +26,76 @@ class Work:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors  # whose memory must stay until the launch
-        rows = [_rows(tensor) for tensor in tensors]
+        rows = [_rows(tensor, tensor.data_ptr()) for tensor in tensors]
         others = [tensor for tensor, found in zip(tensors, rows, strict=True) if found is None]
         self._copies = [(other, torch.empty_like(other, memory_format=torch.contiguous_format)) for other in others]
-        copied = (_rows(copy) for _, copy in self._copies)
-        table = np.array([found or next(copied) for found in rows], dtype=np.int64).reshape(-1, 4)  # (T, 4)
-        spans = -(-table[:, 1] // (_SPAN * _WORD))  # (T,) programs of each tensor
-        owner = np.repeat(np.arange(len(tensors)), spans)  # (P,)
-        place = np.arange(len(owner)) - np.repeat(np.cumsum(spans) - spans, spans)  # (P,) which span of its tensor
-        work = np.concatenate((table.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
-        self._table = _sent(torch.from_numpy(work), tensors[0].device)  # (4 T + 2 P,) int64
-        self._spans = self._table[table.size :]
-        self._sums = self._table.new_zeros(len(tensors))
-        self._programs = len(owner)
+        copied = (cast(_Rows, _rows(copy, copy.data_ptr())) for _, copy in self._copies)
+        self._sums = _Sums([found or next(copied) for found in rows], tensors[0].device)
 
     def launch(self) -> torch.Tensor:
-        """Begin to compute the sums on the current stream, once.
+        """Begin to compute the sums on the current stream.
 
         Returns:
             (T,) int64, signed words, on the device.
         """
         for tensor, copy in self._copies:
             copy.copy_(tensor)
+        return self._sums.launch(0)
+
+
+class BufferWork:
+    """The same for tensors in a buffer whose address is not known yet."""
+
+    def __init__(self, rows: Sequence[_Rows], device: torch.device) -> None:
+        """Args:
+        rows: of each tensor, its address from the beginning of the buffer, which is at a whole word.
+        device: of the buffer.
+        """
+        self._sums = _Sums(rows, device)
+
+    def serves(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer is on the card that it was made for."""
+        return buffer.device == self._sums.device
+
+    def launch(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Begin to compute the sums of what a buffer holds: see `Work.launch`."""
+        return self._sums.launch(buffer.data_ptr())
+
+
+def buffer_work(outlines: Sequence[torch.Tensor], device: torch.device) -> BufferWork | None:
+    """For tensors that are given as views of such a buffer on the device `meta`; None if one cannot be read where it
+    will lie.
+    """
+    rows = [_rows(one, int(one.storage_offset()) * one.element_size()) for one in outlines]
+    found = [row for row in rows if row is not None]
+    return BufferWork(found, device) if found and len(found) == len(rows) else None
+
+
+class _Sums:
+    """Sums of rows, as `_rows` gives them for each tensor."""
+
+    def __init__(self, rows: Sequence[_Rows], device: torch.device) -> None:
+        table = np.array(rows, dtype=np.int64).reshape(-1, 4)  # (T, 4)
+        spans = -(-table[:, 1] // (_SPAN * _WORD))  # (T,) programs of each tensor
+        owner = np.repeat(np.arange(len(rows)), spans)  # (P,)
+        place = np.arange(len(owner)) - np.repeat(np.cumsum(spans) - spans, spans)  # (P,) which span of its tensor
+        work = np.concatenate((table.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
+        self._table = _sent(torch.from_numpy(work), device)  # (4 T + 2 P,) int64
+        self._spans = self._table[table.size :]
+        self._count, self._programs = len(rows), len(owner)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._table.device
+
+    def launch(self, base: int) -> torch.Tensor:
+        """Begin; `base` is added to all addresses."""
+        sums = self._table.new_zeros(self._count)
         if self._programs:
-            with torch.cuda.device_of(self._sums):
-                _add_words[(self._programs,)](self._table, self._spans, self._sums, _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
-        return self._sums
+            with torch.cuda.device_of(sums):
+                _add_words[(self._programs,)](base, self._table, self._spans, sums, _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
+        return sums
 
 
 def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -56,20 +105,22 @@ def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _rows(tensor: torch.Tensor) -> tuple[int, int, int, int] | None:
+def _rows(tensor: torch.Tensor, address: int) -> _Rows | None:
     """A tensor's memory as the kernel reads it: rows of whole words, equally far apart, or one row of any length.
+
+    Args:
+        address: of its first byte.
 
     Returns:
         Address; bytes; words of a row, 0 if there is only one; bytes from row to row, or if there is only one whether
         it begins at a whole word. None if it is neither, and must be copied.
     """
     if tensor.is_contiguous():
-        address = tensor.data_ptr()
         return address, tensor.nbytes, 0, int(address % _WORD == 0)
     length, stride = _equal_rows(tensor)
     row, stride = length * tensor.element_size(), stride * tensor.element_size()
-    if row and not (tensor.data_ptr() % _WORD or row % _WORD or stride % _WORD):
-        return tensor.data_ptr(), tensor.nbytes, row // _WORD, stride
+    if row and not (address % _WORD or row % _WORD or stride % _WORD):
+        return address, tensor.nbytes, row // _WORD, stride
     return None
 
 
@@ -92,6 +143,7 @@ def _equal_rows(tensor: torch.Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _add_words(
+    base: tl.int64,  # pyright: ignore[reportInvalidTypeForm] - or small numbers would have a kernel of their own
     table: tl.tensor,
     work: tl.tensor,
     sums: tl.tensor,
@@ -102,7 +154,7 @@ def _add_words(
     """Add the mixed words of one span of a tensor to the tensor's sum."""
     tensor = tl.load(work + 2 * tl.program_id(0))
     begin = tl.load(work + 2 * tl.program_id(0) + 1) * span
-    address = tl.load(table + 4 * tensor)
+    address = base + tl.load(table + 4 * tensor)
     nbytes = tl.load(table + 4 * tensor + 1)
     row = tl.load(table + 4 * tensor + 2)
     stride = tl.load(table + 4 * tensor + 3)

@@ -10,7 +10,7 @@ import torch
 from storage.errors import RatchetError, SyncMismatch
 from trainer_core.model.mesh import Mesh
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import BegunDigests, begin_digests, dtype_name
+from trainer_core.weights.digest import BegunDigests, PlannedDigests, dtype_name
 from trainer_core.weights.packing import views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.senders.sender import Sender, open_sender
@@ -20,8 +20,12 @@ from trainer_core.weights.signals import fail
 class Outbox:
     """A sender that, after a failure, takes no more: its rank goes on with what is collective, and fails at the end."""
 
-    def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh) -> None:
+    def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh, digests: Mapping[int, PlannedDigests]) -> None:
+        """Args:
+        digests: of each bucket that this rank sends, by number.
+        """
         self._folder = channel.folder
+        self._planned = digests
         self._sender: Sender | None = None
         self._failure: RatchetError | None = None
         self._begun: list[tuple[list[str], BegunDigests]] = []  # names, and their digests
@@ -58,7 +62,7 @@ class Outbox:
             with self._timed("wait"):
                 self._sender.publish(bucket)
             with self._timed("digest"):  # of what was packed, while receivers read it
-                self._begun.append((list(places), begin_digests(list(places.values()))))
+                self._begun.append((list(places), self._planned[bucket.number].begin(arena)))
 
     def finish(self) -> None:
         """Wait until every receiver has read everything.

@@ -28,6 +28,12 @@ def views(tensors: Sequence[PlannedTensor], arena: torch.Tensor) -> Iterator[tup
         yield tensor.name, next(found[tensor.dtype]).view(tensor.shape)
 
 
+def outlines(tensors: Sequence[PlannedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`views` of an arena that is only thought of, on the device `meta`."""
+    size = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
+    return views(tensors, torch.empty(size, dtype=torch.uint8, device="meta"))
+
+
 def _of_type(tensors: Sequence[PlannedTensor], arena: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """The elements of each, cut at once: what one slice costs is much for thousands of small tensors."""
     size = dtype.itemsize

@@ -14,9 +14,10 @@ from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, conversions, gathered_by
+from trainer_core.weights.digest import Outline, PlannedDigests, plan_digests
 from trainer_core.weights.exchange import exchange
 from trainer_core.weights.outbox import Outbox
-from trainer_core.weights.packing import tensors_of
+from trainer_core.weights.packing import outlines, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
 from trainer_core.weights.planning import plan_of
 from trainer_core.weights.shards import Shards, group_of
@@ -46,6 +47,9 @@ class Update:
         self._exported = frozenset(tensor.name for tensor in more)
         self._others = others
         self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}
+        self._planned = tensors_of(self.plan)
+        own = [bucket.number for bucket in self.plan.buckets if bucket.sender == mesh.rank]
+        self._digests = {number: _digests(self._planned[number], mesh.device) for number in own}
 
     def problem(self) -> str | None:
         """Why the live model no longer fits the plan; None if it does."""
@@ -62,9 +66,9 @@ class Update:
             RatchetError: what failed first on this rank.
         """
         _settle(self._mesh)
-        planned = tensors_of(self.plan)
+        planned = self._planned
         whole = [bucket for bucket in self.plan.buckets if planned[bucket.number][0].name in self._exported]
-        with Outbox(channel, self.plan, self._mesh) as outbox, torch.no_grad():
+        with Outbox(channel, self.plan, self._mesh, self._digests) as outbox, torch.no_grad():
             for bucket in self.plan.buckets[: len(self.plan.buckets) - len(whole)]:
                 self._carry(outbox, bucket, planned[bucket.number])
             if whole:
@@ -112,6 +116,10 @@ def _converted(weights: Iterable[tuple[Conversion, torch.Tensor]], shards: Shard
         for one, tensor in weights:
             found |= one.convert(tensor)
     return found
+
+
+def _digests(planned: Sequence[PlannedTensor], device: torch.device) -> PlannedDigests:
+    return plan_digests([Outline(tensor, tensor.dtype) for _, tensor in outlines(planned)], device)
 
 
 def _settle(mesh: Mesh) -> None:

@@ -29,20 +29,46 @@ def cases():
     return [*flat, *views]
 
 
+def buffer():
+    return values(20_000).view(torch.uint8)
+
+
+def in_buffer(octets):
+    """Tensors in a buffer that a card's kernel reads where they lie."""
+    numbers = octets.view(torch.bfloat16)
+    matrix = numbers[128:6528].view(80, 80)
+    return [
+        *(numbers[4:1003], numbers[5:1003], octets[3:900], octets[:0], octets.view(torch.float32)[64:9000]),
+        *(matrix, matrix[3:], matrix[5:6], matrix[:, 8:24], matrix[::2], matrix.view(8, 10, 80)[:, 2:5]),
+    ]
+
+
+def differing(tensors, sums):
+    from trainer_core.weights import digest
+
+    return [
+        (tensor.dtype, tensor.shape, tensor.stride())
+        for tensor, total in zip(tensors, sums.tolist(), strict=True)
+        if (total - digest._sum_on_cpu(tensor)) % 2**64
+    ]
+
+
 def main():
-    from trainer_core.weights import digest, digest_kernel
+    from trainer_core.weights import digest_kernel
 
     digest_kernel._SPAN = 2 * digest_kernel._BLOCK  # several programs for one tensor
     tensors = cases()
     work = digest_kernel.Work(tensors)
     for tensor in tensors:  # what was prepared counts what is there when it is launched
         tensor.copy_(tensor * 3)
-    found = work.launch().tolist()
-    wrong = [
-        (tensor.dtype, tensor.shape, tensor.stride())
-        for tensor, total in zip(tensors, found, strict=True)
-        if (total - digest._sum_on_cpu(tensor)) % 2**64
-    ]
+    wrong = differing(tensors, work.launch())
+    thought_of = torch.empty_like(buffer(), device="meta")
+    planned = digest_kernel.buffer_work(in_buffer(thought_of), torch.device("cpu"))
+    for octets in (buffer(), buffer().flip(0)):  # more than once, each time of another buffer
+        wrong += differing(in_buffer(octets), planned.launch(octets))
+    columns = in_buffer(thought_of)[5][:, :3]  # not of whole words
+    if digest_kernel.buffer_work([columns], torch.device("cpu")) is not None:
+        wrong.append("taken for readable")
     sys.exit(f"differ: {wrong}" if wrong else 0)
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer_core.weights.digest_cases import cases
-from trainer_core.weights.digest import dtype_name, mix, tensor_digest, tensor_digests
+from tests.trainer_core.weights.digest_cases import buffer, cases, in_buffer
+from trainer_core.weights.digest import Outline, dtype_name, mix, plan_digests, tensor_digest, tensor_digests
 
 
 def tensor(count=1000, dtype=torch.float32):
@@ -67,6 +67,15 @@ def test_digests_are_pinned():
 def test_many_at_once_have_the_digests_that_each_has_alone():
     assert tensor_digests(cases()) == [tensor_digest(tensor.clone()) for tensor in cases()]
     assert tensor_digests([]) == []
+
+
+@pytest.mark.parametrize("kind", [None, torch.float32])
+def test_digests_planned_for_a_buffer_are_those_of_what_it_holds(kind):
+    thought_of = in_buffer(torch.empty_like(buffer(), device="meta"))
+    planned = plan_digests([Outline(one, kind or one.dtype) for one in thought_of], torch.device("cpu"))
+    for octets in (buffer(), buffer().flip(0)):
+        tensors = [one.to(kind or one.dtype) for one in in_buffer(octets)]
+        assert planned.begin(octets).read() == tensor_digests(tensors)
 
 
 @pytest.mark.parametrize("count", [1, 4099, 70_000])

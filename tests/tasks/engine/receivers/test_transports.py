@@ -233,7 +233,7 @@ def test_arenas_that_do_not_fit_are_refused(tmp_path):
         open_sender(channel, plan, 0, CPU)
     (tmp_path / "arenas-0").unlink()
     reading = Receiving(channel, plan)
-    outbox = Outbox(channel, plan, SimpleNamespace(rank=0, device=CPU))  # of a rank that goes on with the others
+    outbox = Outbox(channel, plan, SimpleNamespace(rank=0, device=CPU), {})  # of a rank that goes on with the others
     with pytest.raises(SyncMismatch, match=r"sync\.arena_mib"):
         reading.result()
     with pytest.raises(StorageUnavailable, match=r"sync\.arena_mib"):
