@@ -70,9 +70,10 @@ class SyncBench(BaseModel):
     stock_probe_difference: float
     """The same after the stock way."""
     unverified_pause_s: float
-    """The pause without digests of what was sent, arrived and landed."""
+    """The pause without digests of what was sent, arrived and landed; of several updates in each round."""
     verify_share: float
-    """What verification takes of the pause: the median over rounds of 1 minus the pause without it by that with it."""
+    """What verification takes of the pause: 1 minus that by the pause of as many updates with digests, in turns with
+    them."""
     object_collectives: int
     """Collectives of Python objects in one of Ratchet's updates, over all ranks."""
     stock_object_collectives: int
@@ -124,6 +125,8 @@ def _report(
     delivered = rounds[-1].delivery
     steps = {step: median(lambda one: one.delivery.seconds[step]) for step in delivered.seconds}  # noqa: B023
     seconds = median(lambda one: one.seconds)
+    pauses = [pair for one in rounds for pair in one.pauses]
+    verified, unverified = (statistics.median(side) for side in zip(*pauses, strict=True))
     rate = delivered.bytes / steps["send"]
     return SyncBench(
         device=ways.device,
@@ -148,8 +151,8 @@ def _report(
         probe_difference=max(one.probe_difference for one in rounds),
         sample_difference=max(one.sample_difference for one in rounds),
         stock_probe_difference=max(one.stock_probe_difference for one in rounds),
-        unverified_pause_s=median(lambda one: one.unverified_pause_s),
-        verify_share=median(lambda one: 1 - one.unverified_pause_s / one.delivery.seconds["pause"]),
+        unverified_pause_s=unverified,
+        verify_share=1 - unverified / verified,
         object_collectives=max(one.object_collectives for one in rounds),
         stock_object_collectives=max(one.stock_object_collectives for one in rounds),
         metadata_exchanges=delivered.exchanges,

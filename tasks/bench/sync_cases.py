@@ -81,8 +81,8 @@ class SyncRound:
     """Of ours."""
     seconds: float
     kept_plan_seconds: float
-    unverified_pause_s: float
-    """The pause of another of ours, without digests."""
+    pauses: list[tuple[float, float]]
+    """Pauses of others of ours, with digests and without."""
     stock_seconds: float
     probe_s: float
     probe_difference: float

@@ -38,6 +38,7 @@ _PROMPT, _SAMPLED = 24, 40  # tokens, of their beginnings and of what is sampled
 _SAMPLES = ("response_tokens", "logprobs")  # columns
 _CACHE_MIB = {"cpu": 64, "cuda": 2 << 10}
 _TOGETHER = 16  # sequences decoded together: the fewer, the shorter the start with CUDA graphs
+_PAUSES = 4  # pairs of a round, with digests and without
 _MOST_APART = 0.1  # nat, on average over the probe: the same weights differ by a tenth of it in bf16
 
 
@@ -95,14 +96,14 @@ class Sides:
         self._group.keep_plan(True)
         _, kept_s, _, _ = self._measured(self._ours)
         self._group.keep_plan(False)
-        unverified = self._unverified()
+        pauses = [self._pauses(turn) for turn in range(_PAUSES)]
         self._group.draw(2 * number + 1)
         _, stock_s, stock_objects, stock_extra = self._measured(self._stock)
         return SyncRound(
             delivery=delivery,
             seconds=seconds,
             kept_plan_seconds=kept_s,
-            unverified_pause_s=unverified.seconds["pause"],
+            pauses=pauses,
             stock_seconds=stock_s,
             probe_s=probe_s,
             probe_difference=difference,
@@ -117,12 +118,15 @@ class Sides:
     def _ours(self) -> Delivery:
         return deliver(self._context, {0: self._engine}, self._group, self._version)
 
-    def _unverified(self) -> Delivery:
-        """One of ours without digests."""
-        self._look(False)
-        delivery = self._ours()
+    def _pauses(self, turn: int) -> tuple[float, float]:
+        """The pause of ours with digests and without, one after the other, in turns; both after the same."""
+        found: dict[bool, float] = {}
+        for seen in (True, False) if turn % 2 else (False, True):
+            self._group.draw(turn)
+            self._look(seen)
+            found[seen] = self._ours().seconds["pause"]
         self._look(True)
-        return delivery
+        return found[True], found[False]
 
     def _look(self, seen: bool) -> None:
         self._group.look(seen)

@@ -1,10 +1,10 @@
 """Weight updates without their digests: what those cost is the difference. Imports torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from trainer_core.weights import digest
+from trainer_core.weights import digest, planned_digests
 
 
 class Unseen(digest.PreparedDigests):
@@ -18,25 +18,28 @@ class Unseen(digest.PreparedDigests):
         return _nothing(self._count)
 
 
-class UnseenInBuffer(digest.PlannedDigests):
-    """The same for a buffer that comes later."""
+class UnseenBuckets(planned_digests.PlannedDigests):
+    """The same for buckets that come later."""
 
-    def __init__(self, outlines: Sequence[digest.Outline], device: torch.device) -> None:
-        self._count = len(outlines)
+    def __init__(self, buckets: Mapping[int, Sequence[planned_digests.Outline]], device: torch.device) -> None:
+        self._counts = {number: len(own) for number, own in buckets.items()}
 
-    def begin(self, buffer: torch.Tensor) -> digest.BegunDigests:
+    def begin(self, number: int, buffer: torch.Tensor) -> None:
         """Compute nothing."""
-        return _nothing(self._count)
+
+    def begun(self) -> dict[int, digest.BegunDigests]:
+        """Nothing for each."""
+        return {number: _nothing(count) for number, count in self._counts.items()}
 
 
 def _nothing(count: int) -> digest.BegunDigests:
-    return digest.BegunDigests([""] * count, [0] * count)
+    return digest.BegunDigests([""] * count, digest.Known([0] * count))
 
 
-_SEEN = digest.PreparedDigests, digest.PlannedDigests
+_SEEN = digest.PreparedDigests, planned_digests.PlannedDigests
 
 
 def look(seen: bool) -> None:
     """Whether this process from now on computes digests of what it sends, receives and finds."""
-    found = _SEEN if seen else (Unseen, UnseenInBuffer)
-    digest.__dict__["PreparedDigests"], digest.__dict__["PlannedDigests"] = found
+    found = _SEEN if seen else (Unseen, UnseenBuckets)
+    digest.__dict__["PreparedDigests"], planned_digests.__dict__["PlannedDigests"] = found

@@ -18,9 +18,10 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.landing import Landing, landing_of, loaded_parameters, part_of
 from tasks.engine.loading import Lane, lane_of, model_device
 from tasks.engine.receivers.receiver import Receiver
-from trainer_core.weights.digest import BegunDigests, Outline, PlannedDigests, plan_digests
+from trainer_core.weights.digest import BegunDigests
 from trainer_core.weights.packing import element_type, outlines, tensors_of, views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
+from trainer_core.weights.planned_digests import Outline, plan_digests
 
 _SHOWN = 4  # names spelled out in a message
 _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -60,8 +61,8 @@ class _Expected:
     """Those of which this worker must hold something."""
     cut: list[str]
     """And those of which it must hold only a part, or another type."""
-    digests: PlannedDigests
-    """Of what arrives, followed by the parts."""
+    wanted: list[Outline]
+    """What digests are computed of: what arrives, followed by the parts."""
 
 
 class Update:
@@ -92,7 +93,8 @@ class Update:
         self._lane = lane(model, config, self._landing, names)
         self._planned = tensors_of(plan)
         self._buckets = {number: self._outlined(planned) for number, planned in self._planned.items()}
-        self._begun: list[tuple[_Expected, BegunDigests]] = []
+        wanted = {number: bucket.wanted for number, bucket in self._buckets.items()}
+        self._begun = plan_digests(wanted, model_device(model))
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
         self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
@@ -130,8 +132,9 @@ class Update:
         with self._timed("finish"):
             self._lane.finish()
         with self._timed("digest"):
+            begun = self._begun.begun()
             self._lane.look()
-            self._read_digests()  # while a card looks
+            self._read(begun)  # while a card looks
             self._check_landed(loaded, self._lane.landed())
         parts = {} if self._lane.keeps_views else self._expected
         return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
@@ -159,8 +162,7 @@ class Update:
             own = arena.clone() if self._lane.keeps_views else arena
             yield from views(self._planned[bucket.number], own)
             with self._timed("digest"):
-                expected = self._buckets[bucket.number]
-                self._begun.append((expected, expected.digests.begin(own)))
+                self._begun.begin(bucket.number, own)
             receiver.release(bucket)
 
     def _arena(self, receiver: Receiver, bucket: Bucket) -> torch.Tensor:
@@ -168,17 +170,16 @@ class Update:
             return receiver.arena(bucket)
 
     def _outlined(self, planned: Sequence[PlannedTensor]) -> _Expected:
-        """Plan the digests of what a bucket brings, and of what of it this worker must hold."""
+        """What a bucket brings, and what of it this worker must hold."""
         arriving = {name: Outline(tensor, tensor.dtype) for name, tensor in outlines(planned)}
         parts = {name: part for name, whole in arriving.items() if (part := self._part(name, whole)) is not None}
         cut = {name: part for name, part in parts.items() if part is not arriving[name]}
-        digests = plan_digests([*arriving.values(), *cut.values()], model_device(self._model))
-        return _Expected(list(arriving), list(parts), list(cut), digests)
+        return _Expected(list(arriving), list(parts), list(cut), [*arriving.values(), *cut.values()])
 
-    def _read_digests(self) -> None:
-        """Wait for the digests."""
-        for expected, begun in self._begun:
-            digests = begun.read()
+    def _read(self, begun: Mapping[int, BegunDigests]) -> None:
+        """Wait for the digests of what arrived."""
+        for number, expected in self._buckets.items():
+            digests = begun[number].read()
             self._digests |= zip(expected.arrived, digests, strict=False)
             self._expected |= {name: self._digests[name] for name in expected.held}
             self._expected |= zip(expected.cut, digests[len(expected.arrived) :], strict=True)

@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from trainer_core.weights.digest_kernel import BufferWork, Work
+    from trainer_core.weights.digest_kernel import Work
 
 _WORD = 8  # bytes
 _CHUNK = 1 << 15  # words; what is computed with stays in the processor's cache
@@ -63,62 +63,65 @@ class PreparedDigests:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._heads = [_head(tensor, tensor.dtype) for tensor in self._tensors]
+        self._heads = [head(tensor.shape, tensor.dtype) for tensor in self._tensors]
         self._work = _work(self._tensors) if self._tensors and self._tensors[0].is_cuda else None
 
     def begin(self) -> "BegunDigests":
         """Compute them; a card is not waited for."""
         if self._work is not None:
-            return BegunDigests(self._heads, Brought(self._work.launch()))
-        return BegunDigests(self._heads, [_sum_on_cpu(tensor) for tensor in self._tensors])
+            return BegunDigests(self._heads, bring(self._work.launch()))
+        return BegunDigests(self._heads, Known([_sum_on_cpu(tensor) for tensor in self._tensors]))
+
+
+def head(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """What a digest says of type and shape."""
+    return f"{dtype_name(dtype)} {tuple(shape)}"
+
+
+class Sums(Protocol):
+    """The sum of the mixed words of each of some tensors."""
+
+    def read(self) -> list[int]:
+        """They, as soon as they are known."""
+        ...
 
 
 @dataclass(frozen=True)
-class Outline:
-    """A tensor in a buffer that comes later."""
+class Known:
+    """Sums that are known already."""
 
-    of: torch.Tensor
-    """A view of such a buffer, (bytes,) uint8 on the device `meta`."""
-    kind: torch.dtype
-    """To which it is converted first."""
+    sums: list[int]
 
-
-def plan_digests(outlines: Sequence[Outline], device: torch.device) -> "PlannedDigests":
-    """Plan digests of tensors in a buffer that comes later: see `PlannedDigests`."""
-    return PlannedDigests(outlines, device)
+    def read(self) -> list[int]:
+        """See `Sums.read`."""
+        return self.sums
 
 
-class PlannedDigests:
-    """Digests of what tensors will be in a buffer that is given only when they are begun. If that is on a card, only
-    the launch of a kernel is left to do then, unless a tensor has to be copied or converted first.
-    """
+@dataclass(frozen=True)
+class Brought:
+    """Sums on their way from a card, which may go on with other work behind them."""
 
-    def __init__(self, outlines: Sequence[Outline], device: torch.device) -> None:
-        """Args:
-        device: where the buffer will be, as far as is known.
-        """
-        self._outlines = outlines
-        self._heads = [_head(one.of, one.kind) for one in outlines]
-        converted = any(one.of.dtype != one.kind for one in outlines)
-        direct = device.type == "cuda" and not converted
-        self._work = _buffer_work([one.of for one in outlines], device) if direct else None
+    here: torch.Tensor
+    """(T,) int64, on the host."""
+    arrived: torch.cuda.Event
+    """When they are there."""
 
-    def begin(self, buffer: torch.Tensor) -> "BegunDigests":
-        """Compute them of a buffer, (bytes,) uint8 from a multiple of 8 bytes on; a card is not waited for."""
-        if self._work is not None and self._work.serves(buffer):
-            return BegunDigests(self._heads, Brought(self._work.launch(buffer)))
-        return begin_digests([_at(one.of, buffer).to(one.kind) for one in self._outlines])
+    def read(self) -> list[int]:
+        """See `Sums.read`."""
+        self.arrived.synchronize()
+        return self.here.tolist()
+
+    def part(self, first: int, end: int) -> "Brought":
+        """Some of them."""
+        return Brought(self.here[first:end], self.arrived)
 
 
-def _at(outline: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    size = outline.element_size()
-    elements = buffer[: buffer.numel() // size * size].view(outline.dtype)
-    first = elements.storage_offset() + outline.storage_offset()
-    return elements.as_strided(outline.shape, outline.stride(), first)
-
-
-def _head(tensor: torch.Tensor, kind: torch.dtype) -> str:
-    return f"{dtype_name(kind)} {tuple(tensor.shape)}"
+def bring(sums: torch.Tensor) -> Brought:
+    """Begin to bring sums from a card, behind what its current stream does now."""
+    here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(sums.device))
+    return Brought(here, arrived)
 
 
 @dataclass(frozen=True)
@@ -129,46 +132,23 @@ class BegunDigests:
 
     heads: list[str]
     """Type and shape of each tensor."""
-    sums: "list[int] | Brought"
+    sums: Sums
     """Sum of the mixed words of each."""
 
     def read(self) -> list[str]:
         """`tensor_digest` of each tensor; waits for the card as long as it is at these."""
-        totals = self.sums.read() if isinstance(self.sums, Brought) else self.sums
-        return [
-            hashlib.blake2b(f"{head} {total % 2**64:016x}".encode(), digest_size=16).hexdigest()
-            for head, total in zip(self.heads, totals, strict=True)
-        ]
+        return [_hashed(one, total) for one, total in zip(self.heads, self.sums.read(), strict=True)]
 
 
-class Brought:
-    """Integers on their way from a card, behind which it may go on with other work."""
-
-    def __init__(self, there: torch.Tensor) -> None:
-        """Args:
-        there: (T,) int64.
-        """
-        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
-        self._here.copy_(there, non_blocking=True)
-        self._arrived = torch.cuda.current_stream(there.device).record_event() if there.is_cuda else None
-
-    def read(self) -> list[int]:
-        """They, as soon as they are here."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._here.tolist()
+@lru_cache(maxsize=1 << 15)  # what has landed is mostly what has arrived
+def _hashed(head: str, total: int) -> str:
+    return hashlib.blake2b(f"{head} {total % 2**64:016x}".encode(), digest_size=16).hexdigest()
 
 
 def _work(tensors: list[torch.Tensor]) -> "Work":
     from trainer_core.weights.digest_kernel import Work  # imports Triton
 
     return Work(tensors)
-
-
-def _buffer_work(outlines: list[torch.Tensor], device: torch.device) -> "BufferWork | None":
-    from trainer_core.weights.digest_kernel import buffer_work  # imports Triton
-
-    return buffer_work(outlines, device)
 
 
 def _sum_on_cpu(tensor: torch.Tensor) -> int:

@@ -3,6 +3,8 @@
 # Triton's language has no types that a checker knows
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -15,7 +17,8 @@ _BLOCK = 2048  # words that a program reads at a time
 _NARROW = 256  # words that it reads at a time byte by byte
 _SPAN = 32 * _BLOCK  # words of a program, 512 KiB
 
-_Rows = tuple[int, int, int, int]
+Rows = tuple[int, int, int, int]
+"""How the kernel reads a tensor: see `_rows`."""
 
 _K1 = tl.constexpr(-0x61C8864680B583EB)  # as in `digest`
 _K2 = tl.constexpr(-0x40A7B892E31B1A47)
@@ -29,8 +32,8 @@ class Work:
         rows = [_rows(tensor, tensor.data_ptr()) for tensor in tensors]
         others = [tensor for tensor, found in zip(tensors, rows, strict=True) if found is None]
         self._copies = [(other, torch.empty_like(other, memory_format=torch.contiguous_format)) for other in others]
-        copied = (cast(_Rows, _rows(copy, copy.data_ptr())) for _, copy in self._copies)
-        self._sums = _Sums([found or next(copied) for found in rows], tensors[0].device)
+        copied = (cast(Rows, _rows(copy, copy.data_ptr())) for _, copy in self._copies)
+        self._table = Table([[found or next(copied) for found in rows]], tensors[0].device)
 
     def launch(self) -> torch.Tensor:
         """Begin to compute the sums on the current stream.
@@ -40,62 +43,66 @@ class Work:
         """
         for tensor, copy in self._copies:
             copy.copy_(tensor)
-        return self._sums.launch(0)
+        sums = self._table.sums()
+        self._table.add(sums, 0, base=0)
+        return sums
 
 
-class BufferWork:
-    """The same for tensors in a buffer whose address is not known yet."""
+class Table:
+    """Where the words of tensors lie, in several groups; made in advance, so that only a launch is left for each."""
 
-    def __init__(self, rows: Sequence[_Rows], device: torch.device) -> None:
+    def __init__(self, groups: Sequence[Sequence[Rows]], device: torch.device) -> None:
         """Args:
-        rows: of each tensor, its address from the beginning of the buffer, which is at a whole word.
-        device: of the buffer.
+        groups: rows of each tensor in each group.
         """
-        self._sums = _Sums(rows, device)
-
-    def serves(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer is on the card that it was made for."""
-        return buffer.device == self._sums.device
-
-    def launch(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Begin to compute the sums of what a buffer holds: see `Work.launch`."""
-        return self._sums.launch(buffer.data_ptr())
-
-
-def buffer_work(outlines: Sequence[torch.Tensor], device: torch.device) -> BufferWork | None:
-    """For tensors that are given as views of such a buffer on the device `meta`; None if one cannot be read where it
-    will lie.
-    """
-    rows = [_rows(one, int(one.storage_offset()) * one.element_size()) for one in outlines]
-    found = [row for row in rows if row is not None]
-    return BufferWork(found, device) if found and len(found) == len(rows) else None
-
-
-class _Sums:
-    """Sums of rows, as `_rows` gives them for each tensor."""
-
-    def __init__(self, rows: Sequence[_Rows], device: torch.device) -> None:
-        table = np.array(rows, dtype=np.int64).reshape(-1, 4)  # (T, 4)
-        spans = -(-table[:, 1] // (_SPAN * _WORD))  # (T,) programs of each tensor
+        rows = np.array([row for group in groups for row in group], dtype=np.int64).reshape(-1, 4)  # (T, 4)
+        spans = -(-rows[:, 1] // (_SPAN * _WORD))  # (T,) programs of each tensor
         owner = np.repeat(np.arange(len(rows)), spans)  # (P,)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(spans) - spans, spans)  # (P,) which span of its tensor
-        work = np.concatenate((table.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
-        self._table = _sent(torch.from_numpy(work), device)  # (4 T + 2 P,) int64
-        self._spans = self._table[table.size :]
-        self._count, self._programs = len(rows), len(owner)
+        work = np.concatenate((rows.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
+        self._rows = _sent(torch.from_numpy(work), device)  # (4 T + 2 P,) int64
+        self.ends: list[int] = np.cumsum([0, *(len(group) for group in groups)]).tolist()
+        """Where each group's tensors begin among all, and how many there are."""
+        programs = np.concatenate(([0], np.cumsum(spans)))[self.ends].tolist()  # (groups + 1,) where each group's begin
+        self._programs = [end - first for first, end in pairwise(programs)]
+        self._work = self._rows[rows.size :].split_with_sizes([2 * count for count in self._programs])
+        if device.type == "cuda":
+            _compiled(device)
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
-        return self._table.device
+        return self._rows.device
 
-    def launch(self, base: int) -> torch.Tensor:
-        """Begin; `base` is added to all addresses."""
-        sums = self._table.new_zeros(self._count)
-        if self._programs:
+    def sums(self) -> torch.Tensor:
+        """What `add` adds to: 0 for each tensor, (T,) int64."""
+        return self._rows.new_zeros(self.ends[-1])
+
+    def add(self, sums: torch.Tensor, group: int, base: int) -> None:
+        """Begin to add the mixed words of a group's tensors, on the current stream.
+
+        Args:
+            base: is added to every address.
+        """
+        if self._programs[group]:
             with torch.cuda.device_of(sums):
-                _add_words[(self._programs,)](base, self._table, self._spans, sums, _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
-        return sums
+                grid = (self._programs[group],)
+                _add_words[grid](base, self._rows, self._work[group], sums, _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
+
+
+def rows_in_buffer(outline: torch.Tensor) -> Rows | None:
+    """Rows of a tensor that is given as a view of a buffer on the device `meta`, from the buffer's first byte, which is
+    at a whole word; None if it cannot be read where it will lie.
+    """
+    return _rows(outline, int(outline.storage_offset()) * outline.element_size())
+
+
+@lru_cache
+def _compiled(device: torch.device) -> None:
+    """Let the kernel be compiled and loaded now: this takes a second or two, in which engines would stand still."""
+    table = torch.zeros(6, dtype=torch.int64, device=device)  # a tensor without bytes
+    with torch.cuda.device_of(table):
+        _add_words[(1,)](0, table, table[4:], table.new_zeros(1), _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
 
 
 def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -105,7 +112,7 @@ def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
-def _rows(tensor: torch.Tensor, address: int) -> _Rows | None:
+def _rows(tensor: torch.Tensor, address: int) -> Rows | None:
     """A tensor's memory as the kernel reads it: rows of whole words, equally far apart, or one row of any length.
 
     Args:

@@ -10,9 +10,10 @@ import torch
 from storage.errors import RatchetError, SyncMismatch
 from trainer_core.model.mesh import Mesh
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import BegunDigests, PlannedDigests, dtype_name
+from trainer_core.weights.digest import dtype_name
 from trainer_core.weights.packing import views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
+from trainer_core.weights.planned_digests import PlannedDigests
 from trainer_core.weights.senders.sender import Sender, open_sender
 from trainer_core.weights.signals import fail
 
@@ -20,15 +21,15 @@ from trainer_core.weights.signals import fail
 class Outbox:
     """A sender that, after a failure, takes no more: its rank goes on with what is collective, and fails at the end."""
 
-    def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh, digests: Mapping[int, PlannedDigests]) -> None:
+    def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh, digests: PlannedDigests) -> None:
         """Args:
-        digests: of each bucket that this rank sends, by number.
+        digests: of the buckets that this rank sends.
         """
         self._folder = channel.folder
         self._planned = digests
         self._sender: Sender | None = None
         self._failure: RatchetError | None = None
-        self._begun: list[tuple[list[str], BegunDigests]] = []  # names, and their digests
+        self._names: dict[int, list[str]] = {}  # of what each bucket brought
         self.digests: dict[str, str] = {}
         """Of what was sent, by name; complete after `finish`."""
         self.seconds = {"convert": 0.0, "wait": 0.0, "digest": 0.0}
@@ -62,7 +63,8 @@ class Outbox:
             with self._timed("wait"):
                 self._sender.publish(bucket)
             with self._timed("digest"):  # of what was packed, while receivers read it
-                self._begun.append((list(places), self._planned[bucket.number].begin(arena)))
+                self._planned.begin(bucket.number, arena)
+                self._names[bucket.number] = list(places)
 
     def finish(self) -> None:
         """Wait until every receiver has read everything.
@@ -76,8 +78,8 @@ class Outbox:
         if self._failure is not None:
             raise self._failure
         with self._timed("digest"):
-            for names, begun in self._begun:
-                self.digests |= zip(names, begun.read(), strict=True)
+            for number, begun in self._planned.begun().items():
+                self.digests |= zip(self._names[number], begun.read(), strict=True)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

@@ -14,11 +14,11 @@ from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, conversions, gathered_by
-from trainer_core.weights.digest import Outline, PlannedDigests, plan_digests
 from trainer_core.weights.exchange import exchange
 from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import outlines, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
+from trainer_core.weights.planned_digests import Outline, PlannedDigests, plan_digests
 from trainer_core.weights.planning import plan_of
 from trainer_core.weights.shards import Shards, group_of
 from trainer_core.weights.table import Place, Row, Table, decode, encode
@@ -48,8 +48,15 @@ class Update:
         self._others = others
         self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}
         self._planned = tensors_of(self.plan)
-        own = [bucket.number for bucket in self.plan.buckets if bucket.sender == mesh.rank]
-        self._digests = {number: _digests(self._planned[number], mesh.device) for number in own}
+        self._digests = self._outlined()
+
+    def _outlined(self) -> PlannedDigests:
+        """Digests of what this rank sends."""
+        own = [bucket.number for bucket in self.plan.buckets if bucket.sender == self._mesh.rank]
+        found = {
+            number: [Outline(tensor, tensor.dtype) for _, tensor in outlines(self._planned[number])] for number in own
+        }
+        return plan_digests(found, self._mesh.device)
 
     def problem(self) -> str | None:
         """Why the live model no longer fits the plan; None if it does."""
@@ -116,10 +123,6 @@ def _converted(weights: Iterable[tuple[Conversion, torch.Tensor]], shards: Shard
         for one, tensor in weights:
             found |= one.convert(tensor)
     return found
-
-
-def _digests(planned: Sequence[PlannedTensor], device: torch.device) -> PlannedDigests:
-    return plan_digests([Outline(tensor, tensor.dtype) for _, tensor in outlines(planned)], device)
 
 
 def _settle(mesh: Mesh) -> None:

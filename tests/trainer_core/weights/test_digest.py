@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer_core.weights.digest_cases import buffer, cases, in_buffer
-from trainer_core.weights.digest import Outline, dtype_name, mix, plan_digests, tensor_digest, tensor_digests
+from trainer_core.weights.digest import dtype_name, mix, tensor_digest, tensor_digests
+from trainer_core.weights.planned_digests import Outline, plan_digests
 
 
 def tensor(count=1000, dtype=torch.float32):
@@ -72,10 +73,14 @@ def test_many_at_once_have_the_digests_that_each_has_alone():
 @pytest.mark.parametrize("kind", [None, torch.float32])
 def test_digests_planned_for_a_buffer_are_those_of_what_it_holds(kind):
     thought_of = in_buffer(torch.empty_like(buffer(), device="meta"))
-    planned = plan_digests([Outline(one, kind or one.dtype) for one in thought_of], torch.device("cpu"))
+    wanted = [Outline(one, kind or one.dtype) for one in thought_of]
+    planned = plan_digests({7: wanted[:3], 9: wanted[3:]}, torch.device("cpu"))
     for octets in (buffer(), buffer().flip(0)):
+        planned.begin(7, octets)
+        planned.begin(9, octets)
+        begun = planned.begun()
         tensors = [one.to(kind or one.dtype) for one in in_buffer(octets)]
-        assert planned.begin(octets).read() == tensor_digests(tensors)
+        assert begun[7].read() + begun[9].read() == tensor_digests(tensors)
 
 
 @pytest.mark.parametrize("count", [1, 4099, 70_000])

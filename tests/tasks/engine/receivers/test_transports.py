@@ -21,6 +21,7 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.meeting import Meeting
 from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import tensors_of, views
+from trainer_core.weights.planned_digests import plan_digests
 from trainer_core.weights.senders.sender import open_sender
 
 TRANSPORTS = ["memory", "collective", "files"]
@@ -233,7 +234,8 @@ def test_arenas_that_do_not_fit_are_refused(tmp_path):
         open_sender(channel, plan, 0, CPU)
     (tmp_path / "arenas-0").unlink()
     reading = Receiving(channel, plan)
-    outbox = Outbox(channel, plan, SimpleNamespace(rank=0, device=CPU), {})  # of a rank that goes on with the others
+    rank = SimpleNamespace(rank=0, device=CPU)
+    outbox = Outbox(channel, plan, rank, plan_digests({}, CPU))  # of a rank that goes on with the others
     with pytest.raises(SyncMismatch, match=r"sync\.arena_mib"):
         reading.result()
     with pytest.raises(StorageUnavailable, match=r"sync\.arena_mib"):
