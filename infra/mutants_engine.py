@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _SERVING = ("tests/tasks/engine/test_serving.py",)
+_WHOLE = ("tests/tasks/engine/test_scheduler.py",)
 _IN_FLIGHT = "tests/tasks/engine/test_in_flight.py::test_"
 _LOADING = "tests/tasks/engine/test_loading.py::test_"
 _UPDATE = "tests/tasks/engine/test_update.py::test_"
@@ -39,7 +40,31 @@ ENGINE = (
         "tasks/engine/engine.py",
         "            self._core.forget(list(self._running))\n",
         "",
-        _SERVING,
+        _WHOLE,
+    ),
+    Mutant(
+        "responses-without-their-beginning",
+        "of a response only its last token comes back",
+        "tasks/engine/scheduler.py",
+        "self._responses.get(name) or _Response()",
+        "_Response()",
+        _WHOLE,
+    ),
+    Mutant(
+        "logprobs-of-a-neighbour",
+        "the log-probabilities of a request are those of the one after it",
+        "tasks/engine/scheduler.py",
+        "first = place if self._firsts is None else",
+        "first = place + 1 if self._firsts is None else",
+        _WHOLE,
+    ),
+    Mutant(
+        "dropped-responses-are-kept",
+        "the scheduler keeps what was sampled of requests that were dropped",
+        "tasks/engine/scheduler.py",
+        "            self._responses.pop(request.request_id, None)\n",
+        "            pass\n",
+        _WHOLE,
     ),
     Mutant(
         "engine-listens-everywhere",

@@ -173,6 +173,22 @@ TRAINER_CORE = (
         _DIGEST,
     ),
     Mutant(
+        "planned-digest-without-the-place",
+        "every planned digest of a bucket is that of the tensor at its beginning",
+        "trainer_core/weights/planned_digests.py",
+        "elements.storage_offset() + outline.of.storage_offset()",
+        "elements.storage_offset()",
+        _DIGEST,
+    ),
+    Mutant(
+        "digest-kernel-knows-one-bucket",
+        "on a card the digests of every bucket are those of the first",
+        "trainer_core/weights/digest_kernel.py",
+        "self._work[group]",
+        "self._work[0]",
+        _DIGEST,
+    ),
+    Mutant(
         "digest-kernel-forgets-the-stride",
         "on a card the columns of a matrix are read as if they lay one after another",
         "trainer_core/weights/digest_kernel.py",

@@ -50,9 +50,16 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 def _parameters(requests: Requests) -> list[Any]:
+    from vllm.sampling_params import RequestOutputKind
+
     from tasks.engine.core import sampling_parameters
 
-    return [sampling_parameters(requests.sampling, seed) for seed in requests.seeds]
+    found = [sampling_parameters(requests.sampling, seed) for seed in requests.seeds]
+    for one in found:  # what vLLM has that makes its own client cheap
+        one.output_kind = RequestOutputKind.FINAL_ONLY
+        one.flat_logprobs = True  # lists of numbers instead of a dict and objects per token
+        one.detokenize = False
+    return found
 
 
 def _async(spec: EngineSpec) -> Callable[[Requests], int]:

@@ -1,8 +1,9 @@
 """vLLM as Ratchet starts it: its settings, its processes, and requests that go in and come out one by one.
 
-This is vLLM's synchronous engine, not its `AsyncLLM`: the scheduler and the workers behind both are the same and run in
-the same processes of their own, but this one can also be driven step by step in one process (`AsyncLLM` cannot: vLLM
-refuses asyncio without a process for the scheduler), which is what makes results repeatable and starts short on CPU.
+This drives vLLM's scheduler and workers (`EngineCore`) through vLLM's client for them, as `AsyncLLM` does, but without
+asyncio: so they can also run step by step in this process (vLLM refuses asyncio without a process for the scheduler),
+which is what makes results repeatable and starts short on CPU. Token ids go in and come out, so nothing of what vLLM
+has above that is needed: text, parts of responses, statistics.
 
 Imports torch and vLLM.
 """
@@ -12,17 +13,20 @@ import os
 import signal
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Event, Thread
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm import EngineArgs, SamplingParams
 from vllm.inputs import tokens_input
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.core_client import MPClient
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core_client import EngineCoreClient, MPClient
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
@@ -33,20 +37,41 @@ from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
 _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
 
 
+@dataclass(frozen=True)
+class Answer:
+    """To a request that has ended."""
+
+    name: str
+    """Of the request."""
+    token_ids: NDArray[np.int32]
+    """What was sampled."""
+    logprobs: NDArray[np.float32]
+    """One for each of them; empty if they were not asked for."""
+    prompt_logprobs: NDArray[np.float32]
+    """One for each token of the prompt but the first; empty if they were not asked for."""
+    finish_reason: str
+    """As vLLM calls it."""
+
+
 class Core:
     """vLLM's engine. Requests are added, each `step` says which have ended."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start vLLM with the weights in `spec.model_dir`."""
-        apart = spec.own_core or spec.tensor > 1
-        self._vllm = LLMEngine(
-            EngineArgs(**vllm_arguments(spec)).create_engine_config(UsageContext.LLM_CLASS),
+        arguments = vllm_arguments(spec)
+        scheduler = "WholeResponsesAhead" if arguments["async_scheduling"] else "WholeResponses"
+        self.config = EngineArgs(**arguments, scheduler_cls=f"tasks.engine.scheduler.{scheduler}").create_engine_config(
+            UsageContext.LLM_CLASS
+        )
+        self._inputs = InputProcessor(self.config, renderer_from_config(self.config))
+        self._client = EngineCoreClient.make_client(
+            multiprocess_mode=spec.own_core or spec.tensor > 1,
+            asyncio_mode=False,
+            vllm_config=self.config,
             executor_class=executor(spec.tensor),
             log_stats=False,
-            usage_context=UsageContext.LLM_CLASS,
-            multiprocess_mode=apart,
         )
-        self._client = self._vllm.engine_core
+        self._tasks = self._client.get_supported_tasks()
         self._together = spec.together
         self._asleep = False
         if isinstance(self._client, MPClient):
@@ -62,22 +87,22 @@ class Core:
         if held:  # or the scheduler would begin with the first while the others are on their way to its process
             self.hold()
         for name, prompt, how in requests:
-            self._vllm.add_request(name, tokens_input(prompt), how)
+            self._client.add_request(self._inputs.process_inputs(name, tokens_input(prompt), how, self._tasks))
         if held:
             self.go_on()
 
-    def step(self) -> list[RequestOutput]:
-        """The requests that ended in the next step. There must be some under way."""
-        return [output for output in self._vllm.step() if isinstance(output, RequestOutput) and output.finished]
+    def step(self) -> list[Answer]:
+        """Answers to what ended in the next step, forgotten requests among them. There must be some under way."""
+        return [_answer(output) for output in self._client.get_output().outputs]
 
     def forget(self, names: Sequence[str]) -> None:
         """End requests without an answer."""
-        self._vllm.abort_request(list(names))
+        self._client.abort_requests(list(names))
 
     def workers(self, method: str, **options: Any) -> list[Any]:
         """Call a method of every worker; their results."""
         self.wake()
-        return self._vllm.collective_rpc(method, kwargs=options)
+        return self._client.collective_rpc(method, kwargs=options)
 
     @property
     def asleep(self) -> bool:
@@ -87,13 +112,13 @@ class Core:
     def sleep(self) -> None:
         """Give the card's memory back: weights go to memory of the host, the key-value cache is emptied."""
         if not self._asleep:
-            self._vllm.sleep(level=1)
+            self._client.sleep(level=1)
             self._asleep = True
 
     def wake(self) -> None:
         """Take the card's memory again, with the weights of before; no effect on an engine that is awake."""
         if self._asleep:
-            self._vllm.wake_up()
+            self._client.wake_up()
             self._asleep = False
 
     def forget_prompts(self) -> None:
@@ -102,7 +127,7 @@ class Core:
         Raises:
             SyncMismatch: vLLM refuses.
         """
-        if not self._vllm.reset_prefix_cache(reset_running_requests=True):
+        if not self._client.reset_prefix_cache(reset_running_requests=True):
             raise SyncMismatch("vLLM did not empty its prefix cache, which holds values of the old weights; sync again")
 
     def hold(self) -> None:
@@ -117,6 +142,18 @@ class Core:
 
     def _utility(self, method: str, *arguments: Any) -> None:
         self._client.call_utility(method, *arguments)  # pyright: ignore[reportAttributeAccessIssue] - of the client apart
+
+
+def _answer(last: EngineCoreOutput) -> Answer:
+    """Of the only output of a request (`tasks.engine.scheduler`)."""
+    sampled, prompt, none = last.new_logprobs, last.new_prompt_logprobs_tensors, np.empty(0, dtype=np.float32)
+    return Answer(
+        name=last.request_id,
+        token_ids=np.asarray(last.new_token_ids, dtype=np.int32),
+        logprobs=none if sampled is None else sampled.logprobs[:, 0],  # (T, 1) -> (T,)
+        prompt_logprobs=none if prompt is None else prompt.logprobs[:, 0].numpy(),  # (T - 1, 1) -> (T - 1,)
+        finish_reason=str(last.finish_reason),
+    )
 
 
 def _end_with_scheduler(client: MPClient, leaving: Event) -> None:
@@ -178,20 +215,10 @@ def sampling_parameters(sampling: Sampling, seed: int) -> SamplingParams:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,
-        flat_logprobs=True,  # lists of numbers instead of a dict and objects per token
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # made for this one request: no deep copy
     )
 
 
 def scoring_parameters() -> SamplingParams:
     """How the tokens of a prompt are scored."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +34,9 @@ from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 
+if TYPE_CHECKING:
+    from tasks.engine.core import Answer
+
 
 @dataclass(frozen=True)
 class Unusable:
@@ -47,7 +50,7 @@ class Batch:
 
     def __init__(self, number: int, prompts: Sequence[TokenIds], how: Sequence[Any]) -> None:
         self.number, self.prompts, self.how = number, prompts, how
-        self.outputs: list[Any] = [None] * len(prompts)
+        self.answers: list[Any] = [None] * len(prompts)  # an `Answer` each, once it is there
         self.left = len(prompts)
         self.weight_version: int | None = None
 
@@ -140,7 +143,7 @@ class Engine(EngineProtocol):
             return []
         self._waiting.append(Batch(0, sequences, [self._scoring_parameters() for _ in sequences]))
         self._admit()
-        return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in self._complete()]
+        return [answer.prompt_logprobs for answer in self._complete()]
 
     def prepare_update(
         self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
@@ -252,9 +255,11 @@ class Engine(EngineProtocol):
             admit: whether to begin with what waits.
         """
         ended, finished = 0, []
-        for output in self._core.step():
-            batch, row = self._running.pop(output.request_id)
-            batch.outputs[row] = output
+        for answer in self._core.step():
+            if answer.name not in self._running:  # dropped while its answer was on the way
+                continue
+            batch, row = self._running.pop(answer.name)
+            batch.answers[row] = answer
             batch.left -= 1
             ended += 1
             if not batch.left:
@@ -263,12 +268,12 @@ class Engine(EngineProtocol):
             self._admit()
         return ended, finished
 
-    def _complete(self) -> list[Any]:
-        """The outputs of the one batch that is under way."""
+    def _complete(self) -> Sequence["Answer"]:
+        """The answers to the one batch that is under way."""
         finished: list[Batch] = []
         while not finished:
             finished += self._step()[1]
-        return finished[0].outputs
+        return finished[0].answers
 
     def _check_usable(self) -> None:
         if isinstance(self._held, Unusable):
@@ -288,24 +293,21 @@ class Engine(EngineProtocol):
 
 
 def _finished(batch: Batch) -> Finished:
-    return Finished(batch.number, _completions(batch.outputs), batch.weight_version)
+    return Finished(batch.number, _completions(batch.answers), batch.weight_version)
 
 
-def _completions(outputs: Sequence[Any]) -> pa.RecordBatch:
-    responses = [output.outputs[0] for output in outputs]
-    unknown = [one.finish_reason for one in responses if one.finish_reason not in ("stop", "length", "abort")]
+def _completions(answers: Sequence["Answer"]) -> pa.RecordBatch:
+    unknown = [one.finish_reason for one in answers if one.finish_reason not in ("stop", "length", "abort")]
     if unknown:
         raise WorkerLost(f"vLLM ended a response with finish_reason {unknown[0]!r}, which Ratchet does not know")
     columns = [
-        _lists([response.token_ids for response in responses], pa.int32()),
-        _lists([response.logprobs.logprobs for response in responses], pa.float32()),
-        pa.array([response.finish_reason for response in responses], pa.string()),
+        _lists([answer.token_ids for answer in answers], pa.int32()),
+        _lists([answer.logprobs for answer in answers], pa.float32()),
+        pa.array([answer.finish_reason for answer in answers], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
 
 
-def _lists(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], kind: pa.DataType) -> pa.Array:
-    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    values = np.fromiter(itertools.chain.from_iterable(rows), dtype=kind.to_pandas_dtype(), count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, kind))
+def _lists(rows: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.Array:
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows), kind))

@@ -13,7 +13,7 @@ import numpy as np
 
 from tasks.config.environment import engine_environment
 from tasks.engine.engine import Engine
-from tasks.engine.protocol import EngineSpec
+from tasks.engine.protocol import EngineSpec, Sampling
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 
@@ -74,7 +74,16 @@ class FaultyEngine(Engine):
 
     def model(self) -> Any:
         """vLLM's model."""
-        return self._core._vllm.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+        return self._core._client.engine_core.model_executor.driver_worker.worker.get_model()
+
+    def sampled_so_far(self) -> dict[str, tuple[int, int]]:
+        """By request that the scheduler knows something of: how many tokens and log-probabilities it keeps."""
+        kept = self._core._client.engine_core.scheduler._responses
+        return {name: (len(response.tokens), len(response.logprobs)) for name, response in kept.items()}
+
+    def preempt(self) -> None:
+        """Take the key-value cache from everything under way, as when there is too little of it."""
+        self._core.forget_prompts()
 
     def break_loading(self, fault: str, *names: str) -> None:
         """Until `repair`, vLLM's loaders see other tensors than those that arrived: see `_faulty`."""
@@ -126,7 +135,7 @@ class InPlaceEngine(FaultyEngine):
         from tasks.engine.receivers.receiver import open_receiver
         from tasks.engine.update import Update
 
-        update = Update(self.model(), self._core._vllm.vllm_config, plan, InPlace)
+        update = Update(self.model(), self._core.config, plan, InPlace)
         report = update.receive(open_receiver(channel, plan, 0, torch.device("cpu")))
         self._core.forget_prompts()
         return report.digests, report.landed
@@ -162,6 +171,46 @@ def _faulty(weights: Iterator[tuple[str, Any]], fault: str, names: tuple[str, ..
             return
 
 
+class PlainEngine:
+    """vLLM's own engine in one process: its client, its scheduler, a token at a time."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import LLM
+
+        from tasks.engine.core import vllm_arguments
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        self._vllm = LLM(**vllm_arguments(spec))
+
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[tuple[Any, Any, Any]]:
+        """Tokens, their log-probabilities, and why each response ended."""
+        from tasks.engine.core import sampling_parameters
+
+        how = [sampling_parameters(sampling, seed) for seed in seeds]
+        asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = [output.outputs[0] for output in self._vllm.generate(asked, how, use_tqdm=False)]
+        return [
+            (
+                list(output.token_ids),
+                [found[token].logprob for found, token in zip(output.logprobs, output.token_ids, strict=True)],
+                output.finish_reason,
+            )
+            for output in outputs
+        ]
+
+    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        """Log-probabilities of the tokens but the first."""
+        from tasks.engine.core import scoring_parameters
+
+        asked: list[Any] = [{"prompt_token_ids": sequence} for sequence in sequences]
+        outputs = self._vllm.generate(asked, [scoring_parameters() for _ in sequences], use_tqdm=False)
+        found = [output.prompt_logprobs for output in outputs]
+        return [
+            [at[token].logprob for at, token in zip(one[1:], sequence[1:], strict=True)]
+            for one, sequence in zip(found, sequences, strict=True)
+        ]
+
+
 class EngineProcess(BaseManager):
     """Serves engines and `Reference` to the tests over a local socket."""
 
@@ -169,6 +218,7 @@ class EngineProcess(BaseManager):
 EngineProcess.register("Engine", Engine)
 EngineProcess.register("FaultyEngine", FaultyEngine)
 EngineProcess.register("InPlaceEngine", InPlaceEngine)
+EngineProcess.register("PlainEngine", PlainEngine)
 EngineProcess.register("Reference", Reference)
 
 

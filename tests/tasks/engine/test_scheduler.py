@@ -1,0 +1,62 @@
+"""The scheduler that answers with whole responses, against vLLM's own."""
+
+import numpy as np
+import pytest
+
+from tasks.engine.protocol import EngineSpec, Sampling
+from tests.tasks.engine.test_engine import PROMPTS, SEEDS, responses
+from tests.tasks.engine_process import CONTEXT
+from tests.tasks.engine_update import serve
+
+LONG = Sampling(max_tokens=40, stop_token_ids=(1, 2))
+
+
+@pytest.fixture
+def engine(served, tmp_path_factory):
+    """The engine with the weights of `old`, and nothing under way."""
+    serve(served, tmp_path_factory.mktemp("fresh") / "update", "old", 0)
+    return served.engine
+
+
+@pytest.fixture(scope="module")
+def plain(engines):
+    """vLLM's own engine, with those weights."""
+    served = engines["qwen3", False]
+    spec = EngineSpec(model_dir=served.old, max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
+    return served.process.PlainEngine(spec)
+
+
+@pytest.mark.parametrize("sampling", [LONG, Sampling(max_tokens=1), Sampling(max_tokens=9, temperature=0.7, top_p=0.8)])
+def test_responses_have_the_bits_that_vllm_gives(engine, plain, sampling):
+    batch = engine.generate(PROMPTS, SEEDS, sampling)
+    found = [(*one, why) for one, why in zip(responses(batch), batch["finish_reason"].to_pylist(), strict=True)]
+    assert found == plain.generate(PROMPTS, SEEDS, sampling)
+    assert {why for *_, why in found} == ({"stop", "length"} if sampling is LONG else {"length"})
+
+
+def test_scores_have_the_bits_that_vllm_gives(engine, plain):
+    assert [score.tolist() for score in engine.score(PROMPTS)] == plain.score(PROMPTS)
+
+
+def test_nothing_is_kept_of_what_ended_or_was_dropped(engine):
+    engine.generate(PROMPTS, SEEDS, LONG)
+    assert engine.sampled_so_far() == {}
+    engine.enqueue(0, PROMPTS, SEEDS, LONG)
+    for _ in range(3):
+        engine.collect(0.0)
+    assert set(engine.sampled_so_far().values()) == {(3, 3)}
+    engine.drop()
+    assert engine.sampled_so_far() == {}
+
+
+def test_a_response_is_whole_after_its_cache_was_taken(engine):
+    greedy = Sampling(max_tokens=40, temperature=0.0)
+    alone = engine.generate(PROMPTS[:6], SEEDS[:6], greedy)
+    engine.enqueue(0, PROMPTS[:6], SEEDS[:6], greedy)
+    for _ in range(5):
+        engine.collect(0.0)
+    engine.preempt()
+    (batch,) = engine.collect(60.0).finished
+    assert batch.completions["response_tokens"].equals(alone["response_tokens"])
+    found, expected = (np.array(one["logprobs"].to_pylist()) for one in (batch.completions, alone))
+    np.testing.assert_allclose(found, expected, atol=1e-5)  # computed in other pieces
