@@ -34,6 +34,7 @@ from tasks.engine.inside import executor
 from tasks.engine.memory import cache_bytes
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
 
+_LEAVING_S = 1.0  # that this process gets to end by itself after its scheduler has
 _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
 
 
@@ -157,12 +158,15 @@ def _answer(last: EngineCoreOutput) -> Answer:
 
 
 def _end_with_scheduler(client: MPClient, leaving: Event) -> None:
-    """Kill this process when the scheduler's has ended, unless `leaving` is set: calls to it would wait for ever."""
+    """Kill this process when the scheduler's has ended, unless it is `leaving`: calls to it would wait for ever.
+
+    Not at once: Ray ends an actor's children before the actor, and would call it a crash if it were gone too early.
+    """
     sentinels = cast(CoreEngineProcManager, client.resources.engine_manager).sentinels()
 
     def watch() -> None:
         multiprocessing.connection.wait(sentinels)
-        if not leaving.is_set():
+        if not leaving.wait(_LEAVING_S):
             os.kill(os.getpid(), signal.SIGKILL)
 
     Thread(target=watch, name="ratchet-scheduler", daemon=True).start()

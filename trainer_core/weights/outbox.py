@@ -73,13 +73,13 @@ class Outbox:
             RatchetError: what failed first.
         """
         if self._sender is not None and self._failure is None:
+            with self._timed("digest"):  # while receivers read the last bucket
+                for number, begun in self._planned.begun().items():
+                    self.digests |= zip(self._names[number], begun.read(), strict=True)
             with self._noted(), self._timed("wait"):
                 self._sender.finish()
         if self._failure is not None:
             raise self._failure
-        with self._timed("digest"):
-            for number, begun in self._planned.begun().items():
-                self.digests |= zip(self._names[number], begun.read(), strict=True)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
