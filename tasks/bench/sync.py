@@ -72,8 +72,8 @@ class SyncBench(BaseModel):
     unverified_pause_s: float
     """The pause without digests of what was sent, arrived and landed; of several updates in each round."""
     verify_share: float
-    """What verification takes of the pause: 1 minus that by the pause of as many updates with digests, in turns with
-    them."""
+    """What verification takes of the pause: each of those updates has one with digests beside it, before or after it in
+    turns; the median over these pairs of 1 minus the one pause by the other."""
     object_collectives: int
     """Collectives of Python objects in one of Ratchet's updates, over all ranks."""
     stock_object_collectives: int
@@ -126,7 +126,6 @@ def _report(
     steps = {step: median(lambda one: one.delivery.seconds[step]) for step in delivered.seconds}  # noqa: B023
     seconds = median(lambda one: one.seconds)
     pauses = [pair for one in rounds for pair in one.pauses]
-    verified, unverified = (statistics.median(side) for side in zip(*pauses, strict=True))
     rate = delivered.bytes / steps["send"]
     return SyncBench(
         device=ways.device,
@@ -151,8 +150,8 @@ def _report(
         probe_difference=max(one.probe_difference for one in rounds),
         sample_difference=max(one.sample_difference for one in rounds),
         stock_probe_difference=max(one.stock_probe_difference for one in rounds),
-        unverified_pause_s=unverified,
-        verify_share=1 - unverified / verified,
+        unverified_pause_s=statistics.median(unverified for _, unverified in pauses),
+        verify_share=statistics.median(1 - unverified / verified for verified, unverified in pauses),
         object_collectives=max(one.object_collectives for one in rounds),
         stock_object_collectives=max(one.stock_object_collectives for one in rounds),
         metadata_exchanges=delivered.exchanges,
