@@ -29,14 +29,19 @@ def plan_of(tables: Sequence[Table], exported: Sequence[Named] = ()) -> WeightPl
     packer = _Packer(place.arena_bytes)
     for sender, layer in _layers(_owned(tables)):
         packer.add(sender, layer)
+    order = packer.turns()
     packer.close()
     packer.add(0, exported)
-    _check_names(packer.tensors)
-    buckets = enumerate(zip(packer.senders, packer.sizes, strict=True))
+    order += range(len(order), len(packer.sizes))
+    tensors = packer.planned(order)
+    _check_names(tensors)
     return WeightPlan(
         version=place.version,
-        tensors=tuple(sorted(packer.tensors, key=lambda tensor: (tensor.bucket, tensor.offset))),
-        buckets=tuple(Bucket(number=number, sender=sender, nbytes=size) for number, (sender, size) in buckets),
+        tensors=tuple(tensors),
+        buckets=tuple(
+            Bucket(number=number, sender=packer.senders[packed], nbytes=packer.sizes[packed])
+            for number, packed in enumerate(order)
+        ),
         arena_bytes=max(packer.sizes, default=0),
         config=place.config,
     )
@@ -153,11 +158,12 @@ class _Packer:
     """Places tensors in buckets, one open bucket for each sender."""
 
     limit: int
-    tensors: list[PlannedTensor] = field(default_factory=list)
     senders: list[int] = field(default_factory=list)
     """Of each bucket."""
     sizes: list[int] = field(default_factory=list)
     """Of each bucket."""
+    _held: list[list[tuple[Named, int]]] = field(default_factory=list)
+    """Of each bucket: tensors and their first bytes in it."""
     _open: dict[int, int] = field(default_factory=dict)
 
     def add(self, sender: int, layer: Sequence[Named]) -> None:
@@ -174,15 +180,27 @@ class _Packer:
         """What comes now shares no bucket with what came before."""
         self._open.clear()
 
+    def turns(self) -> list[int]:
+        """The buckets in an order in which senders take turns: while one's is read, the others fill theirs."""
+        turn = [self.senders[:number].count(sender) for number, sender in enumerate(self.senders)]
+        return sorted(range(len(turn)), key=lambda number: (turn[number], self.senders[number]))
+
+    def planned(self, order: Sequence[int]) -> list[PlannedTensor]:
+        """All tensors, the buckets being numbered in that order."""
+        return [
+            PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, bucket=number, offset=offset)
+            for number, packed in enumerate(order)
+            for tensor, offset in self._held[packed]
+        ]
+
     def _place(self, sender: int, tensor: Named, room: int) -> None:
         if sender not in self._open or self.sizes[self._open[sender]] + room > self.limit:
             self._open[sender] = len(self.sizes)
             self.senders.append(sender)
             self.sizes.append(0)
+            self._held.append([])
         number = self._open[sender]
-        offset = self.sizes[number]
-        placed = PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, bucket=number, offset=offset)
-        self.tensors.append(placed)
+        self._held[number].append((tensor, self.sizes[number]))
         self.sizes[number] += room
 
 

@@ -1,5 +1,6 @@
 """One update of the engines' weights, from the trainer's side: planned once, sent once, then dropped."""
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -94,7 +95,7 @@ class Update:
             if wanted and bucket.sender in dist.get_process_group_ranks(group := group_of(expert)):
                 shards.exchange(wanted, group)
         if bucket.sender == self._mesh.rank:
-            outbox.send(bucket, planned, lambda: _converted(weights, shards))
+            outbox.send(bucket, planned, lambda: _converted(weights, shards, self._mesh.device))
 
     def _carry_exported(
         self, outbox: Outbox, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
@@ -117,12 +118,20 @@ class Update:
             send()
 
 
-def _converted(weights: Iterable[tuple[Conversion, torch.Tensor]], shards: Shards) -> dict[str, torch.Tensor]:
+def _converted(
+    weights: Iterable[tuple[Conversion, torch.Tensor]], shards: Shards, device: torch.device
+) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    with gathered_by(shards.of):
+    with gathered_by(shards.of), _made_on(device):
         for one, tensor in weights:
             found |= one.convert(tensor)
     return found
+
+
+def _made_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Mappings make tensors of positions, by which they take rows. On the host, each of them would have to be copied to
+    the card, which waits for all that was launched before."""
+    return contextlib.nullcontext() if device.type == "cpu" else device
 
 
 def _settle(mesh: Mesh) -> None:

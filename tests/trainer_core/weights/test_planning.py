@@ -69,7 +69,12 @@ def test_each_tensor_is_sent_once_by_the_first_replica_of_its_stage():
 
 
 def test_layers_come_in_the_order_of_their_numbers_and_what_is_fused_stands_together():
-    names = [tensor.name for tensor in plan_of(tables()).tensors]
+    plan = plan_of(tables())
+    sent = {
+        sender: [tensor.name for tensor in plan.tensors if plan.buckets[tensor.bucket].sender == sender]
+        for sender in (0, 2)
+    }
+    names = sent[0] + sent[2]
     assert names[0] == "embed"
     assert names[-1] == "lm_head"
     layers = [int(name.split(".")[2]) for name in names[1:-1]]
@@ -92,6 +97,18 @@ def test_buckets_hold_no_more_than_an_arena_and_no_overlap(arena):
         assert ends[bucket.number] <= bucket.nbytes
         assert bucket.nbytes <= arena or alone
     assert plan.arena_bytes == max(bucket.nbytes for bucket in plan.buckets)
+
+
+def test_senders_take_turns_as_long_as_each_has_something_to_send():
+    small = {"arena_bytes": 1 << 11}
+    given = [one.model_copy(update={"place": one.place.model_copy(update=small)}) for one in tables()]
+    plan = plan_of(given, [named("late", 4, 4)])
+    *senders, last = [bucket.sender for bucket in plan.buckets]
+    most = 2 * min(senders.count(0), senders.count(2))
+    assert most > 4
+    assert senders[:most] == [0, 2] * (most // 2)
+    assert len(set(senders[most:])) < 2
+    assert last == 0
 
 
 def test_a_layer_that_fits_is_not_divided():
