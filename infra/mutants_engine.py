@@ -9,6 +9,10 @@ _LOADING = "tests/tasks/engine/test_loading.py::test_"
 _UPDATE = "tests/tasks/engine/test_update.py::test_"
 _TRANSPORTS = ("tests/tasks/engine/receivers/test_transports.py",)
 _LOADERS = (f"{_LOADING}a_fault_of_the_loaders_fails_with_the_name_and_the_next_update_repairs_it",)
+_BY_TABLE = (
+    "tests/tasks/engine/test_loading.py::test_where_loaders_have_followed_the_table_the_next_update_is_written_by_it",
+    "tests/tasks/engine/test_loading.py::test_what_is_written_by_the_table_was_looked_up_for_this_update",
+)
 _IN_PLACE = (
     f"{_LOADING}a_fault_of_the_loaders_in_place_fails_with_the_name",
     f"{_LOADING}a_parameter_that_moves_is_refused_because_of_cuda_graphs",
@@ -158,7 +162,7 @@ ENGINE = (
         "landed-of-what-is-processed-by-itself",
         "parameters without post-processing, such as norms, are not looked at",
         "tasks/engine/loading.py",
-        " if _processing(layer) is None for name in names]",
+        " if processing(layer) is None for name in names]",
         " if False for name in names]",
         _SERVED,
     ),
@@ -193,6 +197,38 @@ ENGINE = (
         "        if moved:\n",
         "        if False:\n",
         _IN_PLACE,
+    ),
+    Mutant(
+        "tables-are-written-by-that-loaders-do-not-follow",
+        "an update is written by a table though loaders put a tensor elsewhere",
+        "tasks/engine/receive.py",
+        "survey.in_place and survey.layout == self._followed)",
+        "survey.in_place)",
+        _IN_PLACE,
+    ),
+    Mutant(
+        "loaders-are-never-left-out",
+        "every update goes through vLLM's loaders, whatever was seen of the table",
+        "tasks/engine/receive.py",
+        "            self._followed = update.followed\n",
+        "",
+        _BY_TABLE,
+    ),
+    Mutant(
+        "what-was-seen-of-a-model-is-kept",
+        "the next update writes where parameters were in the one before",
+        "tasks/engine/receive.py",
+        "        self._survey: Survey | None = None\n",
+        "        self._survey: Survey | None = vars(self).get('_survey')\n",
+        _BY_TABLE,
+    ),
+    Mutant(
+        "a-bucket-is-not-written",
+        "of what is written by the table, tensors of one type are left out",
+        "tasks/engine/loading.py",
+        "        for kind in {part.dtype for _, part in alike}:",
+        "        for kind in {part.dtype for _, part in alike[:0]}:",
+        _BY_TABLE,
     ),
     Mutant(
         "a-plan-may-leave-parameters-unfilled",

@@ -9,6 +9,9 @@ _PLACES = ("tests/tasks/workers/test_placement.py",)
 _DISTANT = (
     "tests/tasks/engine/receivers/test_transports.py::test_a_distant_arena_is_free_again_before_what_it_held_is_loaded",
 )
+_AHEAD = (
+    "tests/tasks/engine/receivers/test_transports.py::test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched",
+)
 _OPEN = ("tests/tasks/engine/receivers/test_transports.py::test_only_arenas_of_a_complete_update_stay_open",)
 _FILE = "tasks/stages/transaction.py"
 
@@ -203,17 +206,33 @@ SYNC = (
         "distant-arena-in-place",
         "loaders read a distant arena again and again, and hold it meanwhile",
         "tasks/engine/receivers/shared.py",
-        "        return arena if seen.near else self._fetched(bucket, arena)\n",
-        "        return arena\n",
+        "        if not self._seen[bucket.sender].near:\n            arena =",
+        "        if False:\n            arena =",
         _DISTANT,
     ),
     Mutant(
         "distant-arena-not-copied",
         "a distant arena is given free, and what it held is read afterwards",
         "tasks/engine/receivers/shared.py",
-        "        own.copy_(arena)\n        self.release(bucket)  # once it is read\n        return own\n",
-        "        self.release(bucket)\n        return arena\n",
+        "            own.copy_(arena, non_blocking=True)\n",
+        "            own = arena\n",
         _DISTANT,
+    ),
+    Mutant(
+        "fetched-over-what-is-loaded",
+        "the bucket that is fetched ahead is written over the one that is being loaded",
+        "tasks/engine/receivers/shared.py",
+        "        self._buffers.reverse()\n",
+        "",
+        _AHEAD,
+    ),
+    Mutant(
+        "nothing-is-fetched-ahead",
+        "a bucket on another card is fetched only when the one before was loaded",
+        "tasks/engine/receivers/shared.py",
+        "        self._look_ahead(bucket)\n",
+        "",
+        _AHEAD,
     ),
     Mutant(
         "old-arenas-stay-open",

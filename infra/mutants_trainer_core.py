@@ -176,7 +176,7 @@ TRAINER_CORE = (
         "planned-digest-without-the-place",
         "every planned digest of a bucket is that of the tensor at its beginning",
         "trainer_core/weights/planned_digests.py",
-        "elements.storage_offset() + outline.of.storage_offset()",
+        "elements.storage_offset() + self.of.storage_offset()",
         "elements.storage_offset()",
         _DIGEST,
     ),

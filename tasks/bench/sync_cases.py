@@ -7,7 +7,7 @@ from tasks.bench.latent import LatentModel
 from tasks.config.model import GeneratedModel
 from tasks.config.run import EngineCards
 from tasks.stages.transaction import Delivery
-from trainer_core.config import Frozen, Precision
+from trainer_core.config import Frozen, ParallelConfig, Precision
 
 
 class SyncCase(Frozen):
@@ -19,10 +19,17 @@ class SyncCase(Frozen):
     """Of trainer and engine."""
     pipeline: int = 1
     """Stages of the trainer's pipeline, a rank each."""
+    layers_first_stage: int | None = None
+    """Layers of the first stage, if stages cannot have equally many."""
     tensor: int = 1
     """Workers of the engine."""
     cards: EngineCards = "shared"
     """As `engine.cards`."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The trainer's layout."""
+        return ParallelConfig(pipeline=self.pipeline, layers_first_stage=self.layers_first_stage)
 
 
 _BIG = SyncCase(model=CASES["0.75b"].model, precision="bf16")
@@ -69,6 +76,7 @@ SYNC_CASES: dict[SyncCaseName, SyncCase] = {
         ),
         precision="bf16",
         pipeline=2,
+        layers_first_stage=13,
     ),
 }  # fmt: skip
 

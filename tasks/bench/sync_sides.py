@@ -28,7 +28,7 @@ from tasks.workers.fleet import Fleet
 from tasks.workers.placement import transport
 from tasks.workers.ranks import RankActors, meet, start_trainers
 from tasks.workers.scratch import scratch
-from trainer_core.config import Device, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+from trainer_core.config import Device, OptimizerConfig, PolicyConfig, TrainerConfig
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 
@@ -216,7 +216,7 @@ def _config(model: Path, case: SyncCase, device: Device, wanted: TransportChoice
             "train": {
                 "max_length": _LENGTH,
                 "optimizer": {"learning_rate": 1e-6},
-                "parallel": {"pipeline": case.pipeline},
+                "parallel": case.parallel.model_dump(),
             },
         },
         "the bench",
@@ -229,7 +229,7 @@ def _trainers(model: Path, case: SyncCase, device: Device, cluster: Cluster, con
         policy=PolicyConfig(),
         precision=case.precision,
         max_length=_LENGTH,
-        parallel=ParallelConfig(pipeline=case.pipeline),
+        parallel=case.parallel,
     )
     deadline_s = config.workers.start_deadline_s
     return start_trainers(

@@ -78,7 +78,7 @@ class SyncSection(Section):
     transport: TransportChoice = "auto"
     """Shared `memory` of the host, buffers on `cuda` cards that engines open, `collective` broadcasts (gloo on CPU; on
     cards NCCL, which needs one for each process: `engine.cards = "own"`), or safetensors `files`. `auto`: `cuda` if all
-    processes share one card, else `memory`."""
+    processes share one card, or engines' cards can read the trainer's; else `memory`."""
     arena_mib: int = Field(default=256, ge=1)
     """Weights travel in buckets of at most this size; each sender has two such buffers. A larger tensor travels alone,
     and then all buffers have its size. On a card they are kept from one sync to the next. MiB."""

@@ -145,6 +145,10 @@ class Engine(EngineProtocol):
         self._admit()
         return [answer.prompt_logprobs for answer in self._complete()]
 
+    def survey_model(self) -> None:
+        """See `EngineProtocol.survey_model`."""
+        self._core.workers("survey_model")
+
     def prepare_update(
         self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:

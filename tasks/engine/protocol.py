@@ -195,6 +195,12 @@ class EngineProtocol(Protocol):
         """
         ...
 
+    def survey_model(self) -> None:
+        """Look at the live model of each worker, for an update that trainer ranks are planning meanwhile. What was seen
+        serves the next `prepare_update` alone, which would look itself otherwise. Requests go on.
+        """
+        ...
+
     def prepare_update(
         self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:

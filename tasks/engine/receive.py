@@ -17,9 +17,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine import inside  # noqa: F401 - prepares the process of a worker
-from tasks.engine.landing import landing_of
-from tasks.engine.loading import found
+from tasks.engine.loading import lane_of
 from tasks.engine.receivers.receiver import Receiver, open_receiver
+from tasks.engine.survey import Survey, found
 from tasks.engine.update import Report, Update
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan, plan_digest
@@ -49,10 +49,18 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         """Nothing is held between updates but what the last one reported."""
         self.forget()
         self.report: Report | None = None
+        self._followed: int | None = None  # the layout of which loaders were seen to put every tensor in its place
 
     def forget(self) -> None:
         """Forget what was prepared."""
+        self._survey: Survey | None = None
         self._prepared: tuple[Update, WeightPlan, Channel, int] | None = None
+
+    def survey(self) -> None:
+        """Look at the live model; see `EngineProtocol.survey_model`."""
+        self.forget()
+        self._survey = Survey(self.model)
+        self._survey.look()
 
     def prepare(self, plan: str, channel: str, number: int) -> str:
         """Compare a plan with the live model; see `EngineProtocol.prepare_update`.
@@ -64,9 +72,12 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         Returns:
             The plan's digest.
         """
+        survey = self._survey or Survey(self.model)
         self.forget()
         planned, way = WeightPlan.model_validate_json(plan), Channel.model_validate_json(channel)
-        self._prepared = Update(self.model, self.vllm_config, planned), planned, way, number
+        names = [tensor.name for tensor in planned.tensors]
+        lane = lane_of(survey, self.vllm_config, names, followed=survey.in_place and survey.layout == self._followed)
+        self._prepared = Update(survey, self.vllm_config, planned, lane), planned, way, number
         return plan_digest(planned)
 
     @property
@@ -79,7 +90,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         that. Seen only where kernels use parameters as they were loaded.
         """
         expected = {} if self.report is None else self.report.parts
-        landing = landing_of(self.model) if expected else None
+        landing = Survey(self.model).landing if expected else None
         if landing is None:
             return {}
         return {
@@ -96,6 +107,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         if self._prepared is not None:
             update, plan, channel, number = self._prepared
             self.report = update.receive(self._receiver(plan, channel, number))
+            self._followed = update.followed
 
     def finish_weight_update(self) -> None:
         """Forget the update; its report stays until the next."""
@@ -125,6 +137,10 @@ class WorkerExtension:
 
     weight_transfer_engine: RatchetTransfer
     rank: int
+
+    def survey_model(self) -> None:
+        """See `RatchetTransfer.survey`."""
+        self.weight_transfer_engine.survey()
 
     def prepare_update(self, plan: str, channel: str, first: int) -> dict[str, Any]:
         """See `RatchetTransfer.prepare`: the digest, or why the update is refused."""

@@ -5,34 +5,27 @@ Imports torch and vLLM.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import Landing, landing_of, loaded_parameters, part_of
-from tasks.engine.loading import Lane, lane_of, model_device
+from tasks.engine.landing import part_of
+from tasks.engine.loading import Arriving, Lane
 from tasks.engine.receivers.receiver import Receiver
+from tasks.engine.survey import Survey, model_device
 from trainer_core.weights.digest import BegunDigests
-from trainer_core.weights.packing import element_type, outlines, tensors_of, views
+from trainer_core.weights.packing import element_type, tensors_of, views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
-from trainer_core.weights.planned_digests import Outline, plan_digests
+from trainer_core.weights.planned_digests import Cut, Outline, Whole, plan_digests, thought_of
 
 _SHOWN = 4  # names spelled out in a message
 _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-
-
-class _Loadable(Protocol):
-    """What every vLLM model class offers besides `torch.nn.Module`."""
-
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load checkpoint tensors; returns the names of the parameters they went to."""
-        ...
 
 
 @dataclass
@@ -68,38 +61,34 @@ class _Expected:
 class Update:
     """One update of one worker's model. Everything it knows of the model it has looked up for this update."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        config: VllmConfig,
-        plan: WeightPlan,
-        lane: Callable[[torch.nn.Module, VllmConfig, Landing | None, list[str]], Lane] = lane_of,
-    ) -> None:
+    def __init__(self, survey: Survey, config: VllmConfig, plan: WeightPlan, lane: Lane) -> None:
         """Compare a plan with the live model; nothing is written.
 
         Args:
-            lane: chooses how tensors are loaded.
+            lane: how tensors are loaded.
 
         Raises:
             SyncMismatch: it is not what the model needs.
         """
         _check_layout(plan)
-        self._model, self._config, self._plan = model, config, plan
-        self._landing = landing_of(model)
-        names = [tensor.name for tensor in plan.tensors]
+        self._survey, self._config, self._plan, self._lane = survey, config, plan, lane
+        self._landing, self._parameters = survey.landing, survey.parameters
         if self._landing is not None:
             self._landing.check(plan, self._is_unused)
-        self._parameters = set(loaded_parameters(model))
-        self._lane = lane(model, config, self._landing, names)
         self._planned = tensors_of(plan)
         self._buckets = {number: self._outlined(planned) for number, planned in self._planned.items()}
         wanted = {number: bucket.wanted for number, bucket in self._buckets.items()}
-        self._begun = plan_digests(wanted, model_device(model))
+        self._begun = plan_digests(wanted, model_device(survey.model))
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
         self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
         self.written = False
         """Whether the model's weights of before are gone."""
+
+    @property
+    def followed(self) -> int | None:
+        """The layout of the model, if every tensor was found where it says, in the parameters that kernels use."""
+        return None if self._lane.keeps_views else self._survey.layout
 
     def receive(self, receiver: Receiver) -> Report:
         """Load what arrives, and compare what landed with it.
@@ -122,13 +111,10 @@ class Update:
         first = self._arena(receiver, self._plan.buckets[0])
         self.written = True
         self._lane.begin()
-        arriving = self._tensors(receiver, first)
         before = self._seconds["wait"] + self._seconds["digest"]
         with self._timed("load"):
-            loaded = self._load(arriving)
+            loaded = self._lane.load(self._arriving(receiver, first))
         self._seconds["load"] -= self._seconds["wait"] + self._seconds["digest"] - before
-        for name, _ in arriving:
-            raise SyncMismatch(f"the engine's loaders stopped before tensor {name}, without saying why")
         with self._timed("finish"):
             self._lane.finish()
         with self._timed("digest"):
@@ -139,28 +125,12 @@ class Update:
         parts = {} if self._lane.keeps_views else self._expected
         return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
 
-    def _load(self, arriving: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        """Let vLLM load what arrives; what it raises becomes an error of ours, which keeps its type on its way."""
-        names: list[str] = []
-
-        def told() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in arriving:
-                names[:] = [name]
-                yield name, tensor
-
-        try:
-            return cast(_Loadable, self._model).load_weights(told())
-        except RatchetError:
-            raise
-        except Exception as error:
-            raise SyncMismatch(f"vLLM's loaders failed at tensor {names} of a weight update: {error!r}") from error
-
-    def _tensors(self, receiver: Receiver, first: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of everything, while it arrives."""
+    def _arriving(self, receiver: Receiver, first: torch.Tensor) -> Arriving:
+        """What each bucket brings, while it is there."""
         for bucket in self._plan.buckets:
             arena = first if bucket.number == self._plan.buckets[0].number else self._arena(receiver, bucket)
             own = arena.clone() if self._lane.keeps_views else arena
-            yield from views(self._planned[bucket.number], own)
+            yield list(views(self._planned[bucket.number], own))
             with self._timed("digest"):
                 self._begun.begin(bucket.number, own)
             receiver.release(bucket)
@@ -171,8 +141,8 @@ class Update:
 
     def _outlined(self, planned: Sequence[PlannedTensor]) -> _Expected:
         """What a bucket brings, and what of it this worker must hold."""
-        arriving = {name: Outline(tensor, tensor.dtype) for name, tensor in outlines(planned)}
-        parts = {name: part for name, whole in arriving.items() if (part := self._part(name, whole)) is not None}
+        arriving = {tensor.name: Whole(tensor) for tensor in planned}
+        parts = {name: part for name, whole in arriving.items() if (part := self._part(whole)) is not None}
         cut = {name: part for name, part in parts.items() if part is not arriving[name]}
         return _Expected(list(arriving), list(parts), list(cut), [*arriving.values(), *cut.values()])
 
@@ -184,14 +154,14 @@ class Update:
             self._expected |= {name: self._digests[name] for name in expected.held}
             self._expected |= zip(expected.cut, digests[len(expected.arrived) :], strict=True)
 
-    def _part(self, name: str, tensor: Outline) -> Outline | None:
-        place = None if self._landing is None else self._landing.places.get(name)
+    def _part(self, tensor: Whole) -> Outline | None:
+        place = None if self._landing is None else self._landing.places.get(tensor.planned.name)
         if self._landing is None or place is None or not place.held:
             return None
         kind = self._landing.types[place.layer, place.parameter]
-        if place.whole and kind == tensor.kind:
+        if place.whole and kind == element_type(tensor.planned.dtype):
             return tensor
-        return Outline(part_of(tensor.of, place.of), kind)
+        return Cut(part_of(thought_of(tensor.planned), place.of), kind)
 
     def _check_landed(self, loaded: set[str], found: Mapping[str, str]) -> None:
         for name, digest in self._expected.items():

@@ -17,7 +17,7 @@ from tasks.workers.engines import EngineHandle
 from tasks.workers.placement import transport
 from tasks.workers.scratch import scratch
 from tasks.workers.trainers import TrainerGroup
-from trainer_core.protocol import Sent
+from trainer_core.protocol import Planned, Sent
 from trainer_core.weights.channel import Channel, Transport
 from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.signals import fail
@@ -128,7 +128,7 @@ class _Update:
 
     def perform(self, version: int, arena_bytes: int, expected: str | None) -> Delivery:
         clock = _Clock()
-        planned = self.group.plan_weights(version, arena_bytes)
+        planned = self._plan(version, arena_bytes)
         plan = agreed_plan(planned, version)
         clock.ended("plan")
         self._prepare(plan, planned[0].digest)
@@ -163,6 +163,12 @@ class _Update:
                 continue
             if not serves:
                 self.context.say(f"engine {number} refuses to sample until the next weight sync: {reason}")
+
+    def _plan(self, version: int, arena_bytes: int) -> list[Planned]:
+        """What each rank plans, while the engines look at their models."""
+        planning = partial(self.group.plan_weights, version, arena_bytes)
+        planned, *_ = at_once([planning, *(engine.survey_model for engine in self.engines.values())])
+        return planned
 
     def _prepare(self, plan: WeightPlan, digest: str) -> None:
         tensor, in_flight = self.context.config.engine.tensor, self.context.config.sync.in_flight

@@ -48,6 +48,10 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.score`."""
         return self._result(self.submit(EngineProtocol.score, sequences))
 
+    def survey_model(self) -> None:
+        """See `EngineProtocol.survey_model`."""
+        self._result(self.submit(EngineProtocol.survey_model))
+
     def prepare_update(
         self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight
     ) -> str:

@@ -89,7 +89,7 @@ def engine_cards(cards: tuple[str, ...], place: int, tensor: int) -> tuple[str, 
 def transport(wanted: TransportChoice, place: Placement) -> Transport:
     """The way of the weights: the fastest that was seen to work for such processes, unless one is asked for.
 
-    Between cards `cuda` and `collective` have to be asked for: neither has been run there.
+    `collective` is never taken by itself: NCCL connects anew in every update.
 
     Raises:
         InputError: what is asked for cannot work there.
@@ -103,7 +103,7 @@ def transport(wanted: TransportChoice, place: Placement) -> Transport:
         )
     if wanted != "auto":
         return wanted
-    return "cuda" if place.one_card else "memory"
+    return "cuda" if place.one_card or (place.one_host and place.reads) else "memory"
 
 
 def _cards_of_engines(config: RunConfig, cards: tuple[str, ...]) -> tuple[str, ...]:

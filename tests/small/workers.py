@@ -256,6 +256,9 @@ class SmallEngine(EngineProtocol):
         held = None if self._unusable else self._version
         return EngineIdentity(weight_version=held, weights_digest=None if held is None else self._digest)
 
+    def survey_model(self):
+        """There is nothing to see."""
+
     def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
         names = sorted(tensor.name for tensor in plan.tensors)
         if names != sorted(LAYERS):

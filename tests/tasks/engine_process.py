@@ -14,8 +14,6 @@ import numpy as np
 from tasks.config.environment import engine_environment
 from tasks.engine.engine import Engine
 from tasks.engine.protocol import EngineSpec, Sampling
-from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import WeightPlan
 
 VOCABULARY = 32
 EOS = 1
@@ -127,18 +125,38 @@ class InPlaceEngine(FaultyEngine):
         finally:
             _custom_ops._supports_onednn = supported
 
-    def load(self, plan: WeightPlan, channel: Channel) -> tuple[dict[str, str], int]:
-        """Receive an update by vLLM's loaders alone; digests of what arrived, and how many tensors landed."""
-        import torch
+    def survey_model(self) -> None:
+        """As on a card."""
+        with _kernels_that_read_parameters():
+            super().survey_model()
 
-        from tasks.engine.loading import InPlace
-        from tasks.engine.receivers.receiver import open_receiver
-        from tasks.engine.update import Update
+    def prepare_update(self, *arguments: Any) -> str:
+        """As on a card."""
+        with _kernels_that_read_parameters():
+            return super().prepare_update(*arguments)
 
-        update = Update(self.model(), self._core.config, plan, InPlace)
-        report = update.receive(open_receiver(channel, plan, 0, torch.device("cpu")))
-        self._core.forget_prompts()
-        return report.digests, report.landed
+    def forget_table(self) -> None:
+        """Load by vLLM's loaders next, as in an engine's first update."""
+        self._core._client.engine_core.model_executor.driver_worker.worker.weight_transfer_engine._followed = None
+
+    def break_table(self, fault: str, *names: str) -> None:
+        """Until `mend_table`, what is written by the table is something else: see `_faulty`."""
+        from tasks.engine.loading import ByTable
+
+        write = ByTable._write
+        self._broken = write
+        ByTable._write = lambda lane, bucket: write(lane, list(_faulty(iter(bucket), fault, names)))
+
+    def mend_table(self) -> None:
+        """Undo `break_table`."""
+        from tasks.engine.loading import ByTable
+
+        ByTable._write = self._broken
+
+    def replace(self, name: str) -> None:
+        """Give a parameter other storage, between two updates."""
+        weight = self.model().get_parameter(name)
+        weight.data = weight.data.clone()
 
     def move(self, name: str) -> None:
         """Let the loader of a layer replace its parameter's storage."""
@@ -151,6 +169,21 @@ class InPlaceEngine(FaultyEngine):
             return loaded
 
         vars(model)["load_weights"] = load_and_move
+
+
+@contextmanager
+def _kernels_that_read_parameters() -> Iterator[None]:
+    """Updates that begin now take the model for one whose kernels use parameters as they were loaded."""
+    from tasks.engine import receive, survey
+
+    class InPlaceSurvey(survey.Survey):
+        in_place = True
+
+    vars(receive)["Survey"] = InPlaceSurvey
+    try:
+        yield
+    finally:
+        vars(receive)["Survey"] = survey.Survey
 
 
 def _faulty(weights: Iterator[tuple[str, Any]], fault: str, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ owners of an earlier moment; receivers that are sized by them take garbage witho
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -28,6 +29,8 @@ from trainer_core.weights.hollow import Settings, absent, replaced
 from trainer_core.weights.lanes import is_known
 from trainer_core.weights.table import Named, Row
 from trainer_core.weights.whole import Exported
+
+_NUMBERS = re.compile(r"\d+")
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
@@ -110,7 +113,7 @@ class _Source:
         self._names = set(self._origin.state.source.get_all_keys())
         self._tied = bool(self._bridge._share_embeddings_and_output_weights(model.config))
         self._settings = Settings(model.config)
-        self._splits: dict[Hashable, tuple[list[torch.Tensor], bool | None]] = {}
+        self._known: dict[Hashable, _Tried] = {}
 
     def conversion(
         self, stage: int, name: str, module: torch.nn.Module, attribute: str
@@ -145,41 +148,40 @@ class _Source:
 
     def _tried(self, task: WeightConversionTask[Any], attribute: str) -> Conversion | Exported | None:
         """Convert once without data, which tells names, types and shapes."""
-        _with_settings(task.mapping, self._settings)
         finish = self._finisher(task)
-        mapped, gathered = self._mapped(task, attribute)
-        found = finish(mapped)
+        tried = self._of_its_kind(task)
+        found = finish(tried.found)
         if not found:
             return None
         tensors = tuple(
             Named(name=name, dtype=dtype_name(part.dtype), shape=tuple(part.shape)) for name, part in found.items()
         )
         row = Row(name=task.global_param_name, expert=task.mapping.is_expert, tensors=tensors)
-        if gathered is None:
+        if tried.gathers is None:
             return self._exported(task, attribute)
         module, tensor = cast(torch.nn.Module, task.megatron_module), cast(torch.Tensor, task.param_weight)
-        convert = task.mapping.megatron_to_hf
-        return Conversion(row, module, attribute, tensor, gathered, lambda whole: finish(convert(whole, module)))
+        convert = tried.convert
+        return Conversion(row, module, attribute, tensor, tried.gathers, lambda whole: finish(convert(whole, module)))
 
     def _exported(self, task: WeightConversionTask[Any], attribute: str) -> Exported:
         mapping = self._whole.megatron_to_hf_lookup(task.global_param_name)
         return Exported.of(replace(task, mapping=mapping), attribute)
 
-    def _mapped(self, task: WeightConversionTask[Any], attribute: str) -> tuple[Tensors, bool | None]:
-        """What the mapping alone makes of the tensor, without data, and whether it gathers its shards; None if it
-        gathers something else. What splits a tensor is tried once for all layers that are alike; what does not is tried
-        each time, so that mappings choose their kind here and not while engines wait."""
-        tensor = cast(torch.Tensor, task.param_weight)
+    def _of_its_kind(self, task: WeightConversionTask[Any]) -> "_Tried":
+        """What the mapping alone makes of a tensor. It is tried once for all tensors that differ in numbers of their
+        names alone, as layers and experts do, and one mapping converts all of them: so mappings choose their kind here
+        and not while engines wait.
+        """
+        tensor, names = cast(torch.Tensor, task.param_weight), _names_of(task.mapping)
         kind = type(task.mapping), type(task.megatron_module), task.mapping.is_expert
-        alike = (*kind, attribute.rstrip("0123456789"), tensor.dtype, tensor.shape)
-        names = _names_of(task.mapping)
-        if alike in self._splits:
-            parts, gathered = self._splits[alike]
-            return dict(zip(names, parts, strict=True)), gathered
-        found, gathered = _tried_mapping(task, torch.empty_like(tensor, device="meta"))
-        if len(names) > 1 and tuple(found) == names:
-            self._splits[alike] = list(found.values()), gathered
-        return found, gathered
+        kind = (*kind, *map(_unnumbered, (task.global_param_name, *names)), tensor.dtype, tensor.shape)
+        if kind in self._known:
+            return self._known[kind].named(names)
+        _with_settings(task.mapping, self._settings)
+        tried = _tried_mapping(task, torch.empty_like(tensor, device="meta"))
+        if tuple(tried.found) == names:
+            self._known[kind] = tried
+        return tried
 
     def _finisher(self, task: WeightConversionTask[Any]) -> Callable[[Tensors], Tensors]:
         """What an export does to the result of a mapping."""
@@ -188,6 +190,7 @@ class _Source:
         rows, vocabulary = self._model.vocab_size, self._model.vocabulary
 
         def finish(found: Tensors) -> Tensors:
+            found = dict(found)  # to which the bridge may add
             found = dict(self._bridge.maybe_modify_converted_hf_weight(task, found, self._origin.state))
             if alias is not None:
                 found[alias] = found[task.mapping.hf_param]
@@ -196,7 +199,28 @@ class _Source:
         return finish
 
 
-def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> tuple[Tensors, bool | None]:
+@dataclass(frozen=True)
+class _Tried:
+    """What a mapping makes of a tensor of its kind."""
+
+    found: Tensors
+    """Without data."""
+    gathers: bool | None
+    """Whether it gathers the tensor's shards; None if it gathers something else."""
+    convert: Callable[[torch.Tensor, torch.nn.Module], Tensors]
+    """What does it, inside `gathered_by`."""
+
+    def named(self, names: tuple[str, ...]) -> "_Tried":
+        """The same for a tensor that becomes tensors of other names, in the same order."""
+        convert = self.convert
+
+        def renamed(tensor: torch.Tensor, module: torch.nn.Module) -> Tensors:
+            return dict(zip(names, convert(tensor, module).values(), strict=True))
+
+        return replace(self, found=dict(zip(names, self.found.values(), strict=True)), convert=renamed)
+
+
+def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> _Tried:
     asked: list[torch.Tensor] = []
 
     def gather(shard: torch.Tensor) -> list[torch.Tensor]:
@@ -206,7 +230,11 @@ def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> tup
     with gathered_by(gather):
         found = task.mapping.megatron_to_hf(hollow, task.megatron_module)
     own = len(asked) <= 1 and all(shard is hollow for shard in asked)
-    return found, bool(asked) if own else None
+    return _Tried(found, bool(asked) if own else None, task.mapping.megatron_to_hf)
+
+
+def _unnumbered(name: str) -> str:
+    return _NUMBERS.sub("#", name)
 
 
 def _groups() -> SimpleNamespace:

@@ -2,6 +2,7 @@
 (`trainer_core.weights.whole`).
 """
 
+from functools import lru_cache
 from typing import Any
 
 from megatron.bridge.models.conversion import param_mapping as maps
@@ -35,10 +36,13 @@ _UNCHANGED = ("build_conversion_tasks", "stream_weights_megatron_to_hf")
 
 def is_known(bridge: MegatronModelBridge[Any, Any, Any], mapping: object) -> bool:
     """Whether the mapping alone, with what the bridge does to its result, is all that an export would do."""
-    kind = type(bridge)
+    return type(mapping) in KNOWN and not _has_steps_of_its_own(type(bridge))
+
+
+@lru_cache
+def _has_steps_of_its_own(kind: type[MegatronModelBridge[Any, Any, Any]]) -> bool:
     own = kind.maybe_modify_converted_hf_weight not in _KNOWN_HOOKS
-    own |= any(vars(MegatronModelBridge)[name] is not _inherited(kind, name) for name in _UNCHANGED)
-    return not own and type(mapping) in KNOWN
+    return own or any(vars(MegatronModelBridge)[name] is not _inherited(kind, name) for name in _UNCHANGED)
 
 
 def _inherited(kind: type, name: str) -> object:

@@ -3,20 +3,88 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from trainer_core.weights.digest import BegunDigests, Brought, begin_digests, bring, head
+from trainer_core.weights.packing import outlines, views
+from trainer_core.weights.plan import PlannedTensor
+
+if TYPE_CHECKING:
+    from trainer_core.weights.digest_kernel import Rows
+
+
+_WORD = 8  # bytes
+
+
+class Outline(Protocol):
+    """A tensor in a buffer that comes later, (bytes,) uint8."""
+
+    def head(self) -> str:
+        """What its digest says of type and shape."""
+        ...
+
+    def rows(self) -> "Rows | None":
+        """How a card's kernel reads it from the buffer's first byte on; None if it must be copied or converted."""
+        ...
+
+    def at(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor in its buffer, converted."""
+        ...
 
 
 @dataclass(frozen=True)
-class Outline:
-    """A tensor in a buffer that comes later."""
+class Whole:
+    """All of a planned tensor, in the buffer of its bucket."""
+
+    planned: PlannedTensor
+
+    def head(self) -> str:
+        """See `Outline.head`."""
+        return f"{self.planned.dtype} {self.planned.shape}"
+
+    def rows(self) -> "Rows | None":
+        """See `Outline.rows`."""
+        return self.planned.offset, self.planned.nbytes, 0, int(self.planned.offset % _WORD == 0)
+
+    def at(self, buffer: torch.Tensor) -> torch.Tensor:
+        """See `Outline.at`."""
+        ((_, found),) = views([self.planned], buffer)
+        return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Part of a tensor, or one that is converted."""
 
     of: torch.Tensor
-    """A view of such a buffer, (bytes,) uint8 on the device `meta`."""
+    """A view of such a buffer on the device `meta`."""
     kind: torch.dtype
     """To which it is converted first."""
+
+    def head(self) -> str:
+        """See `Outline.head`."""
+        return head(self.of.shape, self.kind)
+
+    def rows(self) -> "Rows | None":
+        """See `Outline.rows`."""
+        from trainer_core.weights.digest_kernel import rows_in_buffer  # imports Triton
+
+        return rows_in_buffer(self.of) if self.of.dtype == self.kind else None
+
+    def at(self, buffer: torch.Tensor) -> torch.Tensor:
+        """See `Outline.at`."""
+        size = self.of.element_size()
+        elements = buffer[: buffer.numel() // size * size].view(self.of.dtype)
+        first = elements.storage_offset() + self.of.storage_offset()
+        return elements.as_strided(self.of.shape, self.of.stride(), first).to(self.kind)
+
+
+def thought_of(planned: PlannedTensor) -> torch.Tensor:
+    """A planned tensor as a view of the buffer of its bucket, on the device `meta`."""
+    ((_, found),) = outlines([planned])
+    return found
 
 
 def plan_digests(buckets: Mapping[int, Sequence[Outline]], device: torch.device) -> "PlannedDigests":
@@ -35,7 +103,7 @@ class PlannedDigests:
         device: where the buffers will be, as far as is known.
         """
         self._buckets = buckets
-        self._heads = {number: [head(one.of.shape, one.kind) for one in own] for number, own in buckets.items()}
+        self._heads = {number: [one.head() for one in own] for number, own in buckets.items()}
         self._direct = _Direct(buckets, device) if device.type == "cuda" else None
         self._others: dict[int, BegunDigests] = {}
 
@@ -44,7 +112,7 @@ class PlannedDigests:
         not waited for.
         """
         if self._direct is None or not self._direct.begin(number, buffer):
-            self._others[number] = begin_digests([_at(one, buffer) for one in self._buckets[number]])
+            self._others[number] = begin_digests([one.at(buffer) for one in self._buckets[number]])
 
     def begun(self) -> dict[int, BegunDigests]:
         """By number, all that were begun since the last call; from now on they may be begun again."""
@@ -57,9 +125,9 @@ class _Direct:
     """The buckets of which a card can read every tensor where it will lie."""
 
     def __init__(self, buckets: Mapping[int, Sequence[Outline]], device: torch.device) -> None:
-        from trainer_core.weights.digest_kernel import Table, rows_in_buffer  # imports Triton
+        from trainer_core.weights.digest_kernel import Table  # imports Triton
 
-        rows = {number: [rows_in_buffer(one.of) for one in own] for number, own in buckets.items() if _alike(own)}
+        rows = {number: [one.rows() for one in own] for number, own in buckets.items()}
         found = {number: [row for row in own if row is not None] for number, own in rows.items()}
         readable = {number: own for number, own in found.items() if len(own) == len(rows[number])}
         self._table = Table(list(readable.values()), device)
@@ -85,14 +153,3 @@ class _Direct:
         self._sums, self._begun = None, []
         parts = (brought.part(first, end) for first, end in pairwise(self._table.ends))
         return {number: part for number, part in zip(self._numbers, parts, strict=True) if number in begun}
-
-
-def _alike(outlines: Sequence[Outline]) -> bool:
-    return all(one.of.dtype == one.kind for one in outlines)
-
-
-def _at(outline: Outline, buffer: torch.Tensor) -> torch.Tensor:
-    size = outline.of.element_size()
-    elements = buffer[: buffer.numel() // size * size].view(outline.of.dtype)
-    first = elements.storage_offset() + outline.of.storage_offset()
-    return elements.as_strided(outline.of.shape, outline.of.stride(), first).to(outline.kind)

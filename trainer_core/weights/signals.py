@@ -167,6 +167,11 @@ class Turns:
         what = f"trainer rank {bucket.sender} to send bucket {bucket.number} of the plan"
         self.signals.wait(lambda: counters[row] >= wanted, what)
 
+    def is_published(self, bucket: Bucket) -> bool:
+        """Whether a bucket can be read."""
+        row = self.signals.place[bucket.sender]
+        return bool(self.signals.published[row] > self.signals.turn[bucket.number])
+
     def release(self, bucket: Bucket, receiver: int) -> None:
         """Say that a receiver has read a bucket."""
         self.signals.released[self.signals.place[bucket.sender], receiver] = self.signals.turn[bucket.number] + 1

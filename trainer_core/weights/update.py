@@ -17,9 +17,9 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, conversions, gathered_by
 from trainer_core.weights.exchange import exchange
 from trainer_core.weights.outbox import Outbox
-from trainer_core.weights.packing import outlines, tensors_of
+from trainer_core.weights.packing import tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
-from trainer_core.weights.planned_digests import Outline, PlannedDigests, plan_digests
+from trainer_core.weights.planned_digests import PlannedDigests, Whole, plan_digests
 from trainer_core.weights.planning import plan_of
 from trainer_core.weights.shards import Shards, group_of
 from trainer_core.weights.table import Place, Row, Table, decode, encode
@@ -54,9 +54,7 @@ class Update:
     def _outlined(self) -> PlannedDigests:
         """Digests of what this rank sends."""
         own = [bucket.number for bucket in self.plan.buckets if bucket.sender == self._mesh.rank]
-        found = {
-            number: [Outline(tensor, tensor.dtype) for _, tensor in outlines(self._planned[number])] for number in own
-        }
+        found = {number: [Whole(tensor) for tensor in self._planned[number]] for number in own}
         return plan_digests(found, self._mesh.device)
 
     def problem(self) -> str | None:

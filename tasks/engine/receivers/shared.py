@@ -1,6 +1,7 @@
 """Receiving from arenas that the sender shows: in shared memory of the host, or on a card by CUDA IPC."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -48,7 +49,7 @@ class SharedReceiver:
         self._plan, self._number, self._device, self._opener = plan, number, device, opener
         self._turns = Turns(Signals(channel, plan), channel.arenas)
         self._seen: dict[int, Seen] = {}
-        self._own: torch.Tensor | None = None  # (arena_bytes,) on the device
+        self._fetcher = Fetcher(plan, device)
         self._failed = False
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
@@ -56,9 +57,12 @@ class SharedReceiver:
         self._turns.published(bucket)
         if bucket.sender not in self._seen:
             self._seen[bucket.sender] = self._opener.open(bucket.sender)
-        seen = self._seen[bucket.sender]
-        arena = seen.buffers[self._turns.place_of(bucket)][: bucket.nbytes]
-        return arena if seen.near else self._fetched(bucket, arena)
+        arena = self._shown(bucket)
+        if not self._seen[bucket.sender].near:
+            arena = self._fetcher.fetched(bucket, arena)
+            self._turns.release(bucket, self._number)  # it was read over the link, once
+        self._look_ahead(bucket)
+        return arena
 
     def release(self, bucket: Bucket) -> None:
         """See `Receiver.release`."""
@@ -73,17 +77,63 @@ class SharedReceiver:
 
     def close(self) -> None:
         """See `Receiver.close`."""
-        self._seen, self._own = {}, None
+        self._seen = {}
+        self._fetcher.close()
         self._opener.close(self._failed)
 
-    def _fetched(self, bucket: Bucket, arena: torch.Tensor) -> torch.Tensor:
-        """What a distant arena holds: read over the link once, after which its sender may use it again."""
-        if self._own is None:
-            self._own = torch.empty(self._plan.arena_bytes, dtype=torch.uint8, device=self._device)
-        own = self._own[: bucket.nbytes]
-        own.copy_(arena)
-        self.release(bucket)  # once it is read
+    def _shown(self, bucket: Bucket) -> torch.Tensor:
+        return self._seen[bucket.sender].buffers[self._turns.place_of(bucket)][: bucket.nbytes]
+
+    def _look_ahead(self, bucket: Bucket) -> None:
+        """Begin to fetch the next bucket that lies elsewhere, if it can be read already, while this one is loaded."""
+        distant = (
+            later
+            for later in self._plan.buckets[bucket.number + 1 :]
+            if later.sender in self._seen and not self._seen[later.sender].near
+        )
+        following = next(distant, None)
+        if following is not None and self._turns.is_published(following):
+            self._fetcher.begin(following, self._shown(following))
+
+
+class Fetcher:
+    """Copies what distant arenas hold into buffers beside the model, a bucket ahead of the one that is loaded."""
+
+    def __init__(self, plan: WeightPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self._buffers: list[torch.Tensor] = []  # (arena_bytes,) each: one is loaded from, the other is filled
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead: tuple[Bucket, torch.Tensor] | None = None
+
+    def begin(self, bucket: Bucket, arena: torch.Tensor) -> None:
+        """Begin to copy a bucket, unless one is under way. What the bucket before the last held was loaded by now."""
+        if self._ahead is not None:
+            return
+        if not self._buffers:
+            empty = partial(torch.empty, self._plan.arena_bytes, dtype=torch.uint8, device=self._device)
+            self._buffers = [empty(), empty()]
+        self._buffers.reverse()
+        own = self._buffers[0][: bucket.nbytes]
+        with torch.cuda.stream(self._stream):  # no effect on CPU
+            own.copy_(arena, non_blocking=True)
+        self._ahead = bucket, own
+
+    def fetched(self, bucket: Bucket, arena: torch.Tensor) -> torch.Tensor:
+        """What a bucket holds, as soon as it was copied."""
+        self.begin(bucket, arena)
+        assert self._ahead is not None  # just begun
+        begun, own = self._ahead
+        assert begun == bucket, "buckets are read in the order of the plan"
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._ahead = None
         return own
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        if self._stream is not None:
+            self._stream.synchronize()  # what is copied may be given up
+        self._buffers, self._ahead = [], None
 
 
 class HostOpener:

@@ -15,6 +15,7 @@ from tasks.bench.latent import LatentModel
 from tasks.bench.sync import bench_sync
 from tasks.bench.sync_cases import SYNC_CASES
 from tasks.data.generated import generate_model
+from trainer_core.config import check_stages
 
 KEYS = {"seconds", "stock_seconds", "kept_plan_seconds", "probe_s", "bytes", "unverified_pause_s", "sample_difference"}
 
@@ -46,6 +47,11 @@ def test_an_update_takes_one_exchange_and_no_collective_of_objects(case, transpo
 def test_no_measurement_is_refused():
     with pytest.raises(InputError, match="0 rounds measure nothing"):
         bench_sync("cpu", 0)
+
+
+@pytest.mark.parametrize("case", SYNC_CASES.values(), ids=SYNC_CASES)
+def test_the_layers_of_each_case_can_be_divided_over_its_stages(case):
+    check_stages(case.parallel, case.model.layers)
 
 
 def test_the_shapes_of_a_model_with_experts_are_those_of_transformers():

@@ -9,15 +9,12 @@ from tasks.engine.protocol import EngineSpec, weights_digest
 from tests.tasks.engine.test_engine import PROMPTS, assert_agrees
 from tests.tasks.engine_process import CONTEXT
 from tests.tasks.engine_update import (
-    Sending,
     assert_unusable,
     deliver,
-    plan_of,
     refused,
     serve,
     tensors_of_model,
 )
-from trainer_core.weights.channel import Channel
 
 LOADING = [
     ("skip", ["model.layers.1.self_attn.q_proj.weight"], "otherwise"),
@@ -103,44 +100,84 @@ def in_place(engines):
     return SimpleNamespace(**{**vars(served), "engine": served.process.InPlaceEngine(spec)})
 
 
-def load_in_place(served, folder, weights, **more):
+def load_in_place(served, folder, which):
     folder.mkdir()
-    plan = plan_of(weights)
-    channel = Channel(transport="memory", folder=str(folder), receivers=1, deadline_s=30)
-    sending = Sending(channel, plan, weights, **more)
-    try:
-        return (*served.engine.load(plan, channel), sending.result())
-    finally:
-        sending.join(30)
+    weights = tensors_of_model(vars(served)[which])
+    arrived, sent = deliver(served.engine, folder, weights)
+    assert (arrived.digests, arrived.landed) == (sent, len(weights))
+    served.engine.commit_update(1, weights_digest(sent))
 
 
 def test_loading_in_place_fills_the_parameters_that_kernels_use(in_place, tmp_path):
-    weights = tensors_of_model(in_place.new)
+    in_place.engine.forget_table()
     assert in_place.engine.poison() > 10
-    arrived, landed, sent = load_in_place(in_place, tmp_path / "new", weights)
-    assert (arrived, landed) == (sent, len(weights))
+    load_in_place(in_place, tmp_path / "new", "new")
     assert in_place.engine.poisoned() == []
     assert_agrees(in_place, "new")
 
 
 @pytest.mark.parametrize(("fault", "names", "said"), LOADING)
 def test_a_fault_of_the_loaders_in_place_fails_with_the_name(in_place, tmp_path, fault, names, said):
-    load_in_place(in_place, tmp_path / "old", tensors_of_model(in_place.old))
+    load_in_place(in_place, tmp_path / "old", "old")
+    in_place.engine.forget_table()
     in_place.engine.break_loading(fault, *names)
     try:
-        with pytest.raises(SyncMismatch, match="stopped" if fault == "stop" else "|".join(names)):
-            load_in_place(in_place, tmp_path / "broken", tensors_of_model(in_place.new))
+        match = "stopped" if fault == "stop" else "|".join(names)
+        refused(in_place.engine, tmp_path / "broken", tensors_of_model(in_place.new), SyncMismatch, match)
+        # and the table of loaders that put a tensor elsewhere is not written by
+        refused(in_place.engine, tmp_path / "again", tensors_of_model(in_place.new), SyncMismatch, match)
     finally:
         in_place.engine.repair()
 
 
 def test_a_parameter_that_moves_is_refused_because_of_cuda_graphs(in_place, tmp_path):
+    in_place.engine.forget_table()
     in_place.engine.move("model.layers.1.mlp.down_proj")
     try:
-        with pytest.raises(SyncMismatch, match=r"moved the parameter model\.layers\.1\.mlp\.down_proj\.weight"):
-            load_in_place(in_place, tmp_path / "moved", tensors_of_model(in_place.new))
+        match = r"moved the parameter model\.layers\.1\.mlp\.down_proj\.weight"
+        refused(in_place.engine, tmp_path / "moved", tensors_of_model(in_place.new), SyncMismatch, match)
     finally:
         in_place.engine.repair()
+
+
+def test_where_loaders_have_followed_the_table_the_next_update_is_written_by_it(in_place, tmp_path):
+    in_place.engine.forget_table()
+    load_in_place(in_place, tmp_path / "old", "old")
+    in_place.engine.break_loading("raise", "model.layers.1.mlp.up_proj.weight")  # nobody asks them
+    try:
+        for which in ("new", "old", "new"):
+            load_in_place(in_place, tmp_path / f"{which}-{len(list(tmp_path.iterdir()))}", which)
+            assert_agrees(in_place, which)
+    finally:
+        in_place.engine.repair()
+
+
+def test_what_is_written_by_the_table_was_looked_up_for_this_update(in_place, tmp_path):
+    load_in_place(in_place, tmp_path / "first", "old")
+    in_place.engine.replace("model.layers.1.mlp.down_proj.weight")
+    load_in_place(in_place, tmp_path / "second", "new")
+    assert_agrees(in_place, "new")
+    in_place.engine.survey_model()
+    in_place.engine.replace("model.layers.1.mlp.down_proj.weight")
+    match = r"moved the parameter model\.layers\.1\.mlp\.down_proj\.weight"
+    refused(in_place.engine, tmp_path / "third", tensors_of_model(in_place.old), SyncMismatch, match)
+    load_in_place(in_place, tmp_path / "fourth", "old")
+    assert_agrees(in_place, "old")
+
+
+@pytest.mark.parametrize(("fault", "names", "said"), [one for one in LOADING if one[0] in ("skip", "swap", "ulp")])
+def test_a_tensor_that_is_written_elsewhere_than_in_the_table_fails_with_the_name(
+    in_place, tmp_path, fault, names, said
+):
+    load_in_place(in_place, tmp_path / "old", "old")
+    in_place.engine.break_table(fault, *names)
+    try:
+        match = f"tensor .*({'|'.join(names)}) was "
+        refused(in_place.engine, tmp_path / "broken", tensors_of_model(in_place.new), SyncMismatch, match)
+    finally:
+        in_place.engine.mend_table()
+    load_in_place(in_place, tmp_path / "after", "new")
+    assert_agrees(in_place, "new")
 
 
 def test_of_an_architecture_without_a_table_the_names_are_checked(engines, tmp_path):

@@ -58,7 +58,7 @@ def test_an_engine_of_more_cards_than_there_are_is_refused():
         (APART, "collective", "collective"),
         (APART_TP2, "collective", "collective"),
         (APART, "files", "files"),
-        *((that(place, reads=True), "auto", "memory") for place in (APART, APART_TP2, MIXED, SHARED_ENGINES)),
+        *((that(place, reads=True), "auto", "cuda") for place in (APART, APART_TP2, MIXED, SHARED_ENGINES)),
         *((that(place, reads=False), "auto", "memory") for place in (APART, APART_TP2, MIXED, SHARED_ENGINES)),
         (that(MIXED, reads=True), "memory", "memory"),
         (that(MIXED, reads=True), "cuda", "cuda"),

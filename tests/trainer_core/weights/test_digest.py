@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.trainer_core.weights.digest_cases import buffer, cases, in_buffer
 from trainer_core.weights.digest import dtype_name, mix, tensor_digest, tensor_digests
-from trainer_core.weights.planned_digests import Outline, plan_digests
+from trainer_core.weights.plan import PlannedTensor
+from trainer_core.weights.planned_digests import Cut, Whole, plan_digests, thought_of
 
 
 def tensor(count=1000, dtype=torch.float32):
@@ -72,8 +73,8 @@ def test_many_at_once_have_the_digests_that_each_has_alone():
 
 @pytest.mark.parametrize("kind", [None, torch.float32])
 def test_digests_planned_for_a_buffer_are_those_of_what_it_holds(kind):
-    thought_of = in_buffer(torch.empty_like(buffer(), device="meta"))
-    wanted = [Outline(one, kind or one.dtype) for one in thought_of]
+    outlined = in_buffer(torch.empty_like(buffer(), device="meta"))
+    wanted = [Cut(one, kind or one.dtype) for one in outlined]
     planned = plan_digests({7: wanted[:3], 9: wanted[3:]}, torch.device("cpu"))
     for octets in (buffer(), buffer().flip(0)):
         planned.begin(7, octets)
@@ -81,6 +82,18 @@ def test_digests_planned_for_a_buffer_are_those_of_what_it_holds(kind):
         begun = planned.begun()
         tensors = [one.to(kind or one.dtype) for one in in_buffer(octets)]
         assert begun[7].read() + begun[9].read() == tensor_digests(tensors)
+
+
+@pytest.mark.parametrize("offset", [0, 256, 12, 20])
+def test_the_digest_of_a_whole_planned_tensor_is_planned_as_that_of_its_part_would_be(offset):
+    kernel = pytest.importorskip("trainer_core.weights.digest_kernel")
+    planned = PlannedTensor(name="a", dtype="float32", shape=(3, 5), bucket=0, offset=offset)
+    whole, part = Whole(planned), Cut(thought_of(planned), torch.float32)
+    octets = torch.arange(400, dtype=torch.int64).view(torch.uint8)
+    assert (whole.head(), whole.rows()) == (part.head(), part.rows())
+    assert whole.rows() == kernel.rows_in_buffer(part.of)
+    assert torch.equal(whole.at(octets).view(torch.uint8), part.at(octets).view(torch.uint8))
+    assert torch.equal(whole.at(octets).view(torch.uint8).view(-1), octets[offset : offset + 60])
 
 
 @pytest.mark.parametrize("count", [1, 4099, 70_000])

@@ -347,6 +347,23 @@ def test_a_distant_arena_is_free_again_before_what_it_held_is_loaded(tmp_path):
     assert_same(reading.result(), sent)
 
 
+def test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched(tmp_path):
+    plan = plan_of(weights())
+    channel = channel_of(tmp_path, "memory")
+    sender, receiver = open_sender(channel, plan, 0, CPU), distant(channel, plan)
+    one, two = plan.buckets[:2]
+    arenas = [sender.arena(bucket) for bucket in (one, two)]
+    for value, bucket in enumerate((one, two)):
+        arenas[value].fill_(value)
+        sender.publish(bucket)
+    seen = receiver.arena(one)
+    arenas[1].fill_(9)  # what would be read now
+    assert seen.eq(0).all()
+    receiver.release(one)
+    assert receiver.arena(two).eq(1).all()
+    receiver.close()
+
+
 def test_a_near_arena_is_used_where_it_lies(tmp_path):
     sent = weights(count=1)
     plan = plan_of(sent)

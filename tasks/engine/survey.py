@@ -1,0 +1,166 @@
+"""What an update must know of a worker's live model, whatever it will bring.
+
+Imports torch and vLLM.
+"""
+
+from collections.abc import Collection
+from functools import cached_property
+
+import torch
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from storage.errors import SyncMismatch
+from tasks.engine.landing import (
+    Landing,
+    Place,
+    landed_part,
+    landing_of,
+    loadable_parameters,
+    loaded_parameters,
+    named_layers,
+)
+from trainer_core.weights.digest import PreparedDigests, prepare_digests, tensor_digests
+
+
+class Survey:
+    """A worker's live model as it is now. It holds live tensors, and lives for one update.
+
+    To look takes about as long as the trainer needs to plan, and depends on nothing of the plan: it is done meanwhile.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def look(self) -> None:
+        """Look now at what an update will need."""
+        if self.in_place:
+            _ = self.storage, self.digests, self.layout
+        _ = self.parameters
+
+    @cached_property
+    def landing(self) -> Landing | None:
+        """Where each tensor of a checkpoint lies; None if that is not known."""
+        return landing_of(self.model)
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """The table by name of the tensor; empty if it is not known."""
+        return {} if self.landing is None else self.landing.places
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether kernels on a card use all parameters in the form and place in which loaders fill them, and it is
+        known what lies where.
+        """
+        on_card = model_device(self.model).type == "cuda"
+        return on_card and self.landing is not None and all(map(_used_as_loaded, self.model.modules()))
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names of all parameters that come from a checkpoint."""
+        return frozenset(loaded_parameters(self.model))
+
+    @cached_property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """What this worker's live parameters hold of each tensor of a checkpoint, as views, by its name."""
+        return {} if self.landing is None else held_parts(self.model, self.landing, self.landing.places)
+
+    @cached_property
+    def digests(self) -> PreparedDigests:
+        """Of what `parts` will hold, in their order."""
+        return prepare_digests(list(self.parts.values()))
+
+    @cached_property
+    def storage(self) -> dict[str, int]:
+        """Address of each parameter."""
+        return addresses(self.model)
+
+    @cached_property
+    def layout(self) -> int:
+        """Identity, within this process, of what lies where."""
+        landing = self.landing or Landing()
+        return hash(tuple(frozenset(table.items()) for table in (landing.places, landing.shapes, landing.types)))
+
+
+def model_device(model: torch.nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next(model.parameters()).device
+
+
+def _used_as_loaded(layer: torch.nn.Module) -> bool:
+    """Whether kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
+    recorded = loadable_parameters(layer)
+    live: dict[str, torch.Tensor] = dict(layer.named_parameters(recurse=False))
+    if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
+        return False
+    method = processing(layer)
+    if method is None:
+        return True
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        kept = method.unquantized_backend == UnquantizedMoeBackend.TRITON
+    else:
+        kept = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return kept and _loadable(live)
+
+
+def processing(layer: torch.nn.Module) -> QuantizeMethodBase | None:
+    """What derives from a layer's parameters what its kernels use, if anything does."""
+    method = getattr(layer, "quant_method", None)  # an attribute, or a module of the layer
+    return method if isinstance(method, QuantizeMethodBase) else None
+
+
+def _loadable(parameters: dict[str, torch.Tensor]) -> bool:
+    """Whether the loaders that split a tensor over workers are still there."""
+    return all(
+        callable(getattr(tensor, "weight_loader", None)) for name, tensor in parameters.items() if "weight" in name
+    )
+
+
+def found(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, str]:
+    """Digests of the parts of tensors that this worker's live parameters hold now."""
+    return named_digests(held_parts(model, landing, names))
+
+
+def held_parts(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The parts of tensors that this worker's live parameters hold, as views."""
+    layers = named_layers(model)
+    return parts_in({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
+
+
+def named_digests(parts: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Digest of each."""
+    return dict(zip(parts, tensor_digests(list(parts.values())), strict=True))
+
+
+def parts_in(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, torch.Tensor]:
+    """What layers' parameters hold of tensors, as views, given the layer of each tensor."""
+    parts: dict[str, torch.Tensor] = {}
+    parameters: dict[tuple[str, str], torch.Tensor] = {}
+    for name, layer in layers.items():
+        place = landing.places[name]
+        key = place.layer, place.parameter
+        if place.held:
+            if key not in parameters:
+                parameters[key] = _as_entered(layer, place, landing)
+            parts[name] = landed_part(parameters[key], place)
+    return parts
+
+
+def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch.Tensor:
+    parameter = layer.get_parameter(place.parameter).detach()
+    shape = landing.shapes.get((place.layer, place.parameter), tuple(parameter.shape))
+    if parameter.shape != shape:
+        raise SyncMismatch(
+            f"loading changed the shape of {place.layer}.{place.parameter} from {list(shape)} to "
+            f"{list(parameter.shape)}: it cannot be found what landed there"
+        )
+    return parameter
+
+
+def addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Where each parameter lies."""
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
