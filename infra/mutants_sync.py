@@ -206,7 +206,7 @@ SYNC = (
         "distant-arena-in-place",
         "loaders read a distant arena again and again, and hold it meanwhile",
         "tasks/engine/receivers/shared.py",
-        "        if not self._seen[bucket.sender].near:\n            arena =",
+        "        if not self._is_near(bucket):\n            arena =",
         "        if False:\n            arena =",
         _DISTANT,
     ),

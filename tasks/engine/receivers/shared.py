@@ -55,10 +55,8 @@ class SharedReceiver:
     def arena(self, bucket: Bucket) -> torch.Tensor:
         """See `Receiver.arena`."""
         self._turns.published(bucket)
-        if bucket.sender not in self._seen:
-            self._seen[bucket.sender] = self._opener.open(bucket.sender)
         arena = self._shown(bucket)
-        if not self._seen[bucket.sender].near:
+        if not self._is_near(bucket):
             arena = self._fetcher.fetched(bucket, arena)
             self._turns.release(bucket, self._number)  # it was read over the link, once
         self._look_ahead(bucket)
@@ -82,18 +80,22 @@ class SharedReceiver:
         self._opener.close(self._failed)
 
     def _shown(self, bucket: Bucket) -> torch.Tensor:
+        """Where a bucket lies that can be read."""
+        if bucket.sender not in self._seen:
+            self._seen[bucket.sender] = self._opener.open(bucket.sender)
         return self._seen[bucket.sender].buffers[self._turns.place_of(bucket)][: bucket.nbytes]
+
+    def _is_near(self, bucket: Bucket) -> bool:
+        return bucket.sender in self._seen and self._seen[bucket.sender].near
 
     def _look_ahead(self, bucket: Bucket) -> None:
         """Begin to fetch the next bucket that lies elsewhere, if it can be read already, while this one is loaded."""
-        distant = (
-            later
-            for later in self._plan.buckets[bucket.number + 1 :]
-            if later.sender in self._seen and not self._seen[later.sender].near
-        )
-        following = next(distant, None)
+        later = (one for one in self._plan.buckets[bucket.number + 1 :] if not self._is_near(one))
+        following = next(later, None)
         if following is not None and self._turns.is_published(following):
-            self._fetcher.begin(following, self._shown(following))
+            arena = self._shown(following)
+            if not self._is_near(following):
+                self._fetcher.begin(following, arena)
 
 
 class Fetcher:
@@ -114,6 +116,8 @@ class Fetcher:
             self._buffers = [empty(), empty()]
         self._buffers.reverse()
         own = self._buffers[0][: bucket.nbytes]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use this memory
         with torch.cuda.stream(self._stream):  # no effect on CPU
             own.copy_(arena, non_blocking=True)
         self._ahead = bucket, own
