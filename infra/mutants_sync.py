@@ -139,6 +139,14 @@ SYNC = (
         ("tests/tasks/workers/test_actors.py",),
     ),
     Mutant(
+        "engines-look-before-ranks-plan",
+        "ranks plan a weight update only when all engines have looked at their models, or the other way round",
+        _FILE,
+        "at_once([planning, *(engine.survey_model for engine in self.engines.values())])",
+        "[call() for call in [planning, *(engine.survey_model for engine in self.engines.values())]]",
+        _TRANSACTION,
+    ),
+    Mutant(
         "update-outlives-its-call",
         "a weight update waits as long as the call, whose deadline ends the processes",
         "tasks/stages/transaction.py",

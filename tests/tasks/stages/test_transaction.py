@@ -1,6 +1,7 @@
 """A weight update reaches all engines or none: each way in which it can go wrong, what the engines serve afterwards,
 and that a repetition repairs it."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,15 @@ class Engine(SmallEngine):
     """An engine with a fault, once it has one."""
 
     fault = ""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = threading.Event()
+
+    def survey_model(self):
+        if self.fault == "dies while it looks":
+            raise WorkerLost("engine died")
+        self.seen.set()
 
     def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
         if self.fault == "refuses":
@@ -197,6 +207,7 @@ def test_nobody_commits_what_is_not_proven(who, fault, message, after, run):
 @pytest.mark.parametrize(
     ("who", "fault", "after"),
     [
+        ("engine", "dies while it looks", 0),
         ("engine", "dies before the first byte", None),
         ("engine", "dies in the middle", None),
         ("rank", "dies", None),
@@ -213,6 +224,20 @@ def test_a_death_is_told_as_such_and_the_others_stop_with_it(who, fault, after, 
     faulty.fault = ""
     run.sync()
     assert [held.weight_version for held in serving(run)] == [1, 1]
+
+
+def test_engines_look_at_their_models_while_ranks_plan(run, monkeypatch):
+    plan_weights, seen = SmallTrainer.plan_weights, []
+
+    def planned_last(rank, version, arena_bytes):
+        seen.append([engine.seen.wait(10) for engine in run.engines])
+        return plan_weights(rank, version, arena_bytes)
+
+    monkeypatch.setattr(SmallTrainer, "plan_weights", planned_last)
+    for engine in run.engines:
+        engine.seen.clear()
+    run.sync()
+    assert seen == [[True, True]] * len(run.ranks)
 
 
 def test_an_engine_that_serves_something_else_than_was_committed_is_noticed(run):
