@@ -1,10 +1,14 @@
 """How tests are spread over several processes (`pytest -n auto`), and what all of them may need."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from trainer_core.collector import paused
 
 # Tests of one group run in one process, in their order: they share what is expensive to start, or are long. A group is
 # named by a folder, a file or a test; any other file is a group of its own. The longest come first, so that little is
@@ -23,7 +27,10 @@ GROUPS = (
     "tests/storage/test_kill.py",
 )
 SHARES = {
-    "tests/tasks/export/test_export.py": "tests/trainer_core",  # processes forked from one with Megatron
+    "tests/tasks/bench/test_memory.py": "tests/trainer_core",  # processes forked from one with Megatron
+    "tests/tasks/bench/test_train.py": "tests/trainer_core",
+    "tests/tasks/export/test_experts.py": "tests/trainer_core",
+    "tests/tasks/export/test_export.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",  # a whole run
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
@@ -72,6 +79,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     config.option.loadscopereorder = False  # not by the number of tests, but as `pytest_collection_modifyitems` says
     return Groups(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without collecting garbage, and leave what they import alone from then on."""
+    with paused():
+        yield
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
