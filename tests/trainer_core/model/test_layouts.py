@@ -1,4 +1,4 @@
-"""One model, several layouts: the same numbers. It shares its embedding with the output layer; see also the families."""
+"""One model, several layouts: the same numbers. It shares its embedding with the output layer; others: the families."""
 
 import numpy as np
 import pytest
