@@ -14,14 +14,15 @@ from trainer_core.collector import paused
 # named by a folder, a file or a test; any other file is a group of its own. The longest come first, so that little is
 # left at the end.
 GROUPS = (
-    "tests/integration/test_faults.py",
-    "tests/integration/test_loop.py",
     "tests/trainer_core",
-    "tests/faults",
     "tests/flows/site",
-    "tests/integration/test_tutorial.py",
-    "tests/tasks/workers/test_cluster.py",
+    "tests/integration/test_loop.py",
+    "tests/integration/test_faults.py",
     "tests/tasks/workers/test_fleet.py",
+    "tests/integration/test_tutorial.py",
+    "tests/faults",
+    "tests/flows/site/test_postgres.py",
+    "tests/tasks/workers/test_cluster.py",
     "tests/flows/server",
     "tests/integration/test_golden.py",
     "tests/storage/test_kill.py",
@@ -32,12 +33,14 @@ SHARES = {
     "tests/tasks/export/test_experts.py": "tests/trainer_core",
     "tests/tasks/export/test_export.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
-    "tests/integration/test_s3.py": "tests/integration/test_loop.py",  # a whole run
+    "tests/integration/test_retrain.py": "tests/integration/test_loop.py",  # a whole run, as the one that follows
+    "tests/integration/test_s3.py": "tests/integration/test_loop.py",
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
-    "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # an engine's model
-    "tests/tasks/engine/test_in_flight.py": "tests/tasks/engine/test_serving.py",  # engines, as those that follow
-    "tests/tasks/engine/test_loading.py": "tests/tasks/engine/test_serving.py",
-    "tests/tasks/engine/test_update.py": "tests/tasks/engine/test_serving.py",
+    "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # engines, as those that follow
+    "tests/tasks/engine/test_in_flight.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/test_loading.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/test_serving.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/test_update.py": "tests/tasks/workers/test_fleet.py",
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/deployments/test_maintain.py": "tests/flows/server",
     "tests/flows/site/test_elsewhere.py": "tests/flows/server",
