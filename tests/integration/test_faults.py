@@ -5,7 +5,6 @@ pipeline ranks; `ratchet prove-resume` compares the result of the killed run wit
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from flows.proof.compare import Comparison, Pair
 from flows.proof.faults import Fault, FaultFolder
 from flows.proof.prove import RUN, ProofOrder, judge
-from flows.server.temporary import TemporaryServer
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.kill_points import Point
@@ -49,18 +47,7 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(place: Path) -> Iterator[None]:
-    """One Prefect server for all starts; killed with one of its own a run is in `test_s3.py`."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PREFECT_HOME", str(place / "prefect"))
-        with TemporaryServer() as server:
-            server.wait(240)
-            environment.setenv("PREFECT_API_URL", server.url)
-            yield
-
-
-@pytest.fixture(scope="module")
-def proof(place: Path, server: None) -> Finished:
+def proof(place: Path) -> Finished:
     """The command, with every cell in one run, and each run sampling for itself."""
     points = [word for cell in CELLS for word in ("--at", cell)]
     arguments = ["--root", str(place / "runs"), "--iterations", str(ITERATIONS), "--regenerate", "--json"]
