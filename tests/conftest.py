@@ -1,36 +1,46 @@
 """How tests are spread over several processes (`pytest -n auto`), and what all of them may need."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from trainer_core.collector import paused
 
 # Tests of one group run in one process, in their order: they share what is expensive to start, or are long. A group is
 # named by a folder, a file or a test; any other file is a group of its own. The longest come first, so that little is
 # left at the end.
 GROUPS = (
-    "tests/integration/test_faults.py",
-    "tests/integration/test_loop.py",
     "tests/trainer_core",
-    "tests/faults",
     "tests/flows/site",
-    "tests/integration/test_tutorial.py",
-    "tests/tasks/workers/test_cluster.py",
+    "tests/integration/test_loop.py",
+    "tests/integration/test_faults.py",
     "tests/tasks/workers/test_fleet.py",
+    "tests/integration/test_tutorial.py",
+    "tests/faults",
+    "tests/flows/site/test_postgres.py",
+    "tests/tasks/workers/test_cluster.py",
     "tests/flows/server",
     "tests/integration/test_golden.py",
     "tests/storage/test_kill.py",
 )
 SHARES = {
-    "tests/tasks/export/test_export.py": "tests/trainer_core",  # processes forked from one with Megatron
+    "tests/tasks/bench/test_memory.py": "tests/trainer_core",  # processes forked from one with Megatron
+    "tests/tasks/bench/test_train.py": "tests/trainer_core",
+    "tests/tasks/export/test_experts.py": "tests/trainer_core",
+    "tests/tasks/export/test_export.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
-    "tests/integration/test_s3.py": "tests/integration/test_loop.py",  # a whole run
+    "tests/integration/test_retrain.py": "tests/integration/test_loop.py",  # a whole run, as the one that follows
+    "tests/integration/test_s3.py": "tests/integration/test_loop.py",
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
-    "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # an engine's model
-    "tests/tasks/engine/test_in_flight.py": "tests/tasks/engine/test_serving.py",  # engines, as those that follow
-    "tests/tasks/engine/test_loading.py": "tests/tasks/engine/test_serving.py",
-    "tests/tasks/engine/test_update.py": "tests/tasks/engine/test_serving.py",
+    "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # engines, as those that follow
+    "tests/tasks/engine/test_in_flight.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/test_loading.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/test_serving.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/test_update.py": "tests/tasks/workers/test_fleet.py",
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/deployments/test_maintain.py": "tests/flows/server",
     "tests/flows/site/test_elsewhere.py": "tests/flows/server",
@@ -72,6 +82,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     config.option.loadscopereorder = False  # not by the number of tests, but as `pytest_collection_modifyitems` says
     return Groups(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import the tests without collecting garbage, and leave what they import alone from then on."""
+    with paused():
+        yield
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,16 @@ import uuid
 import pytest
 
 from storage.backends.root import open_root
+from tests.storage.forks import Forks
 from tests.storage.s3 import s3_server
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Starts of `tests.storage.worker`."""
+    server = Forks()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """A run that was killed is continued two days later, in a root with damaged, newer, forked and cleaned runs."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +12,11 @@ from storage.upkeep.fork import fork
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.forks import Forks
 from tests.storage.runs import DOCUMENT, age, make_run
 from tests.storage.upkeep.test_shared import make_unreadable
 from tests.storage.worker import STAGES
 
-PROJECT = Path(__file__).resolve().parents[2]
 SHARED, FIRST = 2, 3
 """Iterations that the run shares with its parent, and its own one."""
 
@@ -27,11 +25,6 @@ TROUBLES = {
     "newer": lambda root: make_unreadable(root, "other", None),
     "none": lambda root: make_run(root, "other", 1),
 }
-
-
-def run_worker(root: Root, point: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.storage.worker", root.path, str(point), str(FIRST)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
 
 
 def make_root(folder: Path, trouble: str) -> Root:
@@ -48,24 +41,24 @@ def results(root: Root) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> tuple[list[str], int]:
+def undisturbed(tmp_path_factory, forks: Forks) -> tuple[list[str], int]:
     """The result of the run alone, and its number of system calls."""
     root = make_root(tmp_path_factory.mktemp("whole"), "none")
-    ended = run_worker(root, -1)
+    ended = forks.run(root.path, "-1", str(FIRST))
     assert ended.returncode == 0, ended.stderr
     return results(root), int(ended.stdout.split()[-1])
 
 
 @pytest.mark.parametrize(("trouble", "share"), [("damaged", 0.3), ("newer", 0.6), ("none", 0.6), ("none", 0.9)])
-def test_a_run_comes_to_the_same(tmp_path, undisturbed, trouble, share):
+def test_a_run_comes_to_the_same(tmp_path, forks: Forks, undisturbed, trouble, share):
     expected, calls = undisturbed
     root = make_root(tmp_path, trouble)
-    killed = run_worker(root, int(calls * share))
+    killed = forks.run(root.path, str(int(calls * share)), str(FIRST))
     assert killed.returncode == -9, killed.stderr
     for key in root.keys(""):
         age(root, key)
     with ThreadPoolExecutor(1) as pool:
-        continued = pool.submit(run_worker, root, -1)
+        continued = pool.submit(forks.run, root.path, "-1", str(FIRST))
         while not continued.done():  # its parent is cleaned all the time
             collect(root, WORKFLOW, "parent", Retention(newest=1), apply=True)
         assert continued.result().returncode == 0, continued.result().stderr

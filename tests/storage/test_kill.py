@@ -1,7 +1,5 @@
 """SIGKILL before every system call by which anything becomes durable or visible, on real processes and a real disk."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,28 +12,23 @@ from storage.upkeep.catalog import contents
 from storage.upkeep.retention import collect
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW
+from tests.storage.forks import Forks
 from tests.storage.worker import ITERATIONS, PIECES, STAGES
 
-PROJECT = Path(__file__).resolve().parents[2]
 LATER = datetime.now(UTC) + timedelta(days=2)
-
-
-def run_worker(folder: Path, point: int):
-    command = [sys.executable, "-m", "tests.storage.worker", str(folder / "root"), str(point)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
 
 
 def identities(folder: Path) -> list[str]:
     return [manifest.digest for manifest in contents(open_root(str(folder / "root")), "run").newest]
 
 
-def rerun_after_kill(folder: Path, point: int) -> None:
+def rerun_after_kill(forks: Forks, folder: Path, point: int) -> None:
     """One process is killed; the next one does what is missing and no more."""
     folder.mkdir()
-    killed = run_worker(folder, point)
+    killed = forks.run(str(folder / "root"), str(point))
     assert killed.returncode == -9, killed.stderr
     committed = len(identities(folder))
-    again = run_worker(folder, -1)
+    again = forks.run(str(folder / "root"), "-1")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("done ") == ITERATIONS * len(STAGES) - committed
     # only the piece in progress may be done twice
@@ -44,16 +37,16 @@ def rerun_after_kill(folder: Path, point: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_kill_anywhere_changes_nothing_in_the_end(tmp_path):
+def test_a_kill_anywhere_changes_nothing_in_the_end(tmp_path, forks: Forks):
     (tmp_path / "whole").mkdir()
-    whole = run_worker(tmp_path / "whole", -1)
+    whole = forks.run(str(tmp_path / "whole" / "root"), "-1")
     assert whole.returncode == 0, whole.stderr
     expected, calls = identities(tmp_path / "whole"), int(whole.stdout.split()[-1])
     assert len(expected) == ITERATIONS * len(STAGES)
 
     def kill_at(point):
         folder = tmp_path / str(point)
-        rerun_after_kill(folder, point)
+        rerun_after_kill(forks, folder, point)
         root = open_root(str(folder / "root"))
         assert identities(folder) == expected
         collect(root, WORKFLOW, "run", apply=True, now=LATER)

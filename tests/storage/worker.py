@@ -1,10 +1,14 @@
 """A process that works on a run as a flow does, with small stage bodies, and can kill itself at a given point.
 
-worker.py ROOT POINT [FIRST]: POINT is the number of the system call (fsync, link or unlink, counted together) before
-which it sends itself SIGKILL, or -1. Given FIRST, it begins with that iteration, and cleans up before the first stage
-and again between the parts and the manifest of each.
+ROOT POINT [FIRST]: POINT is the number of the system call (fsync, link or unlink, counted together) before which it
+sends itself SIGKILL, or -1. Given FIRST, it begins with that iteration, and cleans up before the first stage and again
+between the parts and the manifest of each.
+
+worker.py reads from its input, one JSON list per line, a folder for the output and these arguments, executes each in
+its own process and writes the exit code. The processes are forked from this one, so a start costs no imports.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -88,8 +92,30 @@ class Killer:
         return counted
 
 
+def begin(folder: str, url: str, point: str, *first: str) -> int:
+    """Work in a process of its own; returns its exit code, negative for a signal."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    code = 1
+    try:
+        sys.argv[1:] = [url, point, *first]
+        for name, own in (("in", sys.stdin), ("out", sys.stdout), ("err", sys.stderr)):
+            os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_RDWR, 0o644), own.fileno())
+        killer = Killer(int(point))
+        for name in ("fsync", "link", "unlink"):
+            setattr(os, name, killer.before(getattr(os, name)))
+        work(url, *map(int, first))
+        sys.stdout.flush()
+        code = 0
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        raise
+    finally:
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    killer = Killer(int(sys.argv[2]))
-    for name in ("fsync", "link", "unlink"):
-        setattr(os, name, killer.before(getattr(os, name)))
-    work(sys.argv[1], int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    for line in sys.stdin:
+        sys.stdout.write(f"{begin(*json.loads(line))}\n")
+        sys.stdout.flush()

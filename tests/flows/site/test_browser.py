@@ -45,7 +45,6 @@ def gone(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
 
-_FULL = "rank 0 failed in train_policy and was ended: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 _GOOD = "def score(record, response):\n    return float(len(response))\n"
 _BAD = "def score(record, response):\n    return record['solution']\n"
 
@@ -60,10 +59,6 @@ KINDS = {
     "reward": Kind(
         file("my_reward.py", _BAD), file("my_reward.py", _GOOD), ("KeyError", "responses have no score"),
         Stage.REWARD, ("reward.function=my_reward.py:score", "reward.processes=1"),
-    ),
-    "memory": Kind(
-        file("fail-train", f"WorkerLost|{_FULL}"), gone("fail-train"), ("out of memory", "train.micro_batch_size"),
-        Stage.TRAIN,
     ),
     "engine": Kind(
         file("fail-rollout", "WorkerLost|engine 0 died during generate|1"), gone("fail-rollout"),

@@ -24,6 +24,8 @@ from tests.tasks.export.exported import (
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import ParallelConfig
 
+ONE = pytest.mark.parametrize("stored", ["Llama"], indirect=True)  # what does not depend on the kind of model
+
 
 @pytest.fixture(scope="module", params=KINDS)
 def stored(request, tmp_path_factory):
@@ -62,6 +64,7 @@ def test_the_other_precision(stored, tmp_path):
     assert not np.array_equal(ours[0], whole[0])
 
 
+@ONE
 def test_the_card_names_run_and_digests(stored, tmp_path):
     url, _, folder = stored
     (made,) = run_ranks(1, export_run, url, "run@0", str(tmp_path / "out"))
@@ -76,6 +79,7 @@ def test_the_card_names_run_and_digests(stored, tmp_path):
     assert not Path(tmp_path / "out" / ".unfinished-export").exists()
 
 
+@ONE
 def test_weights_that_were_not_served_are_no_model(stored, tmp_path):
     url, _, folder = stored
     store_run(url, folder, [], run="other", digest_of=lambda _: "of other weights")

@@ -15,14 +15,15 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, T
 # without moments the weights move by gradient / (|gradient| + 1)
 PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
 TEMPERATURE = 0.8
+# a layout, and the most tokens of a micro-batch on a rank: several micro-batches, which is what takes the time
 DIVISIONS = {
     "single": (ParallelConfig(), 8192),
     "split": (ParallelConfig(), 20),
     "dp2": (ParallelConfig(data=2), 20),
-    "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 20),
-    "cp2": (ParallelConfig(context=2), 10),
-    "pp2-cp2": (ParallelConfig(context=2, pipeline=2), 10),
-    "cp4": (ParallelConfig(context=4), 6),
+    "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 40),
+    "cp2": (ParallelConfig(context=2), 20),
+    "pp2-cp2": (ParallelConfig(context=2, pipeline=2), 20),
+    "cp4": (ParallelConfig(context=4), 12),
 }
 SLOW = {"tp2-pp2", "pp2-cp2", "cp4"}
 PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DIVISIONS]

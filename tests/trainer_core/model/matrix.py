@@ -79,7 +79,9 @@ EXPERTS = {
 MATRIX = {
     family: {name: ParallelConfig(**given) for name, given in layouts.items()}
     for family, layouts in {
-        "llama": DENSE, "qwen3": DENSE, "qwen3-moe": EXPERTS, "deepseek-v3": EXPERTS,
+        "qwen3": DENSE, "qwen3-moe": EXPERTS, "deepseek-v3": EXPERTS,
+        # layers of qwen3 without two of their norms: every setting of dense models once
+        "llama": {name: DENSE[name] for name in (SINGLE, "tp2", "tp2-sp-uneven", "tp2-sp-pp2-vpp2", "cp2-dp2")},
         # differs from deepseek-v3 in how queries are made alone
         "deepseek-v3-without-q-lora": {name: EXPERTS[name] for name in (SINGLE, "tp2-sp-uneven-ep2-etp1", "cp2-ep2")},
     }.items()

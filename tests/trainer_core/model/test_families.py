@@ -5,7 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.trainer_core.model.matrix import DENSE, EXPERTS, MATRIX, MOST, QUICK, SINGLE, fitting, layers, pairs
+from tests.trainer_core.model.matrix import (
+    DENSE,
+    EXPERTS,
+    MATRIX,
+    MOST,
+    QUICK,
+    SINGLE,
+    fitting,
+    layers,
+    pairs,
+    settings,
+)
 from tests.trainer_core.model.test_layouts import TEMPERATURE, configuration, import_score_step
 from tests.trainer_core.models import (
     FAMILIES,
@@ -77,6 +88,10 @@ def expected(folders):
 def test_every_family_is_in_the_matrix():
     assert FAMILIES.keys() == MATRIX.keys()
     assert all(len(layouts) <= MOST for layouts in MATRIX.values())
+    assert MATRIX["qwen3"].keys() == DENSE.keys()
+    assert MATRIX["qwen3-moe"].keys() == MATRIX["deepseek-v3"].keys() == EXPERTS.keys()
+    of_llama, of_dense = (set().union(*map(settings, MATRIX[family].values())) for family in ("llama", "qwen3"))
+    assert of_llama == of_dense
 
 
 @pytest.mark.parametrize(("layouts", "experts"), [(DENSE, False), (EXPERTS, True)], ids=["dense", "experts"])
