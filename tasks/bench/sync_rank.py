@@ -29,6 +29,9 @@ from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.update import Update
 
 _SPREAD = 0.02  # standard deviation of the weights
+# and of routers' biases: they decide to which experts a token goes. Without them bf16 would, rounded on both sides in
+# its own way, and in a deep model nothing could be compared
+_BIASES = 2.0
 _OBJECT_COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
@@ -56,7 +59,7 @@ class SyncRank(Trainer, SyncRankProtocol):
                     parameter.normal_(float(parameter.ndim == 1), _SPREAD, generator=drawn)
                 for name, buffer in module.named_buffers():
                     if name.endswith("expert_bias"):
-                        buffer.normal_(0.0, _SPREAD, generator=generator)
+                        buffer.normal_(0.0, _BIASES, generator=generator)
         self._settle()
 
     def keep_plan(self, keep: bool) -> None:

@@ -126,7 +126,7 @@ def landing_of(model: torch.nn.Module) -> Landing | None:
     table = Landing()
     owned: set[int] = set()
     for name, layer in named_layers(model).items():
-        own = {parameter: id(tensor) for parameter, tensor in layer.named_parameters(recurse=False)}
+        own = {parameter: id(tensor) for parameter, tensor in own_parameters(layer).items()}
         shared = {parameter for parameter, identity in own.items() if identity in owned}
         owned |= set(own.values())
         if isinstance(layer, MLAAttention):
@@ -149,22 +149,45 @@ def landing_of(model: torch.nn.Module) -> Landing | None:
 
 
 def named_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """All modules by all of their names: the output layer may be the embedding itself."""
-    return dict(model.named_modules(remove_duplicate=False))
+    """All modules by all of their names: the output layer may be the embedding itself. torch's own way builds a
+    generator for each level of each name.
+    """
+    found: dict[str, torch.nn.Module] = {}
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        found[path] = module
+        ahead = f"{path}." if path else ""
+        waiting += [(ahead + name, child) for name, child in reversed(module._modules.items()) if child is not None]
+    return found
+
+
+def own_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters by their names in it."""
+    return {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
+
+
+def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
+    """Every parameter by each of its names, with the module that holds it."""
+    for path, layer in named_layers(model).items():
+        for name, tensor in own_parameters(layer).items():
+            yield f"{path}.{name}" if path else name, layer, tensor
 
 
 def loaded_parameters(model: torch.nn.Module) -> Iterator[str]:
-    """Names of all parameters that come from a checkpoint."""
-    derived = {
-        id(own) for layer in model.modules() if isinstance(layer, MLAAttention) for own in layer.parameters(False)
-    }
-    return (name for name, parameter in model.named_parameters() if id(parameter) not in derived)
+    """Names of all parameters that come from a checkpoint, the first name of each."""
+    every = list(named_tensors(model))
+    passed = {id(tensor) for _, layer, tensor in every if isinstance(layer, MLAAttention)}  # derived from others
+    for name, _, tensor in every:
+        if id(tensor) not in passed:
+            passed.add(id(tensor))
+            yield name
 
 
 def loadable_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A module's own parameters as they are before vLLM's post-processing, which may empty or repack them."""
     recorded, _ = get_layerwise_info(layer).restore_metadata
-    return {name: recorded.get(name, tensor) for name, tensor in layer.named_parameters(recurse=False)}
+    return {name: recorded.get(name, tensor) for name, tensor in own_parameters(layer).items()}
 
 
 @dataclass(frozen=True)

