@@ -7,10 +7,10 @@ _SERVED = ("tests/tasks/stages/test_served_weights.py", "tests/tasks/stages/test
 _PROBE = ("tests/tasks/stages/test_probe.py",)
 _PLACES = ("tests/tasks/workers/test_placement.py",)
 _DISTANT = (
-    "tests/tasks/engine/receivers/test_transports.py::test_a_distant_arena_is_free_again_before_what_it_held_is_loaded",
+    "tests/tasks/engine/receivers/test_distant.py::test_a_distant_arena_is_free_again_before_what_it_held_is_loaded",
 )
 _AHEAD = (
-    "tests/tasks/engine/receivers/test_transports.py::test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched",
+    "tests/tasks/engine/receivers/test_distant.py::test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched",
 )
 _OPEN = ("tests/tasks/engine/receivers/test_transports.py::test_only_arenas_of_a_complete_update_stay_open",)
 _FILE = "tasks/stages/transaction.py"
