@@ -130,7 +130,7 @@ class Cluster:
                     logging_level=logging.ERROR,
                     namespace=NAMESPACE,
                 )
-        except (RuntimeError, OSError, ValueError) as error:
+        except Exception as error:  # Ray raises plain ones, as when its node is not up in time
             _end(_with_descendants(_children_of_ray()))
             raise WorkerLost(f"Ray did not start on this host: {error}") from error
         self._roots = _children_of_ray()

@@ -127,6 +127,16 @@ def test_a_dead_ray_is_told_once_and_then_started_anew(started, victim):
     started.check_alive()
 
 
+@pytest.mark.parametrize("kind", [Exception, RuntimeError, OSError])
+def test_a_ray_that_does_not_start_is_a_lost_worker_so_that_the_stage_is_tried_again(monkeypatch, kind):
+    def late(**_):
+        raise kind("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", late)
+    with Cluster(LOCAL) as cluster, pytest.raises(WorkerLost, match=r"Ray did not start .* timed out during startup"):
+        cluster.start()
+
+
 def test_a_ray_that_cannot_be_kept_on_loopback_is_refused(monkeypatch):
     monkeypatch.delattr(ray_services, "resolve_ip_for_localhost")
     with Cluster(LOCAL) as cluster, pytest.raises(RatchetError, match="loopback"):
