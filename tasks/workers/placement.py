@@ -89,7 +89,7 @@ def engine_cards(cards: tuple[str, ...], place: int, tensor: int) -> tuple[str, 
 def transport(wanted: TransportChoice, place: Placement) -> Transport:
     """The way of the weights: the fastest that was seen to work for such processes, unless one is asked for.
 
-    `collective` is never taken by itself: NCCL connects anew in every update.
+    `collective` is never taken by itself: NCCL connects again in every update.
 
     Raises:
         InputError: what is asked for cannot work there.
