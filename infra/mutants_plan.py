@@ -223,14 +223,6 @@ PLAN = (
         _EXPERTS,
     ),
     Mutant(
-        "a-kind-whatever-its-shape",
-        "weights of one name but for its numbers are taken for equally large",
-        "trainer_core/weights/conversion.py",
-        "names)), tensor.dtype, tensor.shape)",
-        "names)), tensor.dtype)",
-        _EXPERTS,
-    ),
-    Mutant(
         "layers-by-their-digits",
         "layers are sent in the order of their numbers as text",
         "trainer_core/weights/planning.py",
