@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,8 +21,8 @@ from storage.upkeep.catalog import Contents, contents
 from tasks.stages.names import Stage
 from tests.faults.journal import Entry, read_journal
 from tests.faults.small_run import RUN, Plan, is_running
+from tests.fork_servers import ForkServers
 
-PROJECT = Path(__file__).resolve().parents[2]
 Place = tuple[int, Stage]
 _GONE_S = 10.0
 
@@ -33,32 +31,16 @@ class Launcher:
     """Starts runs, one at a time for each calling thread."""
 
     def __init__(self) -> None:
-        self._servers: dict[int, subprocess.Popen] = {}
+        self._servers = ForkServers("tests.faults.small_run")
 
     def start(self, plan: Plan) -> int:
         """Execute a plan; returns the exit code of the process that drove the run."""
         file = Path(plan.folder) / "plan.json"
         file.write_text(plan.model_dump_json())
-        thread = threading.get_ident()
-        if thread not in self._servers:
-            self._servers[thread] = self._serve()
-        server = self._servers[thread]
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(f"{file}\n")
-        server.stdin.flush()
-        return int(server.stdout.readline())
+        return int(self._servers.ask(str(file)))
 
     def close(self) -> None:
-        for server in self._servers.values():
-            assert server.stdin is not None
-            server.stdin.close()
-            server.wait()
-
-    def _serve(self) -> subprocess.Popen:
-        # pyarrow's allocator has a thread, of which Python warns at each fork; it is made for that
-        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.faults.small_run"]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT)
+        self._servers.close()
 
 
 @dataclass(frozen=True)
