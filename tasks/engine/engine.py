@@ -171,7 +171,7 @@ class Engine(EngineProtocol):
             self._held = Unusable(str(error)) if self._update.touched else before
             raise
 
-    def commit_update(self, version: int, weights_digest: str) -> None:
+    def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
         """See `EngineProtocol.commit_update`."""
         if self._update is None or not self._update.holds(weights_digest):
             raise SyncMismatch(f"weights {weights_digest} were not received, so they cannot be served; sync them again")
@@ -179,6 +179,7 @@ class Engine(EngineProtocol):
         self._held = EngineIdentity(weight_version=version, weights_digest=weights_digest)
         self._digests, self._update = self._update.digests, None
         self._go_on()
+        return self.identity()
 
     def abort_update(self, reason: str) -> bool:
         """See `EngineProtocol.abort_update`."""

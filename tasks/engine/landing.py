@@ -5,7 +5,8 @@ loaders have done is checked against it. Of a module that is not listed here not
 Imports torch and vLLM.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,6 +30,9 @@ from trainer_core.weights.plan import PlannedTensor, WeightPlan
 
 Box = tuple[tuple[int, int], ...]
 """First and last + 1 entry of each dimension."""
+
+Layers = Mapping[str, torch.nn.Module]
+"""All modules of a model by all of their names: see `named_layers`."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -62,6 +66,20 @@ class Place:
     def whole(self) -> bool:
         """Whether this worker holds all of it."""
         return all(part == (0, size) for part, size in zip(self.of, self.shape, strict=True))
+
+    @cached_property
+    def piece(self) -> tuple[int, int] | None:
+        """First entry and number of entries of what this worker holds, if they follow each other in the tensor."""
+        first = next((axis for axis, part in enumerate(self.of) if part != (0, self.shape[axis])), None)
+        if first is None:
+            return 0, math.prod(self.shape)
+        rest = self.shape[first + 1 :]
+        if math.prod(self.shape[:first]) != 1 or any(
+            part != (0, n) for part, n in zip(self.of[first + 1 :], rest, strict=True)
+        ):
+            return None
+        start, end = self.of[first]
+        return start * math.prod(rest), (end - start) * math.prod(rest)
 
 
 @dataclass
@@ -121,11 +139,11 @@ class Landing:
             )
 
 
-def landing_of(model: torch.nn.Module) -> Landing | None:
+def landing_of(layers: Layers) -> Landing | None:
     """The table of a model; None if it has a parameter in a module that is not known here."""
     table = Landing()
     owned: set[int] = set()
-    for name, layer in named_layers(model).items():
+    for name, layer in layers.items():
         own = {parameter: id(tensor) for parameter, tensor in own_parameters(layer).items()}
         shared = {parameter for parameter, identity in own.items() if identity in owned}
         owned |= set(own.values())
@@ -148,7 +166,7 @@ def landing_of(model: torch.nn.Module) -> Landing | None:
     return table
 
 
-def named_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def named_layers(model: torch.nn.Module) -> Layers:
     """All modules by all of their names: the output layer may be the embedding itself. torch's own way builds a
     generator for each level of each name.
     """
@@ -167,16 +185,16 @@ def own_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
 
 
-def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
+def named_tensors(layers: Layers) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
     """Every parameter by each of its names, with the module that holds it."""
-    for path, layer in named_layers(model).items():
+    for path, layer in layers.items():
         for name, tensor in own_parameters(layer).items():
             yield f"{path}.{name}" if path else name, layer, tensor
 
 
-def loaded_parameters(model: torch.nn.Module) -> Iterator[str]:
+def loaded_parameters(layers: Layers) -> Iterator[str]:
     """Names of all parameters that come from a checkpoint, the first name of each."""
-    every = list(named_tensors(model))
+    every = list(named_tensors(layers))
     passed = {id(tensor) for _, layer, tensor in every if isinstance(layer, MLAAttention)}  # derived from others
     for name, _, tensor in every:
         if id(tensor) not in passed:

@@ -3,7 +3,8 @@
 Imports torch and vLLM.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,12 +15,34 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import Landing, named_layers, part_of
+from tasks.engine.copies import PlannedCopies
+from tasks.engine.landing import Landing, named_layers
 from tasks.engine.survey import Survey, addresses, found, named_digests, parts_in, processing
 from trainer_core.weights.digest import BegunDigests
+from trainer_core.weights.packing import views
+from trainer_core.weights.plan import PlannedTensor
 
-Arriving = Iterator[Sequence[tuple[str, torch.Tensor]]]
-"""Name and tensor of everything in a bucket, one bucket after another, each until the next one is asked for."""
+Planned = Mapping[int, Sequence[PlannedTensor]]
+"""The tensors of each bucket by its number, by offset."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A bucket that has arrived."""
+
+    number: int
+    planned: Sequence[PlannedTensor]
+    """What it brings."""
+    buffer: torch.Tensor
+    """(bytes,) uint8."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of everything in it."""
+        return views(self.planned, self.buffer)
+
+
+Arriving = Iterator[Parcel]
+"""One bucket after another, each until the next one is asked for."""
 
 
 class _Loadable(Protocol):
@@ -74,7 +97,7 @@ class InPlace:
     keeps_views = False
 
     def __init__(self, survey: Survey, config: VllmConfig) -> None:
-        self._model, self._config, self._places = survey.model, config, survey.places
+        self._model, self._config, self._latent = survey.model, config, survey.latent
         self._parts, self._digests, self._storage = survey.parts, survey.digests, survey.storage
         self._begun: BegunDigests | None = None
 
@@ -86,26 +109,26 @@ class InPlace:
         return by_loaders(self._model, arriving)
 
     def finish(self) -> None:
-        """See `Lane.finish`.
-
-        Raises:
-            SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one.
-        """
-        with set_current_vllm_config(self._config):
-            latent = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, MLAAttention)}
-            for layer in latent.values():  # it multiplies by matrices that it derives from kv_b_proj
-                layer.process_weights_after_loading(self._config.model_config.dtype)
-        _check_derived(latent)
-        moved = sorted(name for name, address in addresses(self._model).items() if address != self._storage[name])
-        if moved:
-            raise SyncMismatch(f"loading moved the parameter {moved[0]}: CUDA graphs would go on reading the old one")
+        """See `Lane.finish`."""
+        if self._latent:
+            with set_current_vllm_config(self._config):
+                for layer in self._latent.values():  # it multiplies by matrices that it derives from kv_b_proj
+                    layer.process_weights_after_loading(self._config.model_config.dtype)
+            _check_derived(self._latent)
 
     def look(self) -> None:
         """See `Lane.look`."""
         self._begun = self._digests.begin()
 
     def landed(self) -> dict[str, str]:
-        """See `Lane.landed`."""
+        """See `Lane.landed`.
+
+        Raises:
+            SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one.
+        """
+        now = addresses(named_layers(self._model))
+        if moved := sorted(name for name, address in now.items() if address != self._storage.get(name)):
+            raise SyncMismatch(f"loading moved the parameter {moved[0]}: CUDA graphs would go on reading the old one")
         return {} if self._begun is None else dict(zip(self._parts, self._begun.read(), strict=True))
 
     def abandon(self) -> None:
@@ -117,26 +140,15 @@ class ByTable(InPlace):
     launch or two for each bucket. Loaders take 30 to 100 µs of the processor for each tensor.
     """
 
+    def __init__(self, survey: Survey, config: VllmConfig, planned: Planned) -> None:
+        super().__init__(survey, config)
+        self._copies = {number: PlannedCopies(own, survey.places, survey.parts) for number, own in planned.items()}
+
     def load(self, arriving: Arriving) -> set[str]:
         """See `Lane.load`; there are no loaders to report anything."""
         for bucket in arriving:
-            self._write(bucket)
+            self._copies[bucket.number].write(bucket.buffer)
         return set()
-
-    def _write(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        alike: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, tensor in bucket:
-            if (into := self._parts.get(name)) is None:
-                continue  # another worker's, or of no use
-            place = self._places[name]
-            part = tensor if place.whole else part_of(tensor, place.of)
-            if part.dtype == into.dtype and part.is_contiguous() and into.is_contiguous():
-                alike.append((into, part))
-            else:
-                into.copy_(part)
-        for kind in {part.dtype for _, part in alike}:  # together, if they are of one type and lie in one piece
-            pairs = [pair for pair in alike if pair[0].dtype == kind]
-            torch._foreach_copy_([into for into, _ in pairs], [part for _, part in pairs])  # pyright: ignore[reportPrivateImportUsage]
 
 
 class LayerWise:
@@ -147,15 +159,14 @@ class LayerWise:
 
     keeps_views = True
 
-    def __init__(self, survey: Survey, config: VllmConfig, names: Collection[str]) -> None:
+    def __init__(self, survey: Survey, config: VllmConfig, planned: Planned) -> None:
         self._model, self._config, self._landing = survey.model, config, survey.landing or Landing()
         self._landed: dict[str, str] = {}
         self._tied = list(tied_layers(self._model))  # while an update is open it no longer shows
-        layers = named_layers(self._model)
         self._names: dict[torch.nn.Module, list[str]] = {}
-        for name in names:
+        for name in (tensor.name for own in planned.values() for tensor in own):
             if name in self._landing.places:
-                self._names.setdefault(layers[self._landing.places[name].layer], []).append(name)
+                self._names.setdefault(survey.layers[self._landing.places[name].layer], []).append(name)
         self._observed: list[QuantizeMethodBase] = []
 
     def begin(self) -> None:
@@ -176,7 +187,7 @@ class LayerWise:
     def look(self) -> None:
         """See `Lane.look`: at what no post-processing has shown."""
         unprocessed = [name for layer, names in self._names.items() if processing(layer) is None for name in names]
-        self._landed |= found(self._model, self._landing, unprocessed)
+        self._landed |= found(named_layers(self._model), self._landing, unprocessed)
 
     def landed(self) -> dict[str, str]:
         """See `Lane.landed`."""
@@ -208,15 +219,16 @@ class LayerWise:
             self._observed = []
 
 
-def lane_of(survey: Survey, config: VllmConfig, names: Collection[str], followed: bool) -> Lane:
+def lane_of(survey: Survey, config: VllmConfig, planned: Planned, followed: bool) -> Lane:
     """The quickest way of loading that is right for a model.
 
     Args:
+        planned: what each bucket brings.
         followed: whether loaders were seen to put every tensor where the table of the live model says.
     """
     if not survey.in_place:
-        return LayerWise(survey, config, names)
-    return ByTable(survey, config) if followed else InPlace(survey, config)
+        return LayerWise(survey, config, planned)
+    return ByTable(survey, config, planned) if followed else InPlace(survey, config)
 
 
 def by_loaders(model: torch.nn.Module, arriving: Arriving) -> set[str]:
@@ -229,7 +241,7 @@ def by_loaders(model: torch.nn.Module, arriving: Arriving) -> set[str]:
 
     def told() -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in arriving:
-            for name, tensor in bucket:
+            for name, tensor in bucket.tensors():
                 names[:] = [name]
                 yield name, tensor
 

@@ -232,8 +232,8 @@ class EngineProtocol(Protocol):
         """
         ...
 
-    def commit_update(self, version: int, weights_digest: str) -> None:
-        """Serve what was received: empty the prefix cache and stamp the weights.
+    def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
+        """Serve what was received: empty the prefix cache and stamp the weights. Returns what `identity` says then.
 
         Raises:
             SyncMismatch: nothing was received, or not this.

@@ -17,11 +17,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine import inside  # noqa: F401 - prepares the process of a worker
+from tasks.engine.landing import landing_of, named_layers
 from tasks.engine.loading import lane_of
 from tasks.engine.receivers.receiver import Receiver, open_receiver
 from tasks.engine.survey import Survey, found
 from tasks.engine.update import Report, Update
 from trainer_core.weights.channel import Channel
+from trainer_core.weights.packing import tensors_of
 from trainer_core.weights.plan import WeightPlan, plan_digest
 from trainer_core.weights.signals import fail
 
@@ -75,8 +77,8 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         survey = self._survey or Survey(self.model)
         self.forget()
         planned, way = WeightPlan.model_validate_json(plan), Channel.model_validate_json(channel)
-        names = [tensor.name for tensor in planned.tensors]
-        lane = lane_of(survey, self.vllm_config, names, followed=survey.in_place and survey.layout == self._followed)
+        followed = survey.in_place and survey.layout == self._followed
+        lane = lane_of(survey, self.vllm_config, tensors_of(planned), followed)
         self._prepared = Update(survey, self.vllm_config, planned, lane), planned, way, number
         return plan_digest(planned)
 
@@ -90,12 +92,11 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         that. Seen only where kernels use parameters as they were loaded.
         """
         expected = {} if self.report is None else self.report.parts
-        landing = Survey(self.model).landing if expected else None
+        layers = named_layers(self.model) if expected else {}
+        landing = landing_of(layers)
         if landing is None:
             return {}
-        return {
-            name: digest for name, digest in found(self.model, landing, expected).items() if digest != expected[name]
-        }
+        return {name: digest for name, digest in found(layers, landing, expected).items() if digest != expected[name]}
 
     def start_weight_update(self) -> None:
         """See vLLM."""

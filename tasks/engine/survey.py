@@ -7,6 +7,7 @@ from collections.abc import Collection
 from functools import cached_property
 
 import torch
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from storage.errors import SyncMismatch
 from tasks.engine.landing import (
     Landing,
+    Layers,
     Place,
     landed_part,
     landing_of,
@@ -40,13 +42,24 @@ class Survey:
     def look(self) -> None:
         """Look now at what an update will need."""
         if self.in_place:
-            _ = self.storage, self.digests, self.layout
-        _ = self.parameters
+            _ = self.storage, self.digests, self.layout, self.latent
+        if self.landing is None:
+            _ = self.parameters
+
+    @cached_property
+    def layers(self) -> Layers:
+        """All modules by all of their names."""
+        return named_layers(self.model)
+
+    @cached_property
+    def latent(self) -> dict[str, MLAAttention]:
+        """The layers that compute with matrices which they derive from others."""
+        return {name: layer for name, layer in self.layers.items() if isinstance(layer, MLAAttention)}
 
     @cached_property
     def landing(self) -> Landing | None:
         """Where each tensor of a checkpoint lies; None if that is not known."""
-        return landing_of(self.model)
+        return landing_of(self.layers)
 
     @cached_property
     def places(self) -> dict[str, Place]:
@@ -59,17 +72,17 @@ class Survey:
         known what lies where.
         """
         on_card = model_device(self.model).type == "cuda"
-        return on_card and self.landing is not None and all(map(_used_as_loaded, self.model.modules()))
+        return on_card and self.landing is not None and all(map(_used_as_loaded, self.layers.values()))
 
     @cached_property
     def parameters(self) -> frozenset[str]:
         """Names of all parameters that come from a checkpoint."""
-        return frozenset(loaded_parameters(self.model))
+        return frozenset(loaded_parameters(self.layers))
 
     @cached_property
     def parts(self) -> dict[str, torch.Tensor]:
         """What this worker's live parameters hold of each tensor of a checkpoint, as views, by its name."""
-        return {} if self.landing is None else held_parts(self.model, self.landing, self.landing.places)
+        return {} if self.landing is None else held_parts(self.layers, self.landing, self.landing.places)
 
     @cached_property
     def digests(self) -> PreparedDigests:
@@ -79,7 +92,7 @@ class Survey:
     @cached_property
     def storage(self) -> dict[str, int]:
         """Address of each parameter."""
-        return addresses(self.model)
+        return addresses(self.layers)
 
     @cached_property
     def layout(self) -> int:
@@ -122,14 +135,13 @@ def _loadable(parameters: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def found(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, str]:
+def found(layers: Layers, landing: Landing, names: Collection[str]) -> dict[str, str]:
     """Digests of the parts of tensors that this worker's live parameters hold now."""
-    return named_digests(held_parts(model, landing, names))
+    return named_digests(held_parts(layers, landing, names))
 
 
-def held_parts(model: torch.nn.Module, landing: Landing, names: Collection[str]) -> dict[str, torch.Tensor]:
+def held_parts(layers: Layers, landing: Landing, names: Collection[str]) -> dict[str, torch.Tensor]:
     """The parts of tensors that this worker's live parameters hold, as views."""
-    layers = named_layers(model)
     return parts_in({name: layers[landing.places[name].layer] for name in names if name in landing.places}, landing)
 
 
@@ -163,6 +175,6 @@ def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch
     return parameter
 
 
-def addresses(model: torch.nn.Module) -> dict[str, int]:
+def addresses(layers: Layers) -> dict[str, int]:
     """Where each parameter lies."""
-    return {name: tensor.data_ptr() for name, _, tensor in named_tensors(model)}
+    return {name: tensor.data_ptr() for name, _, tensor in named_tensors(layers)}

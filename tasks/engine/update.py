@@ -16,11 +16,11 @@ from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.landing import part_of
-from tasks.engine.loading import Arriving, Lane
+from tasks.engine.loading import Arriving, Lane, Parcel
 from tasks.engine.receivers.receiver import Receiver
 from tasks.engine.survey import Survey, model_device
 from trainer_core.weights.digest import BegunDigests
-from trainer_core.weights.packing import element_type, tensors_of, views
+from trainer_core.weights.packing import element_type, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.planned_digests import Cut, Outline, Whole, plan_digests, thought_of
 
@@ -72,7 +72,7 @@ class Update:
         """
         _check_layout(plan)
         self._survey, self._config, self._plan, self._lane = survey, config, plan, lane
-        self._landing, self._parameters = survey.landing, survey.parameters
+        self._landing = survey.landing
         if self._landing is not None:
             self._landing.check(plan, self._is_unused)
         self._planned = tensors_of(plan)
@@ -130,7 +130,7 @@ class Update:
         for bucket in self._plan.buckets:
             arena = first if bucket.number == self._plan.buckets[0].number else self._arena(receiver, bucket)
             own = arena.clone() if self._lane.keeps_views else arena
-            yield list(views(self._planned[bucket.number], own))
+            yield Parcel(bucket.number, self._planned[bucket.number], own)
             with self._timed("digest"):
                 self._begun.begin(bucket.number, own)
             receiver.release(bucket)
@@ -174,7 +174,7 @@ class Update:
                     "engine's parameters. Sync the weights again"
                 )
         if self._landing is None:
-            reported, expected = ({_as_reported(name) for name in names} for names in (loaded, self._parameters))
+            reported, expected = ({_as_reported(name) for name in names} for names in (loaded, self._survey.parameters))
             _same_names(reported, expected, "parameters that vLLM loaded")
 
     def _is_unused(self, name: str) -> bool:

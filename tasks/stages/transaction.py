@@ -1,8 +1,9 @@
 """One weight update as a transaction over all engines: in the end all of them serve the new weights, or none does."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from tasks.engine.protocol import Arrived, EngineIdentity, weights_digest
 from tasks.stages.context import RunContext
 from tasks.stages.proof import agreed_plan, proven
 from tasks.workers.engines import EngineHandle
+from tasks.workers.group import Pending
 from tasks.workers.placement import transport
 from tasks.workers.scratch import scratch
 from tasks.workers.trainers import TrainerGroup
@@ -131,9 +133,10 @@ class _Update:
         planned = self._plan(version, arena_bytes)
         plan = agreed_plan(planned, version)
         clock.ended("plan")
-        self._prepare(plan, planned[0].digest)
+        with self._sending(planned[0].digest) as sending:
+            self._prepare(plan, planned[0].digest)
         clock.ended("prepare")
-        sent, arrived = self._move(planned[0].digest)
+        sent, arrived = self._move(sending)
         clock.ended("send")
         digests = proven(plan, sent, arrived, expected)
         clock.ended("verify")
@@ -185,23 +188,36 @@ class _Update:
                     f"{digest}: they run different versions of Ratchet. Start both again"
                 )
 
-    def _move(self, digest: str) -> tuple[list[Sent], dict[int, Arrived]]:
-        """Send and receive at the same time; a failure on either side makes all others stop."""
+    @contextmanager
+    def _sending(self, digest: str) -> Iterator[Pending[list[Sent]]]:
+        """Ranks begin to send, into their own arenas: nobody reads them before every engine has agreed to the plan. If
+        the block fails they stop, and are waited for.
+        """
+        sending = self.group.begin_sending(digest, self.channel, self.stored)
+        try:
+            yield sending
+        except BaseException as error:
+            fail(self.channel.folder, _reason(error))
+            with suppress(RatchetError):  # which the block's explains
+                self.group.sent(sending)
+            raise
+
+    def _move(self, sending: Pending[list[Sent]]) -> tuple[list[Sent], dict[int, Arrived]]:
+        """Receive what is sent; a failure on either side makes all others stop."""
         receiving = [engine.receive_update for engine in self.engines.values()]
         sent, *arrived = at_once(
-            [partial(self.group.send_weights, digest, self.channel, self.stored), *receiving],
+            [partial(self.group.sent, sending), *receiving],
             lambda error: fail(self.channel.folder, _reason(error)),
         )
         return sent, dict(zip(self.engines, arrived, strict=True))
 
     def _commit(self, version: int, digest: str) -> None:
         self.noted(Point.SENT)
-        for engine in self.engines.values():
-            engine.commit_update(version, digest)
-            self.noted(Point.SERVED)
         committed = EngineIdentity(weight_version=version, weights_digest=digest)
         for number, engine in self.engines.items():
-            if (held := engine.identity()) != committed:
+            held = engine.commit_update(version, digest)
+            self.noted(Point.SERVED)
+            if held != committed:
                 raise SyncMismatch(
                     f"engine {number} serves {held} after {committed} was committed; sync the weights again"
                 )

@@ -64,9 +64,9 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.receive_update`."""
         return self._result(self.submit(EngineProtocol.receive_update))
 
-    def commit_update(self, version: int, weights_digest: str) -> None:
+    def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
         """See `EngineProtocol.commit_update`."""
-        self._result(self.submit(EngineProtocol.commit_update, version, weights_digest))
+        return self._result(self.submit(EngineProtocol.commit_update, version, weights_digest))
 
     def abort_update(self, reason: str) -> bool:
         """See `EngineProtocol.abort_update`."""

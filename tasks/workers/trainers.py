@@ -76,10 +76,14 @@ class TrainerGroup(GroupHandle):
         """See `TrainerProtocol.plan_weights`; every rank's answer."""
         return self._results(self.submit(TrainerProtocol.plan_weights, version, arena_bytes))
 
-    def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> list[Sent]:
-        """See `TrainerProtocol.send_weights`; every rank's answer."""
+    def begin_sending(self, digest: str, channel: Channel, stored: Path | None = None) -> Pending[list[Sent]]:
+        """Begin `TrainerProtocol.send_weights`; does not wait."""
         folder = None if stored is None else str(stored)
-        return self._results(self.submit(TrainerProtocol.send_weights, digest, channel, folder))
+        return self.submit(TrainerProtocol.send_weights, digest, channel, folder)
+
+    def sent(self, sending: Pending[list[Sent]]) -> list[Sent]:
+        """Every rank's answer to what was begun."""
+        return self._results(sending)
 
     def release(self, memory: MemoryConfig) -> int:
         """See `TrainerProtocol.release`; the bytes of all ranks together."""

@@ -1,6 +1,7 @@
 """Small workers in this process, for tests of stages and of the loop without kills."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,14 @@ from tasks.workers.trainers import TrainerGroup
 from tests.small.workers import SmallEngine, SmallTrainer
 
 
-class Answered:
-    """A finished call."""
+class UnderWay:
+    """A call in a thread of its own, as it is in a process of its own elsewhere: the caller may do other things."""
 
-    def __init__(self, results: list[Any]) -> None:
-        self._results = results
+    def __init__(self, call: Callable[[], list[Any]]) -> None:
+        self._answer = ThreadPoolExecutor(1).submit(call)
 
     def wait(self, deadline_s: float) -> list[Any]:
-        return self._results
+        return self._answer.result(deadline_s)
 
 
 class GroupHere:
@@ -32,11 +33,11 @@ class GroupHere:
     def __init__(self, members: list[Any], watch: Callable[[str], None]) -> None:
         self.members, self._watch, self._alive = members, watch, True
 
-    def submit(self, method: str, *arguments: Any, **options: Any) -> Answered:
+    def submit(self, method: str, *arguments: Any, **options: Any) -> UnderWay:
         if not self._alive:
             raise WorkerLost("the group has ended; the next attempt starts a new one")
         self._watch(method)
-        return Answered([getattr(member, method)(*arguments, **options) for member in self.members])
+        return UnderWay(lambda: [getattr(member, method)(*arguments, **options) for member in self.members])
 
     def alive(self) -> bool:
         return self._alive

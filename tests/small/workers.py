@@ -291,6 +291,7 @@ class SmallEngine(EngineProtocol):
         if self._arrived is None or weights_digest(self._arrived.digests) != digest:
             raise SyncMismatch(f"weights {digest} were not received")
         self._version, self._digest, self._unusable, self._update = version, digest, None, None
+        return self.identity()
 
     def abort_update(self, reason):
         if self._update is not None:

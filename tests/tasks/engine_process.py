@@ -141,17 +141,15 @@ class InPlaceEngine(FaultyEngine):
 
     def break_table(self, fault: str, *names: str) -> None:
         """Until `mend_table`, what is written by the table is something else: see `_faulty`."""
-        from tasks.engine.loading import ByTable
+        from tasks.engine import loading
 
-        write = ByTable._write
-        self._broken = write
-        ByTable._write = lambda lane, bucket: write(lane, list(_faulty(iter(bucket), fault, names)))
+        vars(loading)["PlannedCopies"] = _faulty_copies(loading.PlannedCopies, fault, names)
 
     def mend_table(self) -> None:
         """Undo `break_table`."""
-        from tasks.engine.loading import ByTable
+        from tasks.engine import copies, loading
 
-        ByTable._write = self._broken
+        vars(loading)["PlannedCopies"] = copies.PlannedCopies
 
     def replace(self, name: str) -> None:
         """Give a parameter other storage, between two updates."""
@@ -202,6 +200,24 @@ def _faulty(weights: Iterator[tuple[str, Any]], fault: str, names: tuple[str, ..
             raise OSError("a loader failed")
         elif fault == "stop":
             return
+
+
+def _faulty_copies(copies: Any, fault: str, names: tuple[str, ...]) -> Any:
+    """Copies to other places than planned, or of other values."""
+
+    class Faulty(copies):
+        def __init__(self, planned: Any, places: Any, parts: Any) -> None:
+            other = dict(zip(names, names[::-1], strict=True)) if fault == "swap" else {}
+            kept = {name: parts[other.get(name, name)] for name in parts if fault != "skip" or name not in names}
+            super().__init__(planned, places, kept)
+            self._late = [parts[tensor.name] for tensor in planned if fault == "ulp" and tensor.name in names]
+
+        def write(self, buffer: Any) -> None:
+            super().write(buffer)
+            for part in self._late:
+                part.copy_(part.nextafter(part + 1))
+
+    return Faulty
 
 
 class PlainEngine:

@@ -75,6 +75,7 @@ class Engine(SmallEngine):
         super().commit_update(version, digest)
         if self.fault == "keeps the old version":
             self._version = 0
+        return self.identity()
 
 
 class Rank(SmallTrainer):
