@@ -86,8 +86,8 @@ SYNC = (
         "plan-of-another-version",
         "a plan that leads to another version is carried out",
         "tasks/stages/proof.py",
-        "    if plan is None or plan_digest(plan) != digest or plan.version != version:\n",
-        "    if plan is None or plan_digest(plan) != digest:\n",
+        "    if plan is None or text is None or text_digest(text) != digest or plan.version != version:\n",
+        "    if plan is None or text is None or text_digest(text) != digest:\n",
         _TRANSACTION,
     ),
     Mutant(

@@ -11,7 +11,6 @@ from trainer_core.batches.sequences import Samples, SupervisedExamples
 from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import WeightPlan
 
 Generators = Literal["continued", "restored", "reseeded"]
 """What happened to a rank's random generators since its last training: nothing, or what the last `load` did to them."""
@@ -41,8 +40,8 @@ class Planned:
 
     digest: str
     """Of plan, configuration and version; equal on all ranks."""
-    plan: WeightPlan | None
-    """The plan itself, on rank 0; None on the others."""
+    plan: str | None
+    """The plan itself as JSON, on rank 0; None on the others."""
     exchanges: int
     """Exchanges of metadata between the ranks that it took; 0 with one rank."""
 

@@ -12,6 +12,7 @@ from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
 from trainer_core.batches.sharing import Limits
+from trainer_core.collector import paused
 from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
@@ -162,17 +163,17 @@ class Trainer(TrainerProtocol):
     def plan_weights(self, version: int, arena_bytes: int) -> Planned:
         """See `TrainerProtocol.plan_weights`."""
         self._update = None
-        with self._model.weights("readable"):
+        with paused(), self._model.weights("readable"):
             update = Update(self._model, self._mesh, self._config, version, arena_bytes)
         self._update = update
-        return Planned(update.digest, update.plan if self._mesh.rank == 0 else None, update.exchanges)
+        return Planned(update.digest, update.text if self._mesh.rank == 0 else None, update.exchanges)
 
     def send_weights(self, digest: str, channel: Channel, stored: str | None = None) -> Sent:
         """See `TrainerProtocol.send_weights`."""
         update, self._update = self._update, None
         if stored is not None:
             return self._send_stored(update, digest, channel, stored)
-        with self._model.weights("readable"):
+        with paused(), self._model.weights("readable"):
             return self._send(update, digest, channel)
 
     def release(self, memory: MemoryConfig) -> int:

@@ -1,10 +1,11 @@
 """What a bucket of tensors brings to a worker's parameters, planned before it arrives. Imports torch and vLLM."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from tasks.engine.landing import Place, part_of
+from tasks.engine.survey import Survey
 from trainer_core.weights.packing import element_type, views
 from trainer_core.weights.plan import PlannedTensor
 
@@ -16,29 +17,26 @@ class PlannedCopies:
     of them, whatever their types; only where they begin in the bucket is known of them.
     """
 
-    def __init__(
-        self, planned: Sequence[PlannedTensor], places: Mapping[str, Place], parts: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, planned: Sequence[PlannedTensor], survey: Survey) -> None:
         """Args:
         planned: the tensors of the bucket, by offset.
-        places: where each lies, by name.
-        parts: what the live parameters hold of each, as views; of the others this worker has no use.
+        survey: of the live model; of what it has no part of, this worker has no use.
         """
         self._cuts: list[int] = []  # words before a piece, and those of it, one piece after another
         self._into: list[torch.Tensor] = []  # the words of each, (words,) int64
         self._others: list[tuple[PlannedTensor, Place, torch.Tensor]] = []
         self._end = 0
         for tensor in planned:
-            if (into := parts.get(tensor.name)) is None:
+            if (into := survey.parts.get(tensor.name)) is None:
                 continue
-            place = places[tensor.name]
-            if (piece := _piece(tensor, place, into)) is None:
+            place, words = survey.places[tensor.name], survey.words.get(tensor.name)
+            first = None if words is None else _first_word(tensor, place, into)
+            if first is None or words is None:
                 self._others.append((tensor, place, into))
                 continue
-            first, count = piece
-            self._cuts += [first - self._end, count]
-            self._into.append(into.view(-1).view(torch.int64))
-            self._end = first + count
+            self._cuts += [first - self._end, words.numel()]
+            self._into.append(words)
+            self._end = first + words.numel()
 
     def write(self, buffer: torch.Tensor) -> None:
         """Copy from the bucket's buffer, (bytes,) uint8, which begins at a whole word; a card is not waited for."""
@@ -51,15 +49,11 @@ class PlannedCopies:
             into.copy_(part_of(found, place.of))
 
 
-def _piece(tensor: PlannedTensor, place: Place, into: torch.Tensor) -> tuple[int, int] | None:
-    """First word in the bucket and number of words of what is held of a tensor, if it is copied as it is, in one piece
-    of whole words.
+def _first_word(tensor: PlannedTensor, place: Place, into: torch.Tensor) -> int | None:
+    """Where in the bucket that begins which is held of a tensor, in words; None if it is converted, or is not in one
+    piece of whole words there.
     """
-    size = into.element_size()
-    if place.piece is None or into.dtype != element_type(tensor.dtype) or not into.is_contiguous():
+    if place.start is None or into.dtype != element_type(tensor.dtype):
         return None
-    first, count = place.piece
-    begin, nbytes = tensor.offset + first * size, count * size
-    if begin % _WORD or nbytes % _WORD or into.storage_offset() * size % _WORD:
-        return None
-    return begin // _WORD, nbytes // _WORD
+    begin = tensor.offset + place.start * into.element_size()
+    return None if begin % _WORD else begin // _WORD

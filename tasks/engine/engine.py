@@ -32,7 +32,6 @@ from tasks.engine.protocol import (
 from tasks.engine.transaction import Transaction
 from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import WeightPlan
 
 if TYPE_CHECKING:
     from tasks.engine.core import Answer
@@ -150,7 +149,7 @@ class Engine(EngineProtocol):
         self._core.workers("survey_model")
 
     def prepare_update(
-        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
+        self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:
         """See `EngineProtocol.prepare_update`."""
         self._update = None

@@ -68,18 +68,14 @@ class Place:
         return all(part == (0, size) for part, size in zip(self.of, self.shape, strict=True))
 
     @cached_property
-    def piece(self) -> tuple[int, int] | None:
-        """First entry and number of entries of what this worker holds, if they follow each other in the tensor."""
-        first = next((axis for axis, part in enumerate(self.of) if part != (0, self.shape[axis])), None)
-        if first is None:
-            return 0, math.prod(self.shape)
-        rest = self.shape[first + 1 :]
-        if math.prod(self.shape[:first]) != 1 or any(
-            part != (0, n) for part, n in zip(self.of[first + 1 :], rest, strict=True)
-        ):
-            return None
-        start, end = self.of[first]
-        return start * math.prod(rest), (end - start) * math.prod(rest)
+    def start(self) -> int | None:
+        """Entries of the tensor before what this worker holds, if that is one piece of it."""
+        cut = next((axis for axis, part in enumerate(self.of) if part != (0, self.shape[axis])), None)
+        if cut is None:
+            return 0
+        rest = self.shape[cut + 1 :]
+        whole = all(part == (0, size) for part, size in zip(self.of[cut + 1 :], rest, strict=True))
+        return self.of[cut][0] * math.prod(rest) if whole and math.prod(self.shape[:cut]) == 1 else None
 
 
 @dataclass
@@ -144,6 +140,8 @@ def landing_of(layers: Layers) -> Landing | None:
     table = Landing()
     owned: set[int] = set()
     for name, layer in layers.items():
+        if not layer._parameters:
+            continue
         own = {parameter: id(tensor) for parameter, tensor in own_parameters(layer).items()}
         shared = {parameter for parameter, identity in own.items() if identity in owned}
         owned |= set(own.values())

@@ -126,9 +126,11 @@ class InPlace:
         Raises:
             SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one.
         """
-        now = addresses(named_layers(self._model))
-        if moved := sorted(name for name, address in now.items() if address != self._storage.get(name)):
-            raise SyncMismatch(f"loading moved the parameter {moved[0]}: CUDA graphs would go on reading the old one")
+        now = addresses(self._model)
+        if moved := [key for key, address in now.items() if address != self._storage.get(key)]:
+            paths = {id(layer): path for path, layer in named_layers(self._model).items()}
+            names = sorted(f"{paths[layer]}.{name}" for layer, name in moved)
+            raise SyncMismatch(f"loading moved the parameter {names[0]}: CUDA graphs would go on reading the old one")
         return {} if self._begun is None else dict(zip(self._parts, self._begun.read(), strict=True))
 
     def abandon(self) -> None:
@@ -142,7 +144,7 @@ class ByTable(InPlace):
 
     def __init__(self, survey: Survey, config: VllmConfig, planned: Planned) -> None:
         super().__init__(survey, config)
-        self._copies = {number: PlannedCopies(own, survey.places, survey.parts) for number, own in planned.items()}
+        self._copies = {number: PlannedCopies(own, survey) for number, own in planned.items()}
 
     def load(self, arriving: Arriving) -> set[str]:
         """See `Lane.load`; there are no loaders to report anything."""

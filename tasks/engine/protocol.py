@@ -12,7 +12,6 @@ from storage.digest import value_digest
 from storage.reader import row_views
 from trainer_core.config import Device, Frozen
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import WeightPlan
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 """The tokens of one sequence."""
@@ -202,12 +201,12 @@ class EngineProtocol(Protocol):
         ...
 
     def prepare_update(
-        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
+        self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:
         """Get ready to receive; nothing is written yet, and the weights of before still serve.
 
         Args:
-            plan: the update.
+            plan: the update, a `WeightPlan` as JSON.
             digest: as the trainer ranks computed it.
             channel: how it arrives.
             first_receiver: number of this engine's first worker among `channel.receivers`; the others follow.

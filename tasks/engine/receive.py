@@ -5,6 +5,7 @@ weight-transfer backend `ratchet` with vLLM's factory.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -22,9 +23,10 @@ from tasks.engine.loading import lane_of
 from tasks.engine.receivers.receiver import Receiver, open_receiver
 from tasks.engine.survey import Survey, found
 from tasks.engine.update import Report, Update
+from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import tensors_of
-from trainer_core.weights.plan import WeightPlan, plan_digest
+from trainer_core.weights.plan import WeightPlan, text_digest
 from trainer_core.weights.signals import fail
 
 BACKEND = "ratchet"
@@ -80,7 +82,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         followed = survey.in_place and survey.layout == self._followed
         lane = lane_of(survey, self.vllm_config, tensors_of(planned), followed)
         self._prepared = Update(survey, self.vllm_config, planned, lane), planned, way, number
-        return plan_digest(planned)
+        return text_digest(plan)
 
     @property
     def written(self) -> bool:
@@ -141,26 +143,33 @@ class WorkerExtension:
 
     def survey_model(self) -> None:
         """See `RatchetTransfer.survey`."""
-        self.weight_transfer_engine.survey()
+        with paused():
+            self.weight_transfer_engine.survey()
 
     def prepare_update(self, plan: str, channel: str, first: int) -> dict[str, Any]:
         """See `RatchetTransfer.prepare`: the digest, or why the update is refused."""
         try:
-            return {"digest": self.weight_transfer_engine.prepare(plan, channel, first + self.rank)}
+            with paused():
+                return {"digest": self.weight_transfer_engine.prepare(plan, channel, first + self.rank)}
         except RatchetError as refusal:
             return {"refused": str(refusal)}
 
-    def receive_update(self) -> dict[str, Any]:
-        """Receive what was prepared: a dumped `Report`, or why it failed and whether the model was changed."""
+    def receive_update(self) -> str:
+        """Receive what was prepared: a dumped `Report`, or why it failed and whether the model was changed.
+
+        As JSON: of anything else, vLLM's messages describe the type of every value.
+        """
         worker, transfer = cast(Any, self), self.weight_transfer_engine
         try:
-            worker.start_weight_update()
-            worker.update_weights({})
+            with paused():
+                worker.start_weight_update()
+                worker.update_weights({})
         except RatchetError as refusal:
-            return {"refused": str(refusal), "written": transfer.written}
+            return json.dumps({"refused": str(refusal), "written": transfer.written})
         worker.finish_weight_update()
         report = cast(Report, transfer.report)
-        return {key: vars(report)[key] for key in ("digests", "landed", "bytes", "seconds")} | {"written": True}
+        told = {key: vars(report)[key] for key in ("digests", "landed", "bytes", "seconds")}
+        return json.dumps(told | {"written": True})
 
     def changed_tensors(self) -> dict[str, str]:
         """See `RatchetTransfer.changed`."""

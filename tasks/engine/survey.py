@@ -24,10 +24,12 @@ from tasks.engine.landing import (
     loadable_parameters,
     loaded_parameters,
     named_layers,
-    named_tensors,
     own_parameters,
 )
+from trainer_core.model.parts import walk
 from trainer_core.weights.digest import PreparedDigests, prepare_digests, tensor_digests
+
+_WORD = 8  # bytes
 
 
 class Survey:
@@ -42,7 +44,7 @@ class Survey:
     def look(self) -> None:
         """Look now at what an update will need."""
         if self.in_place:
-            _ = self.storage, self.digests, self.layout, self.latent
+            _ = self.storage, self.digests, self.layout, self.latent, self.words
         if self.landing is None:
             _ = self.parameters
 
@@ -90,9 +92,14 @@ class Survey:
         return prepare_digests(list(self.parts.values()))
 
     @cached_property
-    def storage(self) -> dict[str, int]:
-        """Address of each parameter."""
-        return addresses(self.layers)
+    def words(self) -> dict[str, torch.Tensor]:
+        """`parts` as words of 8 bytes, (words,) int64 each, where they are whole words in one piece."""
+        return {name: part.view(-1).view(torch.int64) for name, part in self.parts.items() if _is_words(part)}
+
+    @cached_property
+    def storage(self) -> dict[tuple[int, str], int]:
+        """Address of each parameter, by the identity of its layer and its name there."""
+        return addresses(self.model)
 
     @cached_property
     def layout(self) -> int:
@@ -108,8 +115,8 @@ def model_device(model: torch.nn.Module) -> torch.device:
 
 def _used_as_loaded(layer: torch.nn.Module) -> bool:
     """Whether kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
-    recorded = loadable_parameters(layer)
     live = own_parameters(layer)
+    recorded = loadable_parameters(layer) if live else {}
     if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
         return False
     method = processing(layer)
@@ -175,6 +182,16 @@ def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch
     return parameter
 
 
-def addresses(layers: Layers) -> dict[str, int]:
-    """Where each parameter lies."""
-    return {name: tensor.data_ptr() for name, _, tensor in named_tensors(layers)}
+def addresses(model: torch.nn.Module) -> dict[tuple[int, str], int]:
+    """Where each parameter lies, by the identity of its layer and its name there."""
+    return {
+        (id(layer), name): tensor.data_ptr()
+        for layer in walk(model)
+        for name, tensor in layer._parameters.items()
+        if tensor is not None
+    }
+
+
+def _is_words(part: torch.Tensor) -> bool:
+    size = part.element_size()
+    return part.is_contiguous() and not (part.storage_offset() * size % _WORD or part.numel() * size % _WORD)

@@ -1,12 +1,12 @@
 """A weight update as the engine's process sees it: what its workers say, compared. Imports without vLLM or torch."""
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import Arrived, weights_digest
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import WeightPlan
 
 Workers = Callable[..., list[Any]]
 """Calls a method of every worker, with options; their results."""
@@ -22,11 +22,9 @@ class Transaction:
         self.touched = False
         """Whether a worker's weights of before are gone, or may be."""
 
-    def prepare(self, plan: WeightPlan, digest: str, channel: Channel, first: int) -> str:
+    def prepare(self, plan: str, digest: str, channel: Channel, first: int) -> str:
         """See `EngineProtocol.prepare_update`."""
-        answers = self._workers(
-            "prepare_update", plan=plan.model_dump_json(), channel=channel.model_dump_json(), first=first
-        )
+        answers = self._workers("prepare_update", plan=plan, channel=channel.model_dump_json(), first=first)
         _refuse(answers)
         computed = {cast(str, answer["digest"]) for answer in answers}
         if computed != {digest}:
@@ -39,7 +37,7 @@ class Transaction:
     def receive(self) -> Arrived:
         """See `EngineProtocol.receive_update`."""
         self.touched = True  # until the workers say otherwise
-        answers = self._workers("receive_update")
+        answers = [json.loads(answer) for answer in self._workers("receive_update")]
         self.touched = any(answer.get("written", True) for answer in answers)
         _refuse(answers)
         first, *others = answers

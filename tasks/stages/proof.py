@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import Arrived, weights_digest
 from trainer_core.protocol import Planned, Sent
-from trainer_core.weights.plan import WeightPlan, plan_digest
+from trainer_core.weights.plan import WeightPlan, text_digest
 
 _SHOWN = 4  # names spelled out in a message
 _AGAIN = (
@@ -21,15 +21,16 @@ def agreed_plan(planned: Sequence[Planned], version: int) -> WeightPlan:
     Raises:
         SyncMismatch: they have made different ones, or not for this version; or it has no tensors, or one name twice.
     """
-    plan, digest = planned[0].plan, planned[0].digest
+    text, digest = planned[0].plan, planned[0].digest
     for rank, one in enumerate(planned):
         if one.digest != digest:
             raise SyncMismatch(
                 f"trainer rank {rank} has planned the weight update {one.digest}, rank 0 {digest}: they hold different "
                 "models. Nothing was sent; run again, which starts from the stored state"
             )
-    if plan is None or plan_digest(plan) != digest or plan.version != version:
-        found = None if plan is None else f"{plan_digest(plan)} to version {plan.version}"
+    plan = None if text is None else WeightPlan.model_validate_json(text)
+    if plan is None or text is None or text_digest(text) != digest or plan.version != version:
+        found = None if plan is None else f"{text_digest(text or '')} to version {plan.version}"
         raise SyncMismatch(f"trainer rank 0 has announced the plan {digest} to version {version}, but made {found}")
     if not plan.tensors:
         raise SyncMismatch(

@@ -19,9 +19,9 @@ from tasks.workers.group import Pending
 from tasks.workers.placement import transport
 from tasks.workers.scratch import scratch
 from tasks.workers.trainers import TrainerGroup
+from trainer_core.collector import paused
 from trainer_core.protocol import Planned, Sent
 from trainer_core.weights.channel import Channel, Transport
-from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.signals import fail
 
 _DEADLINE_S = 600.0  # for which one side waits for the other
@@ -90,7 +90,8 @@ def deliver(
     with scratch(memory=way != "files") as folder:
         update = _Update(context, engines, group, _channel(context, way, folder, len(engines)), stored, noted)
         try:
-            return update.perform(version, section.arena_mib << 20, expected)
+            with paused():
+                return update.perform(version, section.arena_mib << 20, expected)
         except BaseException as error:
             update.abort(error)
             raise
@@ -134,7 +135,7 @@ class _Update:
         plan = agreed_plan(planned, version)
         clock.ended("plan")
         with self._sending(planned[0].digest) as sending:
-            self._prepare(plan, planned[0].digest)
+            self._prepare(planned[0])
         clock.ended("prepare")
         sent, arrived = self._move(sending)
         clock.ended("send")
@@ -173,7 +174,8 @@ class _Update:
         planned, *_ = at_once([planning, *(engine.survey_model for engine in self.engines.values())])
         return planned
 
-    def _prepare(self, plan: WeightPlan, digest: str) -> None:
+    def _prepare(self, planned: Planned) -> None:
+        plan, digest = planned.plan or "", planned.digest
         tensor, in_flight = self.context.config.engine.tensor, self.context.config.sync.in_flight
         computed = at_once(
             [

@@ -17,7 +17,6 @@ from tasks.engine.protocol import (
 )
 from tasks.workers.group import GroupHandle, Pending
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import WeightPlan
 
 
 class EngineHandle(GroupHandle):
@@ -52,9 +51,7 @@ class EngineHandle(GroupHandle):
         """See `EngineProtocol.survey_model`."""
         self._result(self.submit(EngineProtocol.survey_model))
 
-    def prepare_update(
-        self, plan: WeightPlan, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight
-    ) -> str:
+    def prepare_update(self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight) -> str:
         """See `EngineProtocol.prepare_update`."""
         return self._result(
             self.submit(EngineProtocol.prepare_update, plan, digest, channel, first_receiver, in_flight)

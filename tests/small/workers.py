@@ -184,7 +184,7 @@ class SmallTrainer(TrainerProtocol):
 
     def plan_weights(self, version, arena_bytes):
         self._plan = plan_of(version, self._config.parallel.world_size)
-        return Planned(plan_digest(self._plan), None if self._rank else self._plan, exchanges=1)
+        return Planned(plan_digest(self._plan), None if self._rank else self._plan.model_dump_json(), exchanges=1)
 
     def send_weights(self, digest, channel, stored=None):
         self._need("weights")
@@ -260,6 +260,7 @@ class SmallEngine(EngineProtocol):
         """There is nothing to see."""
 
     def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
+        plan = WeightPlan.model_validate_json(plan)
         names = sorted(tensor.name for tensor in plan.tensors)
         if names != sorted(LAYERS):
             raise SyncMismatch(f"the plan has {names}, but the model {LAYERS}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.managers import BaseManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,11 +207,12 @@ def _faulty_copies(copies: Any, fault: str, names: tuple[str, ...]) -> Any:
     """Copies to other places than planned, or of other values."""
 
     class Faulty(copies):
-        def __init__(self, planned: Any, places: Any, parts: Any) -> None:
+        def __init__(self, planned: Any, survey: Any) -> None:
             other = dict(zip(names, names[::-1], strict=True)) if fault == "swap" else {}
-            kept = {name: parts[other.get(name, name)] for name in parts if fault != "skip" or name not in names}
-            super().__init__(planned, places, kept)
-            self._late = [parts[tensor.name] for tensor in planned if fault == "ulp" and tensor.name in names]
+            kept = [name for name in survey.parts if fault != "skip" or name not in names]
+            parts, words = ({name: own[other.get(name, name)] for name in kept} for own in (survey.parts, survey.words))
+            super().__init__(planned, SimpleNamespace(places=survey.places, parts=parts, words=words))
+            self._late = [survey.parts[tensor.name] for tensor in planned if fault == "ulp" and tensor.name in names]
 
         def write(self, buffer: Any) -> None:
             super().write(buffer)

@@ -92,7 +92,7 @@ def deliver(
     plan = plan_of(weights, version, **planning)
     channel = Channel(transport=transport, folder=str(folder), receivers=receivers, deadline_s=30)
     digest = plan_digest(plan)
-    assert engine.prepare_update(plan, digest, channel, 0, in_flight) == digest
+    assert engine.prepare_update(plan.model_dump_json(), digest, channel, 0, in_flight) == digest
     ranks = sorted({bucket.sender for bucket in plan.buckets})
     senders = [Sending(channel, plan, weights, rank, before) for rank in ranks]
     arrived = engine.receive_update()

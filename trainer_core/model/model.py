@@ -34,7 +34,7 @@ from trainer_core.model.effective import MODEL, Built, Effective, check_effectiv
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
-from trainer_core.model.parts import named_parts
+from trainer_core.model.parts import walk
 from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings, uses_graphs
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.telling import told
@@ -156,7 +156,7 @@ class Model:
         """As each forward pass of a router begins: what casts a whole module to low precision casts them too."""
         if self.dtype == torch.float32 or not self.config.num_moe_experts:
             return
-        for part in (part for module in self.modules for _, part in named_parts(module)):
+        for part in (part for module in self.modules for part in walk(module)):
             if isinstance(part, TopKRouter):
                 part._maintain_float32_expert_bias()
 
@@ -192,8 +192,14 @@ class Model:
     def tensors(self) -> list[torch.Tensor]:
         """All parameters and buffers of this rank, in one order; use them inside `weights`."""
         # the wrapper's `buffers` are those of gradients
-        parts = [part for module in self.modules for _, part in named_parts(module)]
-        own = [tensor for part in parts for held in (part._parameters, part._buffers) for tensor in held.values()]
+        own = [
+            tensor
+            for module in self.modules
+            for part in walk(module)
+            for held in (part._parameters, part._buffers)
+            if held
+            for tensor in held.values()
+        ]
         return list({id(tensor): tensor for tensor in own if tensor is not None}.values())
 
     @property

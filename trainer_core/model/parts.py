@@ -15,3 +15,15 @@ def named_parts(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
         ahead = f"{path}." if path else ""
         waiting += [(ahead + name, child) for name, child in reversed(module._modules.items()) if child is not None]
     return list(found.values())
+
+
+def walk(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """`named_parts` without the names, which cost half of it; in an order of its own."""
+    found: dict[int, torch.nn.Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in module._modules.values() if child is not None]
+    return list(found.values())

@@ -6,17 +6,13 @@ owners of an earlier moment; receivers that are sized by them take garbage witho
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from megatron.bridge.models.conversion.model_bridge import (
-    WeightConversionTask,
-    _megatron_local_name_to_global,  # pyright: ignore[reportPrivateUsage]
-)
+from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.core import parallel_state
@@ -27,10 +23,9 @@ from trainer_core.model.parts import named_parts
 from trainer_core.weights.digest import dtype_name
 from trainer_core.weights.hollow import Settings, absent, replaced
 from trainer_core.weights.lanes import is_known
+from trainer_core.weights.naming import Known, Names, names_of
 from trainer_core.weights.table import Named, Row
 from trainer_core.weights.whole import Exported
-
-_NUMBERS = re.compile(r"\d+")
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
@@ -108,12 +103,13 @@ class _Source:
         self._bridge.hf_pretrained = self._origin
         self._registry = self._bridge.mapping_registry()
         self._registry.set_process_groups_from_pg_collection(_groups())
+        self._names = Names(self._registry, self._chunks, model.config)
         self._whole = self._bridge.mapping_registry()
         """Mappings that know the groups of the whole model."""
-        self._names = set(self._origin.state.source.get_all_keys())
+        self._present = set(self._origin.state.source.get_all_keys())
         self._tied = bool(self._bridge._share_embeddings_and_output_weights(model.config))
         self._settings = Settings(model.config)
-        self._known: dict[Hashable, _Tried] = {}
+        self._tried_kinds: dict[Hashable, _Tried] = {}
 
     def conversion(
         self, stage: int, name: str, module: torch.nn.Module, attribute: str
@@ -124,32 +120,32 @@ class _Source:
             SyncMismatch: it has no Hugging Face name, or is not in memory.
         """
         tensor = getattr(module, attribute)
-        whole_name = _megatron_local_name_to_global(self._chunks, self._model.config, name, stage)
+        known = self._names.known(stage, name)
+        whole_name = known.whole
         if self._tied and "output_layer" in whole_name:
             return None
-        mapping = self._registry.megatron_to_hf_lookup(whole_name)
-        if mapping is None:
+        if known.mapping is None:
             raise SyncMismatch(f"megatron-bridge has no Hugging Face name for {whole_name}; use the pinned version")
-        if not mapping.allow_hf_name_mismatch and not self._names.issuperset(_names_of(mapping)):
+        if not known.mapping.allow_hf_name_mismatch and not self._present.issuperset(known.names):
             return None  # the model came without it, and the bridge leaves it out
         if (problem := absent(whole_name, tensor)) is not None:
             raise SyncMismatch(problem)
         task = WeightConversionTask(
             param_name=name,
             global_param_name=whole_name,
-            mapping=mapping,
+            mapping=known.mapping,
             vp_stage=stage,
             megatron_module=module,
             param_weight=tensor,
         )
-        if not is_known(self._bridge, mapping):
+        if not is_known(self._bridge, known.mapping):
             return self._exported(task, attribute)
-        return self._tried(task, attribute)
+        return self._tried(task, attribute, known)
 
-    def _tried(self, task: WeightConversionTask[Any], attribute: str) -> Conversion | Exported | None:
+    def _tried(self, task: WeightConversionTask[Any], attribute: str, known: Known) -> Conversion | Exported | None:
         """Convert once without data, which tells names, types and shapes."""
         finish = self._finisher(task)
-        tried = self._of_its_kind(task)
+        tried = self._of_its_kind(task, known)
         found = finish(tried.found)
         if not found:
             return None
@@ -167,26 +163,27 @@ class _Source:
         mapping = self._whole.megatron_to_hf_lookup(task.global_param_name)
         return Exported.of(replace(task, mapping=mapping), attribute)
 
-    def _of_its_kind(self, task: WeightConversionTask[Any]) -> "_Tried":
+    def _of_its_kind(self, task: WeightConversionTask[Any], known: Known) -> "_Tried":
         """What the mapping alone makes of a tensor. It is tried once for all tensors that differ in numbers of their
         names alone, as layers and experts do, and one mapping converts all of them: so mappings choose their kind here
         and not while engines wait.
         """
-        tensor, names = cast(torch.Tensor, task.param_weight), _names_of(task.mapping)
-        kind = type(task.mapping), type(task.megatron_module), task.mapping.is_expert
-        kind = (*kind, *map(_unnumbered, (task.global_param_name, *names)), tensor.dtype, tensor.shape)
-        if kind in self._known:
-            return self._known[kind].named(names)
+        tensor = cast(torch.Tensor, task.param_weight)
+        kind = known.kind, type(task.megatron_module), tensor.dtype, tensor.shape
+        if kind not in self._tried_kinds:
+            self._tried_kinds[kind] = self._tried_mapping(task)
+        if (tried := self._tried_kinds[kind]).order is not None:
+            return tried.named(known.names)
+        return self._tried_mapping(replace(task, mapping=self._registry.megatron_to_hf_lookup(task.global_param_name)))
+
+    def _tried_mapping(self, task: WeightConversionTask[Any]) -> "_Tried":
         _with_settings(task.mapping, self._settings)
-        tried = _tried_mapping(task, torch.empty_like(tensor, device="meta"))
-        if tuple(tried.found) == names:
-            self._known[kind] = tried
-        return tried
+        return _tried_mapping(task, torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta"))
 
     def _finisher(self, task: WeightConversionTask[Any]) -> Callable[[Tensors], Tensors]:
         """What an export does to the result of a mapping."""
         alias = self._bridge._get_tied_output_hf_name(task, self._registry) if self._tied else None
-        alias = alias if alias in self._names else None
+        alias = alias if alias in self._present else None
         rows, vocabulary = self._model.vocab_size, self._model.vocabulary
 
         def finish(found: Tensors) -> Tensors:
@@ -209,15 +206,18 @@ class _Tried:
     """Whether it gathers the tensor's shards; None if it gathers something else."""
     convert: Callable[[torch.Tensor, torch.nn.Module], Tensors]
     """What does it, inside `gathered_by`."""
+    order: tuple[int, ...] | None
+    """Which of the mapping's names each has; None if it has another."""
 
-    def named(self, names: tuple[str, ...]) -> "_Tried":
-        """The same for a tensor that becomes tensors of other names, in the same order."""
+    def named(self, by_mapping: tuple[str, ...]) -> "_Tried":
+        """The same for a tensor whose mapping has other names, in the same order."""
         convert = self.convert
+        names = [by_mapping[place] for place in self.order or ()]
 
         def renamed(tensor: torch.Tensor, module: torch.nn.Module) -> Tensors:
             return dict(zip(names, convert(tensor, module).values(), strict=True))
 
-        return replace(self, found=dict(zip(names, self.found.values(), strict=True)), convert=renamed)
+        return _Tried(dict(zip(names, self.found.values(), strict=True)), self.gathers, renamed, self.order)
 
 
 def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> _Tried:
@@ -230,11 +230,9 @@ def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> _Tr
     with gathered_by(gather):
         found = task.mapping.megatron_to_hf(hollow, task.megatron_module)
     own = len(asked) <= 1 and all(shard is hollow for shard in asked)
-    return _Tried(found, bool(asked) if own else None, task.mapping.megatron_to_hf)
-
-
-def _unnumbered(name: str) -> str:
-    return _NUMBERS.sub("#", name)
+    names = names_of(task.mapping)
+    order = tuple(map(names.index, found)) if {*found} <= {*names} else None
+    return _Tried(found, bool(asked) if own else None, task.mapping.megatron_to_hf, order)
 
 
 def _groups() -> SimpleNamespace:
@@ -266,7 +264,3 @@ def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield stage, f"{path}.{attribute}" if path else attribute, module, attribute
-
-
-def _names_of(mapping: Any) -> tuple[str, ...]:
-    return (mapping.hf_param,) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())

@@ -60,11 +60,11 @@ class Outbox:
             places = dict(views(planned, arena))
             with self._timed("convert"):
                 _copy(convert(), places)
+            self._names[bucket.number] = list(places)
+            before = self.seconds["digest"]
             with self._timed("wait"):
-                self._sender.publish(bucket)
-            with self._timed("digest"):  # of what was packed, while receivers read it
-                self._planned.begin(bucket.number, arena)
-                self._names[bucket.number] = list(places)
+                self._sender.publish(bucket, lambda: self._begin_digests(bucket, arena))
+            self.seconds["wait"] -= self.seconds["digest"] - before
 
     def finish(self) -> None:
         """Wait until every receiver has read everything.
@@ -80,6 +80,10 @@ class Outbox:
                 self._sender.finish()
         if self._failure is not None:
             raise self._failure
+
+    def _begin_digests(self, bucket: Bucket, arena: torch.Tensor) -> None:
+        with self._timed("digest"):  # of what was packed
+            self._planned.begin(bucket.number, arena)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:

@@ -88,4 +88,9 @@ class WeightPlan(Frozen):
 
 def plan_digest(plan: WeightPlan) -> str:
     """Digest of everything in a plan, 32 hexadecimal characters; trainer ranks and engine workers compute it alike."""
-    return hashlib.blake2b(plan.model_dump_json().encode(), digest_size=16).hexdigest()
+    return text_digest(plan.model_dump_json())
+
+
+def text_digest(text: str) -> str:
+    """`plan_digest` of a plan that is given as JSON."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -18,7 +18,7 @@ from trainer_core.weights.conversion import Conversion, conversions, gathered_by
 from trainer_core.weights.exchange import exchange
 from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import tensors_of
-from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
+from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
 from trainer_core.weights.planned_digests import PlannedDigests, Whole, plan_digests
 from trainer_core.weights.planning import plan_of
 from trainer_core.weights.shards import Shards, group_of
@@ -44,7 +44,8 @@ class Update:
         self._whole = WholeExport(model, mesh, tables)
         more = self._whole.outlines() if _has_more(tables) else []
         self.plan: WeightPlan = plan_of(tables, more)
-        self.digest = plan_digest(self.plan)
+        self.text = self.plan.model_dump_json()
+        self.digest = text_digest(self.text)
         self._exported = frozenset(tensor.name for tensor in more)
         self._others = others
         self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}

@@ -50,10 +50,13 @@ class SharedReceiver:
         self._turns = Turns(Signals(channel, plan), channel.arenas)
         self._seen: dict[int, Seen] = {}
         self._fetcher = Fetcher(plan, device)
+        self._reading: tuple[Bucket, torch.cuda.Event] | None = None
         self._failed = False
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
         """See `Receiver.arena`."""
+        if not self._turns.is_published(bucket):
+            self._settle()  # the sender may wait for that arena
         self._turns.published(bucket)
         arena = self._shown(bucket)
         if not self._is_near(bucket):
@@ -63,10 +66,16 @@ class SharedReceiver:
         return arena
 
     def release(self, bucket: Bucket) -> None:
-        """See `Receiver.release`."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self._turns.release(bucket, self._number)
+        """See `Receiver.release`. A card reads it while this process launches what reads the next one."""
+        self._settle()
+        if not self._is_near(bucket):
+            self._fetcher.release()
+        elif (read := _now(self._device)) is not None:
+            self._reading = bucket, read
+        else:
+            self._turns.release(bucket, self._number)
+        if bucket.number == self._plan.buckets[-1].number:
+            self._settle()
 
     def fail(self, reason: str) -> None:
         """See `Receiver.fail`."""
@@ -78,6 +87,14 @@ class SharedReceiver:
         self._seen = {}
         self._fetcher.close()
         self._opener.close(self._failed)
+
+    def _settle(self) -> None:
+        """Wait until the card has read what it was given to read, and tell the sender."""
+        if self._reading is not None:
+            bucket, read = self._reading
+            read.synchronize()
+            self._turns.release(bucket, self._number)
+            self._reading = None
 
     def _shown(self, bucket: Bucket) -> torch.Tensor:
         """Where a bucket lies that can be read."""
@@ -103,41 +120,56 @@ class Fetcher:
 
     def __init__(self, plan: WeightPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self._buffers: list[torch.Tensor] = []  # (arena_bytes,) each: one is loaded from, the other is filled
+        self._buffers: list[torch.Tensor] = []  # (arena_bytes,) each: the first is filled, the other is loaded from
+        self._read: list[torch.cuda.Event | None] = [None, None]  # when the card has read what each held before
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ahead: tuple[Bucket, torch.Tensor] | None = None
+        self._ahead: Bucket | None = None  # what the first buffer is filled with
 
     def begin(self, bucket: Bucket, arena: torch.Tensor) -> None:
-        """Begin to copy a bucket, unless one is under way. What the bucket before the last held was loaded by now."""
+        """Begin to copy a bucket, unless one is under way."""
         if self._ahead is not None:
             return
         if not self._buffers:
             empty = partial(torch.empty, self._plan.arena_bytes, dtype=torch.uint8, device=self._device)
             self._buffers = [empty(), empty()]
         self._buffers.reverse()
-        own = self._buffers[0][: bucket.nbytes]
+        self._read.reverse()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use this memory
+            if (read := self._read[0]) is not None:
+                self._stream.wait_event(read)
+            else:  # new memory, which the card may still use for something else
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):  # no effect on CPU
-            own.copy_(arena, non_blocking=True)
-        self._ahead = bucket, own
+            self._buffers[0][: bucket.nbytes].copy_(arena, non_blocking=True)
+        self._ahead = bucket
 
     def fetched(self, bucket: Bucket, arena: torch.Tensor) -> torch.Tensor:
         """What a bucket holds, as soon as it was copied."""
         self.begin(bucket, arena)
-        assert self._ahead is not None  # just begun
-        begun, own = self._ahead
-        assert begun == bucket, "buckets are read in the order of the plan"
+        assert self._ahead == bucket, "buckets are read in the order of the plan"
         if self._stream is not None:
             self._stream.synchronize()
         self._ahead = None
-        return own
+        return self._buffers[0][: bucket.nbytes]
+
+    def release(self) -> None:
+        """The card was given everything that reads the bucket that was fetched last."""
+        self._read[0 if self._ahead is None else 1] = _now(self._device)
 
     def close(self) -> None:
         """Let go of the buffers."""
         if self._stream is not None:
             self._stream.synchronize()  # what is copied may be given up
         self._buffers, self._ahead = [], None
+
+
+def _now(device: torch.device) -> torch.cuda.Event | None:
+    """When a card has done what it was given until now; None if it is no card, where nothing is left to do."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class HostOpener:

@@ -71,7 +71,7 @@ def test_a_hold_ends_with_whoever_began_it(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     plan = plan_of(tensors_of_model(served.new))
     channel = Channel(transport="memory", folder=str(tmp_path), receivers=1)
-    served.engine.prepare_update(plan, plan_digest(plan), channel, 0, "keep")  # and its driver dies
+    served.engine.prepare_update(plan.model_dump_json(), plan_digest(plan), channel, 0, "keep")  # and its driver dies
     served.engine.drop()
     served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], PLAIN)
     assert [batch.number for batch in served.engine.collect(60).finished] == [0]

@@ -89,7 +89,7 @@ class Rank(SmallTrainer):
             return type(planned)("1" * 32, planned.plan, planned.exchanges)
         if self.fault == "plans another version":
             plan = plan_of(version + 1, 2)
-            return type(planned)(plan_digest(plan), None if self._rank else plan, 1)
+            return type(planned)(plan_digest(plan), None if self._rank else plan.model_dump_json(), 1)
         return planned
 
     def send_weights(self, digest, channel, stored=None):

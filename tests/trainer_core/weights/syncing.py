@@ -15,6 +15,7 @@ from tests.trainer_core.oracle import export
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digest, tensor_digests
 from trainer_core.weights.packing import tensors_of, views
+from trainer_core.weights.plan import WeightPlan
 
 CPU = torch.device("cpu")
 ARENA = 48 << 10  # several layers of the tiny models need several
@@ -81,9 +82,10 @@ def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=Non
     channel = Channel(transport="memory", folder=str(place), receivers=1, deadline_s=60)
     with counted() as calls:
         planned = trainer.plan_weights(version, arena_bytes)
+        plan = None if planned.plan is None else WeightPlan.model_validate_json(planned.plan)
         if between is not None:
             between(trainer)
-        reading = Reading(channel, planned.plan, spoil) if planned.plan is not None else None
+        reading = Reading(channel, plan, spoil) if plan is not None else None
         try:
             sent = trainer.send_weights(planned.digest, channel, stored)
         finally:
@@ -97,8 +99,8 @@ def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=Non
         "exchanges": planned.exchanges,
         "objects": sum(calls.values()),
         "digest": planned.digest,
-        "buckets": None if planned.plan is None else len(planned.plan.buckets),
-        "plan": planned.plan,
+        "buckets": None if plan is None else len(plan.buckets),
+        "plan": plan,
     }
 
 

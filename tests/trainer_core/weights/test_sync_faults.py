@@ -10,6 +10,7 @@ from tests.trainer_core.ranks import run_ranks, run_trainers
 from tests.trainer_core.weights.syncing import oracle, sync
 from trainer_core.config import ExpertsConfig, OptimizerConfig, ParallelConfig, RankSpec, TrainerConfig
 from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan
 
 FAMILY = "deepseek-v3"
 BIAS, NORM = "router.expert_bias", "final_layernorm.weight"
@@ -196,7 +197,8 @@ def biases_cast(trainer, folder):
         if module._buffers.get("expert_bias") is not None:
             module.expert_bias.data = module.expert_bias.data.bfloat16()  # as a wrapper of low precision leaves it
     planned = trainer.plan_weights(1, 1 << 20)
-    return {tensor.dtype for tensor in planned.plan.tensors if "e_score_correction_bias" in tensor.name}
+    plan = WeightPlan.model_validate_json(planned.plan)
+    return {tensor.dtype for tensor in plan.tensors if "e_score_correction_bias" in tensor.name}
 
 
 def test_biases_of_routers_are_sent_in_the_type_in_which_they_are_used(model_dir, tmp_path):

@@ -7,6 +7,7 @@ import torch
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.meeting import Meeting
 from trainer_core.weights.plan import Bucket, WeightPlan
+from trainer_core.weights.senders.meanwhile import Meanwhile, idle
 from trainer_core.weights.signals import Signals, Turns
 
 
@@ -23,11 +24,12 @@ class CollectiveSender:
         self._settle(place)
         return self._buffers[place][: bucket.nbytes]
 
-    def publish(self, bucket: Bucket) -> None:
+    def publish(self, bucket: Bucket, meanwhile: Meanwhile = idle) -> None:
         """See `Sender.publish`."""
         place = self._turns.place_of(bucket)
         self._turns.publish(bucket)
         self._under_way[place] = self._meeting.broadcast(self._buffers[place][: bucket.nbytes])
+        meanwhile()
 
     def finish(self) -> None:
         """See `Sender.finish`."""

@@ -5,6 +5,7 @@ import torch
 from trainer_core.weights.bucket_files import BucketFiles
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
+from trainer_core.weights.senders.meanwhile import Meanwhile, idle
 
 
 class FilesSender:
@@ -19,13 +20,14 @@ class FilesSender:
         self._files.check()
         return self._arena[: bucket.nbytes]
 
-    def publish(self, bucket: Bucket) -> None:
+    def publish(self, bucket: Bucket, meanwhile: Meanwhile = idle) -> None:
         """See `Sender.publish`.
 
         Raises:
             StorageUnavailable: the file cannot be written.
         """
         self._files.write(bucket, self._arena[: bucket.nbytes].cpu())
+        meanwhile()
 
     def finish(self) -> None:
         """See `Sender.finish`: what is written is all there is to wait for."""

@@ -8,6 +8,7 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.senders.collective import collective_sender
 from trainer_core.weights.senders.files import FilesSender
+from trainer_core.weights.senders.meanwhile import Meanwhile, idle
 from trainer_core.weights.senders.shared import cuda_sender, memory_sender
 
 
@@ -22,8 +23,12 @@ class Sender(Protocol):
         """
         ...
 
-    def publish(self, bucket: Bucket) -> None:
-        """Let the receivers read a bucket, once the device has written it."""
+    def publish(self, bucket: Bucket, meanwhile: Meanwhile = idle) -> None:
+        """Let the receivers read a bucket, once the device has written it.
+
+        Args:
+            meanwhile: is called once, while the device writes, or while the receivers read.
+        """
         ...
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from trainer_core.weights.arenas import make_arenas
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
+from trainer_core.weights.senders.meanwhile import Meanwhile, idle
 from trainer_core.weights.signals import Signals, Turns
 
 
@@ -25,10 +26,16 @@ class SharedSender:
         self._turns.free(bucket)
         return self._buffers[self._turns.place_of(bucket)][: bucket.nbytes]
 
-    def publish(self, bucket: Bucket) -> None:
+    def publish(self, bucket: Bucket, meanwhile: Meanwhile = idle) -> None:
         """See `Sender.publish`."""
-        if self._buffers[0].is_cuda:
-            torch.cuda.current_stream(self._buffers[0].device).synchronize()
+        if not self._buffers[0].is_cuda:
+            self._turns.publish(bucket)
+            meanwhile()
+            return
+        written = torch.cuda.Event()
+        written.record(torch.cuda.current_stream(self._buffers[0].device))
+        meanwhile()  # what it launches is not waited for
+        written.synchronize()
         self._turns.publish(bucket)
 
     def finish(self) -> None:
@@ -58,10 +65,10 @@ class StagedSender(SharedSender):
         """See `Sender.arena`."""
         return self._staging[: bucket.nbytes]
 
-    def publish(self, bucket: Bucket) -> None:
+    def publish(self, bucket: Bucket, meanwhile: Meanwhile = idle) -> None:
         """See `Sender.publish`."""
         super().arena(bucket).copy_(self._staging[: bucket.nbytes])  # waits for the device
-        super().publish(bucket)
+        super().publish(bucket, meanwhile)
 
 
 def memory_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
