@@ -13,6 +13,7 @@ _BY_TABLE = (
     "tests/tasks/engine/test_loading.py::test_where_loaders_have_followed_the_table_the_next_update_is_written_by_it",
     "tests/tasks/engine/test_loading.py::test_what_is_written_by_the_table_was_looked_up_for_this_update",
 )
+_COPIES = ("tests/tasks/engine/test_copies.py",)
 _IN_PLACE = (
     f"{_LOADING}a_fault_of_the_loaders_in_place_fails_with_the_name",
     f"{_LOADING}a_parameter_that_moves_is_refused_because_of_cuda_graphs",
@@ -194,16 +195,16 @@ ENGINE = (
         "moved-storage-is-not-seen",
         "a parameter gets new storage while CUDA graphs read the old one",
         "tasks/engine/loading.py",
-        "        if moved:\n",
-        "        if False:\n",
+        "        if moved := [key for key, address in now.items() if address != self._storage.get(key)]:\n",
+        "        if moved := [key for key in now if key not in now]:\n",
         _IN_PLACE,
     ),
     Mutant(
         "tables-are-written-by-that-loaders-do-not-follow",
         "an update is written by a table though loaders put a tensor elsewhere",
         "tasks/engine/receive.py",
-        "survey.in_place and survey.layout == self._followed)",
-        "survey.in_place)",
+        "survey.in_place and survey.layout == self._followed\n",
+        "survey.in_place\n",
         _IN_PLACE,
     ),
     Mutant(
@@ -224,11 +225,35 @@ ENGINE = (
     ),
     Mutant(
         "a-bucket-is-not-written",
-        "of what is written by the table, tensors of one type are left out",
-        "tasks/engine/loading.py",
-        "        for kind in {part.dtype for _, part in alike}:",
-        "        for kind in {part.dtype for _, part in alike[:0]}:",
+        "of what is written by the table, what lies in one piece is left out",
+        "tasks/engine/copies.py",
+        "            torch._foreach_copy_(self._into, list(pieces))",
+        "            torch._foreach_copy_(self._into[:0], list(pieces)[:0])",
         _BY_TABLE,
+    ),
+    Mutant(
+        "a-converted-tensor-is-not-written",
+        "of what is written by the table, tensors of another type are left out",
+        "tasks/engine/copies.py",
+        "        for tensor, place, into in self._others:\n",
+        "        for tensor, place, into in self._others[:0]:\n",
+        _COPIES,
+    ),
+    Mutant(
+        "a-part-is-copied-from-the-first-word-on",
+        "a worker that holds a part of a tensor copies what stands before it",
+        "tasks/engine/copies.py",
+        "    begin = tensor.offset + place.start * into.element_size()\n",
+        "    begin = tensor.offset\n",
+        _COPIES,
+    ),
+    Mutant(
+        "columns-are-taken-for-one-piece",
+        "some columns of a matrix are copied as if they followed each other",
+        "tasks/engine/landing.py",
+        " if whole and math.prod(self.shape[:cut]) == 1 else None\n",
+        " if whole else None\n",
+        _COPIES,
     ),
     Mutant(
         "a-plan-may-leave-parameters-unfilled",

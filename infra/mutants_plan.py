@@ -11,6 +11,8 @@ _UNEQUAL = f"{_LAYOUTS}unequal_stages_and_divided_sequences_send_everything_once
 _STORED = (f"{_FAULTS}the_weights_of_a_stored_state_are_sent_and_the_live_ones_come_back",)
 _FLOAT32 = (f"{_IMPORTED}[deepseek-v3-pp2-bf16]",)
 _SHARDS = (f"{_IMPORTED}[llama-tied-tp2-pp2-fp32]",)
+_NAMING = ("tests/trainer_core/weights/test_naming.py",)
+_PACKING = ("tests/trainer_core/weights/test_packing.py",)
 _EXPERTS = (f"{_IMPORTED}[deepseek-v3-tp2-sp-dp2-ep2-fp32]",)
 _SEEDING = "tests/trainer_core/weights/test_seeding.py::test_"
 _SEEDED = (f"{_SEEDING}what_the_bridge_exports_arrives_with_the_same_bytes",)
@@ -147,21 +149,22 @@ PLAN = (
     Mutant(
         "experts-by-their-local-numbers",
         "a rank sends its experts under the numbers that they have on it",
-        "trainer_core/weights/conversion.py",
-        "        whole_name = _megatron_local_name_to_global(self._chunks, self._model.config, name, stage)\n",
-        "        whole_name = name\n",
+        "trainer_core/weights/naming.py",
+        "        return _megatron_local_name_to_global(self._chunks, self._config, name, stage)\n",
+        "        return name\n",
         _EXPERTS,
     ),
     Mutant(
         "layers-counted-as-if-even",
         "layers get their numbers as if all stages of the pipeline had equally many",
-        "trainer_core/weights/conversion.py",
-        "        whole_name = _megatron_local_name_to_global(self._chunks, self._model.config, name, stage)\n",
-        '        parts, config = name.split("."), self._model.config\n'
+        "trainer_core/weights/naming.py",
+        "        return _megatron_local_name_to_global(self._chunks, self._config, name, stage)\n",
+        "        from megatron.core import parallel_state\n\n"
+        '        parts = name.split(".")\n'
         '        if "layers" in parts:\n'
-        "            each = config.num_layers // parallel_state.get_pipeline_model_parallel_world_size()\n"
+        "            each = self._config.num_layers // parallel_state.get_pipeline_model_parallel_world_size()\n"
         "            parts[2] = str(int(parts[2]) + each * parallel_state.get_pipeline_model_parallel_rank())\n"
-        '        whole_name = ".".join(parts)\n',
+        '        return ".".join(parts)\n',
         (f"{_UNEQUAL}[first1]",),
     ),
     Mutant(
@@ -178,8 +181,8 @@ PLAN = (
         "sent-without-putting-back",
         "weights that were given up after the plan are sent as they are, and shares of replicas are not gathered",
         "trainer_core/trainer.py",
-        '        with self._model.weights("readable"):\n            return self._send(update, digest, channel)\n',
-        "        return self._send(update, digest, channel)\n",
+        '        with paused(), self._model.weights("readable"):\n            return self._send(',
+        "        if True:\n            return self._send(",
         (f"{_LAYOUTS}weights_that_were_given_up_arrive_all_the_same",),
     ),
     Mutant(
@@ -218,9 +221,49 @@ PLAN = (
         "a-layer-under-the-name-of-the-first",
         "what a mapping makes of a weight has the names of the first weight of its kind",
         "trainer_core/weights/conversion.py",
-        "            return self._known[kind].named(names)\n",
-        "            return self._known[kind]\n",
+        "            return tried.named(known.names)\n",
+        "            return tried\n",
         _EXPERTS,
+    ),
+    Mutant(
+        "an-expert-under-the-number-of-the-first-layer",
+        "what stands behind the number of a layer has the Hugging Face name that it has in the first layer",
+        "trainer_core/weights/naming.py",
+        "            names = tuple(template.format(layer) for template in seen.templates)\n",
+        "            names = tuple(template.format(0) for template in seen.templates)\n",
+        _NAMING,
+    ),
+    Mutant(
+        "a-layer-with-a-pattern-of-its-own-is-like-the-others",
+        "names are taken for one kind though the bridge has a pattern for one of them",
+        "trainer_core/weights/naming.py",
+        "kind in self._apart or ",
+        "",
+        _NAMING,
+    ),
+    Mutant(
+        "names-that-are-computed-are-filled-in",
+        "numbers of Hugging Face names are taken for those of Megatron's, though a mapping computes them",
+        "trainer_core/weights/naming.py",
+        "        return templates if tuple(one.format(*numbers) for one in templates) == names_of(mapping) else None\n",
+        "        return templates\n",
+        _NAMING,
+    ),
+    Mutant(
+        "a-tensor-that-is-not-there-is-not-missed",
+        "a bucket is published though a planned tensor of it was not written",
+        "trainer_core/weights/packing.py",
+        "        if missing := [name for name in self._planned if name not in self._sources]:\n",
+        "        self._whole = [name for name in self._whole if name in self._sources]\n        if missing := []:\n",
+        _PACKING,
+    ),
+    Mutant(
+        "tensors-of-another-type-are-packed",
+        "a tensor is packed as it is though another type was planned",
+        "trainer_core/weights/packing.py",
+        "            if tensor.dtype != element_type(planned.dtype) or tensor.shape != planned.shape:\n",
+        "            if tensor.shape != planned.shape:\n",
+        _PACKING,
     ),
     Mutant(
         "layers-by-their-digits",

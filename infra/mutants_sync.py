@@ -12,6 +12,7 @@ _DISTANT = (
 _AHEAD = (
     "tests/tasks/engine/receivers/test_distant.py::test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched",
 )
+_READING = ("tests/tasks/engine/receivers/test_reading.py",)
 _OPEN = ("tests/tasks/engine/receivers/test_transports.py::test_only_arenas_of_a_complete_update_stay_open",)
 _FILE = "tasks/stages/transaction.py"
 
@@ -222,8 +223,8 @@ SYNC = (
         "distant-arena-not-copied",
         "a distant arena is given free, and what it held is read afterwards",
         "tasks/engine/receivers/shared.py",
-        "            own.copy_(arena, non_blocking=True)\n",
-        "            own = arena\n",
+        "            self._buffers[0][: bucket.nbytes].copy_(arena, non_blocking=True)\n",
+        "            self._buffers[0] = arena\n",
         _DISTANT,
     ),
     Mutant(
@@ -233,6 +234,47 @@ SYNC = (
         "        self._buffers.reverse()\n",
         "",
         _AHEAD,
+    ),
+    Mutant(
+        "arena-released-while-a-card-reads-it",
+        "a sender may write again into an arena that a card has not read yet",
+        "tasks/engine/receivers/shared.py",
+        "            self._reading = bucket, read\n",
+        "            self._turns.release(bucket, self._number)\n",
+        _READING,
+    ),
+    Mutant(
+        "last-arena-is-not-released",
+        "senders wait for ever for the last bucket to be read",
+        "tasks/engine/receivers/shared.py",
+        "        if bucket.number == self._plan.buckets[-1].number:\n",
+        "        if False:\n",
+        _READING,
+    ),
+    Mutant(
+        "arena-is-held-while-its-sender-waits",
+        "a receiver waits for a bucket whose sender waits for the arena that this receiver has read",
+        "tasks/engine/receivers/shared.py",
+        "        if not self._turns.is_published(bucket):\n",
+        "        if False:\n",
+        _READING,
+    ),
+    Mutant(
+        "ranks-wait-for-engines",
+        "ranks begin to send when engines are prepared, and not meanwhile",
+        _FILE,
+        "        with self._sending(planned[0].digest) as sending:\n            self._prepare(planned[0])\n",
+        "        self._prepare(planned[0])\n"
+        "        with self._sending(planned[0].digest) as sending:\n            pass\n",
+        _TRANSACTION,
+    ),
+    Mutant(
+        "ranks-go-on-after-a-refusal",
+        "ranks that have begun to send are left to wait when an engine refuses the plan",
+        _FILE,
+        "            fail(self.channel.folder, _reason(error))\n            with suppress",
+        "            with suppress",
+        _TRANSACTION,
     ),
     Mutant(
         "nothing-is-fetched-ahead",

@@ -85,8 +85,8 @@ TRAINER = (
         "buffers-stay-the-references",
         "a reference that was in place leaves its buffers behind",
         "trainer_core/model/model.py",
-        "for held in (part._parameters, part._buffers) for tensor in held.values()]",
-        "for held in (part._parameters,) for tensor in held.values()]",
+        "            for held in (part._parameters, part._buffers)\n",
+        "            for held in (part._parameters,)\n",
         _REENTRY,
     ),
     Mutant(

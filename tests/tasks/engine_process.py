@@ -262,6 +262,40 @@ class PlainEngine:
         ]
 
 
+class Copies:
+    """Copies what a bucket brings into parameters."""
+
+    def right(self, sent: str, held: str, of: Any) -> bool:
+        """Whether a part of a matrix is written by `PlannedCopies` as torch would, between others that are left alone.
+
+        Args:
+            of: the part, as in `Place`; None if this worker has no use for the matrix.
+        """
+        import torch
+
+        from tasks.engine.copies import PlannedCopies
+        from tasks.engine.landing import Place, part_of
+        from tasks.engine.survey import Survey
+        from tests.tasks.engine_update import plan_of
+        from trainer_core.weights.packing import tensors_of, views
+
+        kind = vars(torch)[sent]
+        matrices = {name: torch.randn(8, 12).to(kind) for name in ("before", "matrix", "after")}
+        plan = plan_of(matrices)
+        (planned,) = tensors_of(plan).values()
+        buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+        for name, tensor in views(planned, buffer):
+            tensor.copy_(matrices[name])
+        box = of or ((0, 8), (0, 12))
+        expected = part_of(matrices["matrix"], box).to(vars(torch)[held])
+        parameter = torch.zeros_like(expected, memory_format=torch.contiguous_format)
+        survey = Survey(torch.nn.Module())
+        place = Place((8, 12), box, "layer", "weight", tuple((0, size) for size in parameter.shape))
+        vars(survey).update(places={"matrix": place}, parts={"matrix": parameter} if of else {})
+        PlannedCopies(planned, survey).write(buffer)
+        return torch.equal(parameter, expected if of else torch.zeros_like(expected))
+
+
 class EngineProcess(BaseManager):
     """Serves engines and `Reference` to the tests over a local socket."""
 
@@ -271,6 +305,7 @@ EngineProcess.register("FaultyEngine", FaultyEngine)
 EngineProcess.register("InPlaceEngine", InPlaceEngine)
 EngineProcess.register("PlainEngine", PlainEngine)
 EngineProcess.register("Reference", Reference)
+EngineProcess.register("Copies", Copies)
 
 
 @contextmanager

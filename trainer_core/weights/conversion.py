@@ -56,8 +56,15 @@ class Conversion:
     """The live parameter or buffer."""
     gathers: bool
     """Whether the shards of the tensor-parallel ranks are put together."""
+    views: bool
+    """Whether it becomes nothing but views of itself."""
     convert: Callable[[torch.Tensor], Tensors]
     """The live tensor -> whole tensors by Hugging Face name, inside `gathered_by`."""
+
+    @property
+    def live(self) -> torch.Tensor:
+        """The tensor without its history."""
+        return self.tensor.detach()
 
     def changed(self) -> str | None:
         """Why the live tensor is not the one that was planned; None if it is."""
@@ -157,7 +164,9 @@ class _Source:
             return self._exported(task, attribute)
         module, tensor = cast(torch.nn.Module, task.megatron_module), cast(torch.Tensor, task.param_weight)
         convert = tried.convert
-        return Conversion(row, module, attribute, tensor, tried.gathers, lambda whole: finish(convert(whole, module)))
+        return Conversion(
+            row, module, attribute, tensor, tried.gathers, tried.views, lambda whole: finish(convert(whole, module))
+        )
 
     def _exported(self, task: WeightConversionTask[Any], attribute: str) -> Exported:
         mapping = self._whole.megatron_to_hf_lookup(task.global_param_name)
@@ -206,6 +215,8 @@ class _Tried:
     """Whether it gathers the tensor's shards; None if it gathers something else."""
     convert: Callable[[torch.Tensor, torch.nn.Module], Tensors]
     """What does it, inside `gathered_by`."""
+    views: bool
+    """Whether that makes nothing but views of the tensor."""
     order: tuple[int, ...] | None
     """Which of the mapping's names each has; None if it has another."""
 
@@ -217,7 +228,7 @@ class _Tried:
         def renamed(tensor: torch.Tensor, module: torch.nn.Module) -> Tensors:
             return dict(zip(names, convert(tensor, module).values(), strict=True))
 
-        return _Tried(dict(zip(names, self.found.values(), strict=True)), self.gathers, renamed, self.order)
+        return _Tried(dict(zip(names, self.found.values(), strict=True)), self.gathers, renamed, self.views, self.order)
 
 
 def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> _Tried:
@@ -232,7 +243,10 @@ def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> _Tr
     own = len(asked) <= 1 and all(shard is hollow for shard in asked)
     names = names_of(task.mapping)
     order = tuple(map(names.index, found)) if {*found} <= {*names} else None
-    return _Tried(found, bool(asked) if own else None, task.mapping.megatron_to_hf, order)
+    views = not asked and all(
+        part.untyped_storage()._cdata == hollow.untyped_storage()._cdata for part in found.values()
+    )
+    return _Tried(found, bool(asked) if own else None, task.mapping.megatron_to_hf, views, order)
 
 
 def _groups() -> SimpleNamespace:

@@ -1,17 +1,15 @@
 """What one trainer rank sends of an update, bucket by bucket, with the digests and the time it took."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 
-from storage.errors import RatchetError, SyncMismatch
+from storage.errors import RatchetError
 from trainer_core.model.mesh import Mesh
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import dtype_name
-from trainer_core.weights.packing import views
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.planned_digests import PlannedDigests
 from trainer_core.weights.senders.sender import Sender, open_sender
@@ -34,7 +32,7 @@ class Outbox:
         """Of what was sent, by name; complete after `finish`."""
         self.seconds = {"convert": 0.0, "wait": 0.0, "digest": 0.0}
         if any(bucket.sender == mesh.rank for bucket in plan.buckets):
-            with self._noted():
+            with self.noted():
                 self._sender = open_sender(channel, plan, mesh.rank, mesh.device)
 
     def __enter__(self) -> "Outbox":
@@ -48,19 +46,20 @@ class Outbox:
                 self._sender.fail(f"a trainer rank failed: {error}")
             self._sender.close()
 
-    def send(
-        self, bucket: Bucket, planned: Sequence[PlannedTensor], convert: Callable[[], Mapping[str, torch.Tensor]]
-    ) -> None:
-        """Convert a bucket into an arena and let it be read; does nothing after a failure."""
+    def send(self, bucket: Bucket, planned: Sequence[PlannedTensor], fill: Callable[[torch.Tensor], object]) -> None:
+        """Let a bucket be read that `fill` writes into its arena; does nothing after a failure.
+
+        Args:
+            fill: is given the arena, (bucket.nbytes,) uint8.
+        """
         if self._failure is not None or self._sender is None:
             return
-        with self._noted():
+        with self.noted():
             with self._timed("wait"):
                 arena = self._sender.arena(bucket)
-            places = dict(views(planned, arena))
             with self._timed("convert"):
-                _copy(convert(), places)
-            self._names[bucket.number] = list(places)
+                fill(arena)
+            self._names[bucket.number] = [tensor.name for tensor in planned]
             before = self.seconds["digest"]
             with self._timed("wait"):
                 self._sender.publish(bucket, lambda: self._begin_digests(bucket, arena))
@@ -76,7 +75,7 @@ class Outbox:
             with self._timed("digest"):  # while receivers read the last bucket
                 for number, begun in self._planned.begun().items():
                     self.digests |= zip(self._names[number], begun.read(), strict=True)
-            with self._noted(), self._timed("wait"):
+            with self.noted(), self._timed("wait"):
                 self._sender.finish()
         if self._failure is not None:
             raise self._failure
@@ -86,7 +85,8 @@ class Outbox:
             self._planned.begin(bucket.number, arena)
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def noted(self) -> Iterator[None]:
+        """If the block fails, nothing more is sent, and `finish` raises that."""
         try:
             yield
         except RatchetError as error:
@@ -103,20 +103,3 @@ class Outbox:
             yield
         finally:
             self.seconds[what] += time.monotonic() - begun
-
-
-def _copy(found: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to their places in an arena as they are, without a change of type: a launch for each type."""
-    by_type: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for name, place in places.items():
-        if name not in found:
-            raise SyncMismatch(f"{name} was planned, but this rank has nothing that becomes it")
-        tensor = found[name]
-        if (tensor.dtype, tensor.shape) != (place.dtype, place.shape):
-            raise SyncMismatch(
-                f"{name} is {dtype_name(tensor.dtype)} {list(tensor.shape)} now, but was planned as "
-                f"{dtype_name(place.dtype)} {list(place.shape)}: the model changed after the update was planned"
-            )
-        by_type.setdefault(tensor.dtype, []).append((place, tensor))
-    for pairs in by_type.values():
-        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs])  # pyright: ignore[reportPrivateImportUsage]

@@ -9,6 +9,8 @@ from storage.errors import SyncMismatch
 from trainer_core.weights.digest import dtype_name
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 
+_WORD = 8  # bytes
+
 
 def tensors_of(plan: WeightPlan) -> dict[int, list[PlannedTensor]]:
     """The tensors of each bucket by its number, in order."""
@@ -46,6 +48,62 @@ def _of_type(tensors: Sequence[PlannedTensor], arena: torch.Tensor, dtype: torch
         end = tensor.offset // size + count
     elements = arena[: arena.numel() // size * size].view(dtype)
     return elements.split_with_sizes([*cuts, elements.numel() - end])[1::2]
+
+
+class Packing:
+    """The tensors of one bucket on their way into its arena: a launch copies whole words, whatever their types. What is
+    added before the arena is free costs nothing then.
+    """
+
+    def __init__(self, planned: Sequence[PlannedTensor]) -> None:
+        self._planned = {tensor.name: tensor for tensor in planned}
+        self._sources: dict[str, torch.Tensor] = {}
+        whole = [tensor for tensor in planned if not tensor.nbytes % _WORD]
+        self._whole = [tensor.name for tensor in whole]
+        ends = [0, *((tensor.offset + tensor.nbytes) // _WORD for tensor in whole)]
+        cuts = [
+            (tensor.offset // _WORD - end, tensor.nbytes // _WORD) for tensor, end in zip(whole, ends, strict=False)
+        ]
+        self._cuts, self._end = [count for pair in cuts for count in pair], ends[-1]
+
+    def add(self, found: Mapping[str, torch.Tensor]) -> None:
+        """Tensors by name; what is not planned is left out. Views of live weights are read by `write`.
+
+        Raises:
+            SyncMismatch: one is not as it was planned.
+        """
+        for name, tensor in found.items():
+            if (planned := self._planned.get(name)) is None:
+                continue
+            if tensor.dtype != element_type(planned.dtype) or tensor.shape != planned.shape:
+                raise SyncMismatch(
+                    f"{name} is {dtype_name(tensor.dtype)} {list(tensor.shape)} now, but was planned as "
+                    f"{planned.dtype} {list(planned.shape)}: the model changed after the update was planned"
+                )
+            self._sources[name] = tensor if planned.nbytes % _WORD else _words(tensor)
+
+    def write(self, arena: torch.Tensor) -> None:
+        """Write all tensors to their places in an arena, (bytes,) uint8, without a change of type.
+
+        Raises:
+            SyncMismatch: a tensor has not been added.
+        """
+        if missing := [name for name in self._planned if name not in self._sources]:
+            raise SyncMismatch(f"{missing[0]} was planned, but this rank has nothing that becomes it")
+        if self._whole:
+            words = arena[: arena.numel() // _WORD * _WORD].view(torch.int64)
+            places = words.split_with_sizes([*self._cuts, words.numel() - self._end])[1::2]
+            torch._foreach_copy_(list(places), [self._sources[name] for name in self._whole])  # pyright: ignore[reportPrivateImportUsage]
+        others = [tensor for name, tensor in self._planned.items() if tensor.nbytes % _WORD]
+        for name, place in views(others, arena):
+            place.copy_(self._sources[name])
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of whole words, (words,) int64: a view of it where it is in one piece."""
+    flat = tensor.reshape(-1)
+    aligned = flat if not flat.storage_offset() * flat.element_size() % _WORD else flat.clone()
+    return aligned.view(torch.int64)
 
 
 def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

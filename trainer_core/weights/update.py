@@ -1,6 +1,5 @@
 """One update of the engines' weights, from the trainer's side: planned once, sent once, then dropped."""
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,10 +13,11 @@ from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.conversion import Conversion, conversions, gathered_by
+from trainer_core.weights.conversion import Conversion, conversions
 from trainer_core.weights.exchange import exchange
 from trainer_core.weights.outbox import Outbox
-from trainer_core.weights.packing import tensors_of
+from trainer_core.weights.packing import Packing, tensors_of
+from trainer_core.weights.parcel import Parcel
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
 from trainer_core.weights.planned_digests import PlannedDigests, Whole, plan_digests
 from trainer_core.weights.planning import plan_of
@@ -75,26 +75,37 @@ class Update:
         _settle(self._mesh)
         planned = self._planned
         whole = [bucket for bucket in self.plan.buckets if planned[bucket.number][0].name in self._exported]
+        parcels = {
+            bucket.number: self._parcel(bucket) for bucket in self.plan.buckets[: len(self.plan.buckets) - len(whole)]
+        }
+        own = [number for number in parcels if self.plan.buckets[number].sender == self._mesh.rank]
         with Outbox(channel, self.plan, self._mesh, self._digests) as outbox, torch.no_grad():
-            for bucket in self.plan.buckets[: len(self.plan.buckets) - len(whole)]:
-                self._carry(outbox, bucket, planned[bucket.number])
+            for number, parcel in parcels.items():
+                if own[channel.arenas : channel.arenas + 1] == [number]:  # engines have hardly begun to read
+                    with outbox.noted():
+                        for later in own[channel.arenas :]:
+                            parcels[later].look()
+                self._carry(outbox, self.plan.buckets[number], parcel)
             if whole:
                 self._carry_exported(outbox, whole, planned)
             outbox.finish()
             return outbox
 
-    def _carry(self, outbox: Outbox, bucket: Bucket, planned: Sequence[PlannedTensor]) -> None:
+    def _parcel(self, bucket: Bucket) -> Parcel:
+        """What this rank has of a bucket."""
+        planned = self._planned[bucket.number]
+        held = {id(one): one for tensor in planned if (one := self._conversions.get(tensor.name)) is not None}
+        return Parcel(planned, list(held.values()))
+
+    def _carry(self, outbox: Outbox, bucket: Bucket, parcel: Parcel) -> None:
         """Send a bucket, or give its sender this rank's shards."""
-        names = (tensor.name for tensor in planned)
-        own = {id(one): one for name in names if (one := self._conversions.get(name)) is not None}
-        weights = [(one, one.tensor.detach()) for one in own.values()]
         shards = Shards()
         for expert in (False, True):
-            wanted = [tensor for one, tensor in weights if one.gathers and one.row.expert == expert]
+            wanted = [one.live for one in parcel.conversions if one.gathers and one.row.expert == expert]
             if wanted and bucket.sender in dist.get_process_group_ranks(group := group_of(expert)):
                 shards.exchange(wanted, group)
         if bucket.sender == self._mesh.rank:
-            outbox.send(bucket, planned, lambda: _converted(weights, shards, self._mesh.device))
+            outbox.send(bucket, parcel.planned, lambda arena: parcel.fill(arena, shards, self._mesh.device))
 
     def _carry_exported(
         self, outbox: Outbox, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
@@ -106,7 +117,7 @@ class Update:
         def send() -> None:
             bucket = waiting.pop(0)
             if bucket.sender == self._mesh.rank:
-                outbox.send(bucket, planned[bucket.number], lambda: held)
+                outbox.send(bucket, planned[bucket.number], lambda arena: _packed(planned[bucket.number], held, arena))
             held.clear()
 
         for name, tensor in self._whole.exported():
@@ -117,20 +128,10 @@ class Update:
             send()
 
 
-def _converted(
-    weights: Iterable[tuple[Conversion, torch.Tensor]], shards: Shards, device: torch.device
-) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    with gathered_by(shards.of), _made_on(device):
-        for one, tensor in weights:
-            found |= one.convert(tensor)
-    return found
-
-
-def _made_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Mappings make tensors of positions, by which they take rows. On the host, each of them would have to be copied to
-    the card, which waits for all that was launched before."""
-    return contextlib.nullcontext() if device.type == "cpu" else device
+def _packed(planned: Sequence[PlannedTensor], held: Mapping[str, torch.Tensor], arena: torch.Tensor) -> None:
+    packing = Packing(planned)
+    packing.add(held)
+    packing.write(arena)
 
 
 def _settle(mesh: Mesh) -> None:

@@ -83,6 +83,9 @@ class Rank(SmallTrainer):
 
     fault = ""
 
+    def stopped(self, error):
+        """It has failed while it sent."""
+
     def plan_weights(self, version, arena_bytes):
         planned = super().plan_weights(version, arena_bytes)
         if self.fault == "plans otherwise":
@@ -95,7 +98,11 @@ class Rank(SmallTrainer):
     def send_weights(self, digest, channel, stored=None):
         if self.fault == "dies":
             raise WorkerLost("rank died")
-        sent = super().send_weights(digest, channel, stored)
+        try:
+            sent = super().send_weights(digest, channel, stored)
+        except SyncMismatch as error:
+            self.stopped(error)
+            raise
         if self.fault == "sends twice":
             return type(sent)({**sent.digests, LAYERS[0]: "0" * 32}, sent.seconds)
         return sent
@@ -239,6 +246,37 @@ def test_engines_look_at_their_models_while_ranks_plan(run, monkeypatch):
         engine.seen.clear()
     run.sync()
     assert seen == [[True, True]] * len(run.ranks)
+
+
+def test_ranks_begin_to_send_while_engines_prepare(run, monkeypatch):
+    begun, seen = threading.Event(), []
+    send_weights, prepare_update = SmallTrainer.send_weights, SmallEngine.prepare_update
+
+    def sending(rank, *given):
+        begun.set()
+        return send_weights(rank, *given)
+
+    def preparing(engine, *given):
+        seen.append(begun.wait(10))
+        return prepare_update(engine, *given)
+
+    monkeypatch.setattr(SmallTrainer, "send_weights", sending)
+    monkeypatch.setattr(SmallEngine, "prepare_update", preparing)
+    run.sync()
+    assert seen == [True, True]
+
+
+def test_ranks_that_have_begun_to_send_stop_when_an_engine_refuses(run):
+    """They have ended before the update has: the next call to them is not kept waiting."""
+    run.engines[1].fault = "refuses"
+    stopped = []
+    for rank in run.ranks:
+        rank.stopped = stopped.append
+    with pytest.raises(SyncMismatch, match="refuses the plan"):
+        run.sync()
+    assert len(stopped) == 1  # ranks are called one after another, and the first of them has failed
+    assert "refuses the plan" in str(stopped[0])
+    assert "receive_update" not in run.calls
 
 
 def test_an_engine_that_serves_something_else_than_was_committed_is_noticed(run):

@@ -1,0 +1,63 @@
+"""An arena on a card is released when the card has read it, which nobody waits for before it is given more to do."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.engine.receivers import shared
+from tasks.engine.receivers.receiver import open_receiver
+from tests.tasks.engine.receivers.test_transports import channel_of, weights
+from tests.tasks.engine_update import CPU, plan_of
+from trainer_core.weights.senders.sender import open_sender
+from trainer_core.weights.signals import Signals
+
+
+@pytest.fixture
+def reading(tmp_path, monkeypatch):
+    """A receiver whose card has read something only when it was waited for; how often it was, and what was released."""
+    waited = []
+    monkeypatch.setattr(shared, "_now", lambda _device: SimpleNamespace(synchronize=lambda: waited.append(1)))
+    plan = plan_of(weights(count=24))
+    channel = channel_of(tmp_path, "memory", deadline_s=5)
+    sender, receiver = open_sender(channel, plan, 0, CPU), open_receiver(channel, plan, 0, CPU)
+    signals = Signals(channel, plan)
+    return SimpleNamespace(
+        plan=plan, sender=sender, receiver=receiver, waited=waited, released=lambda: int(signals.released[0, 0])
+    )
+
+
+def publish(reading, number):
+    bucket = reading.plan.buckets[number]
+    reading.sender.arena(bucket)
+    reading.sender.publish(bucket)
+    return bucket
+
+
+def read(reading, bucket):
+    reading.receiver.arena(bucket)
+    reading.receiver.release(bucket)
+
+
+def test_an_arena_is_released_when_the_next_bucket_was_given_to_the_card(reading):
+    one, two = publish(reading, 0), publish(reading, 1)
+    read(reading, one)
+    assert (reading.released(), reading.waited) == (0, [])
+    reading.receiver.arena(two)
+    assert (reading.released(), reading.waited) == (0, [])
+    reading.receiver.release(two)
+    assert (reading.released(), reading.waited) == (1, [1])
+
+
+def test_it_is_released_before_a_bucket_is_waited_for(reading):
+    """Its sender may need that arena for it."""
+    for number in range(6):  # there are two arenas
+        read(reading, publish(reading, number))
+        if number:
+            assert reading.released() >= number
+
+
+def test_the_last_one_is_released_at_once(reading):
+    for number in range(len(reading.plan.buckets)):
+        read(reading, publish(reading, number))
+    assert reading.released() == len(reading.plan.buckets) == len(reading.waited)
+    reading.sender.finish()

@@ -1,0 +1,57 @@
+"""What one rank has of one bucket."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from trainer_core.weights.conversion import Conversion, gathered_by
+from trainer_core.weights.packing import Packing
+from trainer_core.weights.plan import PlannedTensor
+from trainer_core.weights.shards import Shards
+
+
+class Parcel:
+    """A bucket's conversions on this rank. Those that make views of live weights, as most do, may be done before the
+    bucket's turn: the weights are read in it.
+    """
+
+    def __init__(self, planned: Sequence[PlannedTensor], conversions: Sequence[Conversion]) -> None:
+        """Args:
+        planned: the bucket's tensors.
+        conversions: of the weights that become them, or this rank's shards.
+        """
+        self.planned, self.conversions = planned, conversions
+        self._packing: Packing | None = None
+
+    def look(self) -> None:
+        """Do what can be done before the bucket's turn; inside `torch.no_grad`.
+
+        Raises:
+            SyncMismatch: a weight is not as it was planned.
+        """
+        if self._packing is None:
+            self._packing = Packing(self.planned)
+            for one in self.conversions:
+                if one.views:
+                    self._packing.add(one.convert(one.live))
+
+    def fill(self, arena: torch.Tensor, shards: Shards, device: torch.device) -> None:
+        """Convert what is left, and write everything into the bucket's arena, (bytes,) uint8.
+
+        Raises:
+            SyncMismatch: a weight is not as it was planned.
+        """
+        self.look()
+        assert self._packing is not None
+        with gathered_by(shards.of), _made_on(device):
+            for one in self.conversions:
+                if not one.views:
+                    self._packing.add(one.convert(one.live))
+        self._packing.write(arena)
+
+
+def _made_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Mappings make tensors of positions, by which they take rows. On the host, each of them would have to be copied to
+    the card, which waits for all that was launched before."""
+    return contextlib.nullcontext() if device.type == "cpu" else device
