@@ -250,6 +250,14 @@ PLAN = (
         _NAMING,
     ),
     Mutant(
+        "rows-of-another-weight",
+        "a mapping takes the rows of a weight that it has converted before",
+        "trainer_core/weights/parcel.py",
+        "        asked = (*bounds, *map(type, bounds), *how.items())\n",
+        "        asked = (*bounds[1:], *how.items())\n",
+        (f"{_LAYOUTS}weights_that_were_given_up_arrive_all_the_same",),
+    ),
+    Mutant(
         "a-tensor-that-is-not-there-is-not-missed",
         "a bucket is published though a planned tensor of it was not written",
         "trainer_core/weights/packing.py",

@@ -8,6 +8,7 @@ owners of an earlier moment; receivers that are sized by them take garbage witho
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -61,9 +62,9 @@ class Conversion:
     convert: Callable[[torch.Tensor], Tensors]
     """The live tensor -> whole tensors by Hugging Face name, inside `gathered_by`."""
 
-    @property
+    @cached_property
     def live(self) -> torch.Tensor:
-        """The tensor without its history."""
+        """The tensor without its history, the same each time."""
         return self.tensor.detach()
 
     def changed(self) -> str | None:

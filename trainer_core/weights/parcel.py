@@ -1,11 +1,12 @@
 """What one rank has of one bucket."""
 
-import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from trainer_core.weights.conversion import Conversion, gathered_by
+from trainer_core.weights.hollow import replaced
 from trainer_core.weights.packing import Packing
 from trainer_core.weights.plan import PlannedTensor
 from trainer_core.weights.shards import Shards
@@ -36,7 +37,7 @@ class Parcel:
                 if one.views:
                     self._packing.add(one.convert(one.live))
 
-    def fill(self, arena: torch.Tensor, shards: Shards, device: torch.device) -> None:
+    def fill(self, arena: torch.Tensor, shards: Shards, positions: "Positions") -> None:
         """Convert what is left, and write everything into the bucket's arena, (bytes,) uint8.
 
         Raises:
@@ -44,14 +45,25 @@ class Parcel:
         """
         self.look()
         assert self._packing is not None
-        with gathered_by(shards.of), _made_on(device):
+        with gathered_by(shards.of), replaced(torch, arange=positions.arange):
             for one in self.conversions:
                 if not one.views:
                     self._packing.add(one.convert(one.live))
         self._packing.write(arena)
 
 
-def _made_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Mappings make tensors of positions, by which they take rows. On the host, each of them would have to be copied to
-    the card, which waits for all that was launched before."""
-    return contextlib.nullcontext() if device.type == "cpu" else device
+class Positions:
+    """What mappings take rows by, and make anew for each weight: a dozen launches, which take longer than the rows do.
+    On the host it would have to be copied to the card, which waits for all that was launched before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._make = device, torch.arange
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def arange(self, *bounds: Any, **how: Any) -> torch.Tensor:
+        """As `torch.arange`, on the device of the model; the same for the same numbers, unless it was changed."""
+        asked = (*bounds, *map(type, bounds), *how.items())
+        if (made := self._made.get(asked)) is None or made._version:
+            made = self._made[asked] = self._make(*bounds, **{"device": self._device, **how})
+        return made

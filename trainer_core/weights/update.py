@@ -17,7 +17,7 @@ from trainer_core.weights.conversion import Conversion, conversions
 from trainer_core.weights.exchange import exchange
 from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import Packing, tensors_of
-from trainer_core.weights.parcel import Parcel
+from trainer_core.weights.parcel import Parcel, Positions
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
 from trainer_core.weights.planned_digests import PlannedDigests, Whole, plan_digests
 from trainer_core.weights.planning import plan_of
@@ -51,6 +51,7 @@ class Update:
         self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}
         self._planned = tensors_of(self.plan)
         self._digests = self._outlined()
+        self._positions = Positions(mesh.device)
 
     def _outlined(self) -> PlannedDigests:
         """Digests of what this rank sends."""
@@ -105,7 +106,7 @@ class Update:
             if wanted and bucket.sender in dist.get_process_group_ranks(group := group_of(expert)):
                 shards.exchange(wanted, group)
         if bucket.sender == self._mesh.rank:
-            outbox.send(bucket, parcel.planned, lambda arena: parcel.fill(arena, shards, self._mesh.device))
+            outbox.send(bucket, parcel.planned, lambda arena: parcel.fill(arena, shards, self._positions))
 
     def _carry_exported(
         self, outbox: Outbox, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
