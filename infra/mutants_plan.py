@@ -258,6 +258,22 @@ PLAN = (
         (f"{_LAYOUTS}weights_that_were_given_up_arrive_all_the_same",),
     ),
     Mutant(
+        "packed-tensors-are-kept",
+        "what was made of weights stays on the card until everything is sent",
+        "trainer_core/weights/parcel.py",
+        "        self._packing = None\n\n\nclass",
+        "\n\nclass",
+        ("tests/trainer_core/weights/test_parcel.py",),
+    ),
+    Mutant(
+        "everything-is-converted-ahead",
+        "what is no view of a weight is made before its turn too, and takes the memory of all buckets",
+        "trainer_core/weights/parcel.py",
+        "                if one.views:\n",
+        "                if one.live is not None:\n",
+        ("tests/trainer_core/weights/test_parcel.py",),
+    ),
+    Mutant(
         "a-tensor-that-is-not-there-is-not-missed",
         "a bucket is published though a planned tensor of it was not written",
         "trainer_core/weights/packing.py",

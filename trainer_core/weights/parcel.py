@@ -38,7 +38,7 @@ class Parcel:
                     self._packing.add(one.convert(one.live))
 
     def fill(self, arena: torch.Tensor, shards: Shards, positions: "Positions") -> None:
-        """Convert what is left, and write everything into the bucket's arena, (bytes,) uint8.
+        """Convert what is left, and write everything into the bucket's arena, (bytes,) uint8. Nothing of it is kept.
 
         Raises:
             SyncMismatch: a weight is not as it was planned.
@@ -50,6 +50,7 @@ class Parcel:
                 if not one.views:
                     self._packing.add(one.convert(one.live))
         self._packing.write(arena)
+        self._packing = None
 
 
 class Positions:

@@ -104,9 +104,13 @@ def encode(place: Place, rows: Sequence[Row]) -> bytes:
     return place.model_dump_json().encode() + b"\n" + packed
 
 
-def decode(tables: Sequence[bytes]) -> list[Table]:
-    """The tables of all ranks; replicas send equal bytes, which are read once."""
-    known: dict[bytes, Rows] = {}
+def decode(tables: Sequence[bytes], own: bytes = b"", rows: Rows = ()) -> list[Table]:
+    """The tables of all ranks; replicas send equal bytes, which are read once.
+
+    Args:
+        own, rows: a table that need not be read, and what is in it.
+    """
+    known = {own.partition(b"\n")[2]: rows} if own else {}
     found: list[Table] = []
     for table in tables:
         head, _, packed = table.partition(b"\n")

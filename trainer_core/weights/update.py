@@ -39,8 +39,9 @@ class Update:
         _settle(mesh)
         found, others, rows, problem = _found(model)
         place = _place(mesh, config, version, arena_bytes, problem)
-        told, self.exchanges = exchange(encode(place, sorted(rows, key=lambda row: row.name)), mesh)
-        tables = decode(told)
+        mine = tuple(sorted(rows, key=lambda row: row.name))
+        told, self.exchanges = exchange(own := encode(place, mine), mesh)
+        tables = decode(told, own, mine)
         self._whole = WholeExport(model, mesh, tables)
         more = self._whole.outlines() if _has_more(tables) else []
         self.plan: WeightPlan = plan_of(tables, more)

@@ -1,0 +1,51 @@
+"""A bucket's conversions: views before its turn, the others in it, and nothing is kept after it."""
+
+import weakref
+
+from tests.tasks.engine_update import plan_of
+from tests.trainer_core.ranks import run_ranks
+
+
+def filled(_rank, _world, _store):
+    """What was converted until the bucket's turn and after it, whether it is in the arena, and what is kept then."""
+    import torch
+
+    from trainer_core.weights.conversion import Conversion
+    from trainer_core.weights.packing import tensors_of, views
+    from trainer_core.weights.parcel import Parcel, Positions
+    from trainer_core.weights.shards import Shards
+    from trainer_core.weights.table import Row
+
+    converted, made = [], []
+
+    def conversion(name, are_views):
+        def convert(tensor):
+            converted.append(name)
+            if are_views:
+                return {name: tensor[:2]}
+            made.append(torch.arange(3) + tensor.long()[0, :3])
+            return {name: made[-1]}
+
+        row = Row(name=name, expert=False, tensors=())
+        module = torch.nn.Linear(4, 4)
+        return Conversion(row, module, "weight", module.weight, False, are_views, convert)
+
+    conversions = [conversion("seen", True), conversion("made", False), conversion("seen too", True)]
+    tensors = {one.row.name: one.convert(one.live)[one.row.name] for one in conversions}
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    plan = plan_of(tensors)
+    (planned,) = tensors_of(plan).values()
+    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    parcel = Parcel(planned, conversions)
+    converted.clear()
+    parcel.look()
+    before = list(converted)
+    parcel.fill(arena, Shards(), Positions(torch.device("cpu")))
+    kept = weakref.ref(made[-1])
+    made.clear()
+    right = all(torch.equal(tensor, expected[name]) for name, tensor in views(planned, arena))
+    return before, converted[len(before) :], right, kept() is None
+
+
+def test_views_are_made_ahead_and_what_was_packed_is_not_kept():
+    assert run_ranks(1, filled) == [(["seen", "seen too"], ["made"], True, True)]
