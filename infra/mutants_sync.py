@@ -263,9 +263,16 @@ SYNC = (
         "ranks-wait-for-engines",
         "ranks begin to send when engines are prepared, and not meanwhile",
         _FILE,
-        "        with self._sending(planned[0].digest) as sending:\n            self._prepare(planned[0])\n",
-        "        self._prepare(planned[0])\n"
-        "        with self._sending(planned[0].digest) as sending:\n            pass\n",
+        '        finishing = self.context.config.sync.in_flight == "wait"',
+        "        finishing = True",
+        _TRANSACTION,
+    ),
+    Mutant(
+        "ranks-give-up-while-engines-finish",
+        "ranks wait while engines finish what is under way, and may give up before that",
+        _FILE,
+        '        finishing = self.context.config.sync.in_flight == "wait"',
+        "        finishing = False",
         _TRANSACTION,
     ),
     Mutant(

@@ -134,8 +134,12 @@ class _Update:
         planned = self._plan(version, arena_bytes)
         plan = agreed_plan(planned, version)
         clock.ended("plan")
-        with self._sending(planned[0].digest) as sending:
+        finishing = self.context.config.sync.in_flight == "wait"  # for longer, it may be, than ranks wait for engines
+        if finishing:
             self._prepare(planned[0])
+        with self._sending(planned[0].digest) as sending:
+            if not finishing:
+                self._prepare(planned[0])
         clock.ended("prepare")
         sent, arrived = self._move(sending)
         clock.ended("send")

@@ -132,8 +132,8 @@ def run(tmp_path):
         workers.calls.clear()
         group = workers.trainers("", workers._trained_under)
 
-        def sync(version=1, **more):
-            return deliver(context, handles, group, version, **more)
+        def sync(under=context, version=1, **more):
+            return deliver(under, handles, group, version, **more)
 
         yield SimpleNamespace(
             context=context, position=position, engines=made, ranks=workers.ranks, calls=workers.calls, before=before,
@@ -248,7 +248,12 @@ def test_engines_look_at_their_models_while_ranks_plan(run, monkeypatch):
     assert seen == [[True, True]] * len(run.ranks)
 
 
-def test_ranks_begin_to_send_while_engines_prepare(run, monkeypatch):
+@pytest.mark.parametrize(("in_flight", "meanwhile"), [("abort", True), ("keep", True), ("wait", False)])
+def test_ranks_begin_to_send_while_engines_prepare(run, monkeypatch, in_flight, meanwhile):
+    """Not while engines finish what is under way, which may take longer than ranks wait."""
+    config = run.context.config
+    config = config.model_copy(update={"sync": config.sync.model_copy(update={"in_flight": in_flight})})
+    context = type(run.context)(**{**vars(run.context), "config": config})
     begun, seen = threading.Event(), []
     send_weights, prepare_update = SmallTrainer.send_weights, SmallEngine.prepare_update
 
@@ -257,13 +262,13 @@ def test_ranks_begin_to_send_while_engines_prepare(run, monkeypatch):
         return send_weights(rank, *given)
 
     def preparing(engine, *given):
-        seen.append(begun.wait(10))
+        seen.append(begun.wait(10 if meanwhile else 0.2))
         return prepare_update(engine, *given)
 
     monkeypatch.setattr(SmallTrainer, "send_weights", sending)
     monkeypatch.setattr(SmallEngine, "prepare_update", preparing)
-    run.sync()
-    assert seen == [True, True]
+    run.sync(context)
+    assert seen == [meanwhile, meanwhile]
 
 
 def test_ranks_that_have_begun_to_send_stop_when_an_engine_refuses(run):
