@@ -179,7 +179,9 @@ def test_steps_have_a_deadline_of_their_own():
     class Waiting(GroupHere):
         def submit(self, method, *arguments):
             answer = super().submit(method, *arguments)
-            return SimpleNamespace(wait=lambda deadline_s: (waits.append((method, deadline_s)), answer.wait(0))[1])
+            return SimpleNamespace(
+                wait=lambda deadline_s: (waits.append((method, deadline_s)), answer.wait(deadline_s))[1]
+            )
 
     deadlines = WorkersSection(call_deadline_s=50, step_deadline_s=5)
     engine = EngineHandle(Waiting([Echo()], lambda _method: None), deadlines)
