@@ -18,7 +18,7 @@ KEYS = {"tokens_per_s", "plain_tokens_per_s", "ratio", "packed_ratio", "mfu", "p
 
 def test_the_command_prints_one_object_and_the_step_is_not_slow():
     done = subprocess.run(
-        [sys.executable, "-m", "flows", "bench", "train", "--json", "--case=tiny", "--pairs=5"],
+        [sys.executable, "-m", "flows", "bench", "train", "--json", "--case=tiny", "--pairs=15"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
