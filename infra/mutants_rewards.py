@@ -8,6 +8,15 @@ _FOUND = ("tests/tasks/config/test_functions.py",)
 
 REWARDS = (
     Mutant(
+        "reward-library-imported-late",
+        "the first sample of a process has the import of a library in its deadline",
+        "tasks/rewards/math.py",
+        "from math_verify import parse, verify",
+        "def parse(*given, **how):\n    from math_verify import parse\n\n    return parse(*given, **how)\n\n\n"
+        "def verify(*given, **how):\n    from math_verify import verify\n\n    return verify(*given, **how)\n\n\n",
+        ("tests/tasks/rewards/test_rewards.py",),
+    ),
+    Mutant(
         "reward-not-finite",
         "a reward that is not finite is a score",
         "tasks/rewards/value.py",

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from math_verify import parse, verify  # takes longer than a sample may: under the deadline of the start
+
 
 def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:
     """1.0 if the response's last expression is mathematically equal to the record's answer; else 0.0.
@@ -10,8 +12,6 @@ def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answe
     math-verify's own time-outs are signal alarms, which work only in the main thread; they are off, and the
     deadline of the scoring process applies instead. Set `reward.processes` to at least 1.
     """
-    from math_verify import parse, verify
-
     gold = parse(str(record[field]), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     answer = parse(response, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     return float(verify(gold, answer, timeout_seconds=None))

@@ -1,6 +1,8 @@
 """Reward functions: ours, what they may return, and how they may be called."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +45,7 @@ def test_regex_takes_the_last_match(pattern, response, score):
 
 
 # a change that makes one of our functions score differently raises its version in tasks/rewards/resolve.py
-CONTENT = {match: "1cf4a70a8cbffb64a7f2025bee06e3ac", math: "f47bb05d920eb6f9bf9e021853f78bf3"}
+CONTENT = {match: "1cf4a70a8cbffb64a7f2025bee06e3ac", math: "ba119457a2d6b98d9744984b49e9d09b"}
 
 
 def test_our_functions_do_not_change_by_accident():
@@ -58,6 +60,21 @@ def test_math_verify_in_processes_knows_equal_expressions():
     found = scores(order("math_verify", deadline_s=60), texts, {"answer": r"$\frac{1}{2}$"})
     assert [score.status for score in found] == ["ok"] * 3
     assert [score.reward for score in found] == [1.0, 1.0, 0.0]
+
+
+FIRST_SAMPLE = """
+import sys
+from tasks.rewards.math import math_verify
+
+before = set(sys.modules)
+math_verify({"answer": "2"}, "1 + 1")
+print(*{name.partition(".")[0] for name in set(sys.modules) - before})
+"""
+
+
+def test_the_first_sample_is_not_charged_with_the_import_of_a_library():
+    done = subprocess.run([sys.executable, "-c", FIRST_SAMPLE], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"antlr4", "sympy"}  # some of their modules: hundredths of a second
 
 
 NO_REWARD = {
