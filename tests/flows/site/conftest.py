@@ -113,6 +113,14 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# Prefect's graph of a running flow run is drawn anew in each frame, which without a GPU takes most of a processor
+FEW_FRAMES = """
+const frame = window.requestAnimationFrame.bind(window);
+window.requestAnimationFrame = draw => setTimeout(() => frame(draw), 500);
+window.cancelAnimationFrame = clearTimeout;
+"""
+
+
 @pytest.fixture
 def page() -> Iterator[Any]:
     """A page of headless Chromium."""
@@ -124,6 +132,7 @@ def page() -> Iterator[Any]:
         browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.set_default_timeout(60_000)
+        page.add_init_script(FEW_FRAMES)
         yield page
         browser.close()
 
