@@ -255,7 +255,7 @@ PLAN = (
         "trainer_core/weights/parcel.py",
         "        asked = (*bounds, *map(type, bounds), *how.items())\n",
         "        asked = (*bounds[1:], *how.items())\n",
-        (f"{_LAYOUTS}weights_that_were_given_up_arrive_all_the_same",),
+        ("tests/trainer_core/weights/test_parcel.py",),
     ),
     Mutant(
         "packed-tensors-are-kept",

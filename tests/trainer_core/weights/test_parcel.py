@@ -1,7 +1,5 @@
 """A bucket's conversions: views before its turn, the others in it, and nothing is kept after it."""
 
-import weakref
-
 from tests.tasks.engine_update import plan_of
 from tests.trainer_core.ranks import run_ranks
 
@@ -9,6 +7,7 @@ from tests.trainer_core.ranks import run_ranks
 def filled(_rank, _world, _store):
     """What was converted until the bucket's turn and after it, whether it is in the arena, and what is kept then."""
     import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
 
     from trainer_core.weights.conversion import Conversion
     from trainer_core.weights.packing import tensors_of, views
@@ -41,11 +40,29 @@ def filled(_rank, _world, _store):
     parcel.look()
     before = list(converted)
     parcel.fill(arena, Shards(), Positions(torch.device("cpu")))
-    kept = weakref.ref(made[-1])
+    kept = StorageWeakRef(made[-1].untyped_storage())
     made.clear()
     right = all(torch.equal(tensor, expected[name]) for name, tensor in views(planned, arena))
-    return before, converted[len(before) :], right, kept() is None
+    return before, converted[len(before) :], right, kept.expired()
 
 
 def test_views_are_made_ahead_and_what_was_packed_is_not_kept():
     assert run_ranks(1, filled) == [(["seen", "seen too"], ["made"], True, True)]
+
+
+def rows_twice(_rank, _world, _store):
+    """Positions asked for in a row, and again after the first were changed in place."""
+    import torch
+
+    from trainer_core.weights.parcel import Positions
+
+    positions = Positions(torch.device("cpu"))
+    asked = [(8,), (8.0,), (0, 8, 2), (1, 8, 2), (0, 8, 4)]
+    equal = [torch.equal(positions.arange(*bounds), torch.arange(*bounds)) for bounds in asked]
+    again = positions.arange(8) is positions.arange(8)
+    positions.arange(8).add_(1)
+    return equal, again, torch.equal(positions.arange(8), torch.arange(8))
+
+
+def test_positions_are_those_that_were_asked_for_and_are_made_once():
+    assert run_ranks(1, rows_twice) == [([True] * 5, True, True)]
