@@ -6,7 +6,7 @@ import pytest
 
 from tasks.engine.receivers import shared
 from tasks.engine.receivers.receiver import open_receiver
-from tests.tasks.engine.receivers.test_transports import channel_of, weights
+from tests.tasks.engine.receivers.test_transports import Receiving, channel_of, weights
 from tests.tasks.engine_update import CPU, plan_of
 from trainer_core.weights.senders.sender import open_sender
 from trainer_core.weights.signals import Signals
@@ -61,3 +61,16 @@ def test_the_last_one_is_released_at_once(reading):
         read(reading, publish(reading, number))
     assert reading.released() == len(reading.plan.buckets) == len(reading.waited)
     reading.sender.finish()
+
+
+def test_a_sender_with_one_arena_is_not_waited_for_while_it_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared, "_now", lambda _device: SimpleNamespace(synchronize=lambda: None))
+    plan, channel = plan_of(weights(count=24)), channel_of(tmp_path, "memory", deadline_s=5, arenas=1)
+    sender, receiving = open_sender(channel, plan, 0, CPU), Receiving(channel, plan)
+    for bucket in plan.buckets:
+        sender.arena(bucket)
+        sender.publish(bucket)
+    sender.finish()
+    receiving.join(30)
+    assert receiving.error is None
+    assert len(receiving.found) > 0
