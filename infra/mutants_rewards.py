@@ -14,7 +14,7 @@ REWARDS = (
         "from math_verify import parse, verify",
         "def parse(*given, **how):\n    from math_verify import parse\n\n    return parse(*given, **how)\n\n\n"
         "def verify(*given, **how):\n    from math_verify import verify\n\n    return verify(*given, **how)\n\n\n",
-        ("tests/tasks/rewards/test_rewards.py",),
+        ("tests/tasks/rewards/test_rewards.py::test_the_first_sample_is_not_charged_with_the_import_of_a_library",),
     ),
     Mutant(
         "reward-not-finite",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from math_verify import parse, verify  # takes longer than a sample may: under the deadline of the start
+from math_verify import parse, verify  # slow to import: must not count against the first sample's deadline
 
 
 def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:

@@ -113,7 +113,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Prefect's graph of a running flow run is drawn anew in each frame, which without a GPU takes most of a processor
+# Prefect redraws the graph of a running flow run on every frame; without a GPU, that keeps a core almost fully busy
 FEW_FRAMES = """
 const frame = window.requestAnimationFrame.bind(window);
 window.requestAnimationFrame = draw => setTimeout(() => frame(draw), 500);

@@ -45,7 +45,7 @@ def test_regex_takes_the_last_match(pattern, response, score):
 
 
 # a change that makes one of our functions score differently raises its version in tasks/rewards/resolve.py
-CONTENT = {match: "1cf4a70a8cbffb64a7f2025bee06e3ac", math: "ba119457a2d6b98d9744984b49e9d09b"}
+CONTENT = {match: "1cf4a70a8cbffb64a7f2025bee06e3ac", math: "21a0ca767f2fc3063d3e5d9b562a92d2"}
 
 
 def test_our_functions_do_not_change_by_accident():

@@ -6,17 +6,23 @@ import pytest
 
 from tasks.engine.receivers import shared
 from tasks.engine.receivers.receiver import open_receiver
-from tests.tasks.engine.receivers.test_transports import Receiving, channel_of, weights
-from tests.tasks.engine_update import CPU, plan_of
+from tests.tasks.engine.receivers.test_transports import Receiving, assert_same, channel_of, weights
+from tests.tasks.engine_update import CPU, Sending, plan_of
 from trainer_core.weights.senders.sender import open_sender
 from trainer_core.weights.signals import Signals
 
 
 @pytest.fixture
-def reading(tmp_path, monkeypatch):
-    """A receiver whose card has read something only when it was waited for; how often it was, and what was released."""
-    waited = []
-    monkeypatch.setattr(shared, "_now", lambda _device: SimpleNamespace(synchronize=lambda: waited.append(1)))
+def waited(monkeypatch):
+    """Receivers' cards have read something only when they were waited for: as often as this has entries."""
+    times = []
+    monkeypatch.setattr(shared, "_now", lambda _device: SimpleNamespace(synchronize=lambda: times.append(1)))
+    return times
+
+
+@pytest.fixture
+def reading(tmp_path, waited):
+    """A receiver, how often its card was waited for, and what was released."""
     plan = plan_of(weights(count=24))
     channel = channel_of(tmp_path, "memory", deadline_s=5)
     sender, receiver = open_sender(channel, plan, 0, CPU), open_receiver(channel, plan, 0, CPU)
@@ -63,14 +69,10 @@ def test_the_last_one_is_released_at_once(reading):
     reading.sender.finish()
 
 
-def test_a_sender_with_one_arena_is_not_waited_for_while_it_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared, "_now", lambda _device: SimpleNamespace(synchronize=lambda: None))
-    plan, channel = plan_of(weights(count=24)), channel_of(tmp_path, "memory", deadline_s=5, arenas=1)
-    sender, receiving = open_sender(channel, plan, 0, CPU), Receiving(channel, plan)
-    for bucket in plan.buckets:
-        sender.arena(bucket)
-        sender.publish(bucket)
-    sender.finish()
-    receiving.join(30)
-    assert receiving.error is None
-    assert len(receiving.found) > 0
+def test_a_sender_with_one_arena_is_not_waited_for_while_it_waits(tmp_path, waited):
+    sent = weights(count=24)
+    plan, channel = plan_of(sent), channel_of(tmp_path, "memory", deadline_s=5, arenas=1)
+    receiving = Receiving(channel, plan)
+    Sending(channel, plan, sent).result()
+    assert_same(receiving.result(), sent)
+    assert len(waited) == len(plan.buckets)
