@@ -26,6 +26,7 @@ from infra.mutants_plan import PLAN
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
+from infra.mutants_scoring import SCORING
 from infra.mutants_site import SITE
 from infra.mutants_stages import STAGES
 from infra.mutants_states import STATES
@@ -46,6 +47,7 @@ MUTANTS = (
     *RETRAIN,
     *REVISIONS,
     *REWARDS,
+    *SCORING,
     *SITE,
     *STAGES,
     *STATES,

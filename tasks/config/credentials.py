@@ -1,7 +1,12 @@
 """Secrets in a configuration: it names them (`env:NAME`) and never holds them; nothing that is shown contains one."""
 
+import base64
+import functools
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote, unquote
 
 from pydantic import JsonValue
 
@@ -30,6 +35,19 @@ _USER_INFO = re.compile(
 )
 _QUERY = re.compile(r"(?P<name>[?&#;][A-Za-z0-9_.-]+)=(?P<value>[^&#;\s'\"]+)")
 
+# of variables of an environment, which have no form: a word of the name, and a value that is no setting
+_SECRET_WORD = re.compile(
+    r"(?:apikey|auth|bearer|cookie|credentials?|dsn|jwt|keys?|pass|passphrase|passwd|password|pat|pwd|secrets?|token)\d*"
+)
+_SECRET_END = re.compile(r"(?:^| )auth (?:header|string)$")
+_FOLDERS = ("PWD", "OLDPWD")
+_KNOWN_FORM = re.compile(
+    r"(?:sk|pk|rk)[-_][A-Za-z0-9]|gh[pousr]_|github_pat_|glpat-|hf_[A-Za-z]|xox[a-z]-|A[KS]IA[A-Z0-9]{12}|AIza|ya29\."
+    r"|npm_[A-Za-z0-9]{20}|pypi-|SG\.[A-Za-z0-9_-]{10}|eyJ[A-Za-z0-9_-]{4,}\.|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+_RANDOM = re.compile(r"[0-9a-fA-F]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*[0-9])[A-Za-z0-9+/_=.~-]{20,}")
+_SHORTEST = 6  # a shorter value would be masked inside of words
+
 
 def referenced(value: JsonValue) -> str | None:
     """The environment variable that a value names, if it is of the form `env:NAME`."""
@@ -53,6 +71,45 @@ def literal_secrets(value: JsonValue, path: str, secret: bool = False) -> Iterat
             yield from literal_secrets(inner, f"{path}[{number}]", secret)
     elif (secret and _is_literal(value)) or (isinstance(value, str) and has_credentials(value)):
         yield path
+
+
+@functools.lru_cache(maxsize=1024)
+def secret_texts(name: str, value: str) -> tuple[str, ...]:
+    """The texts by which a variable of the environment would give a secret away; none if it does not look like one.
+
+    It does if its name says so and the value is no folder, number or word, if the value has a form of keys or is
+    random, or if it has credentials in a URL.
+    """
+    inner = [text for found in _USER_INFO.finditer(value) if (text := (found["password"] or "")[1:])]
+    inner += [unquote(text) for text in inner]
+    found = [value] if _looks_secret(name, value) or inner or has_credentials(value) else []
+    if found and not inner:  # user:password, Bearer token
+        found += [value.partition(":")[2], value.rpartition(" ")[2]]
+    lines = [line for text in found for line in text.splitlines()]
+    forms = {form for text in (*found, *inner, *lines) for form in forms_of(text)}
+    return tuple(form for form in forms if len(form) >= _SHORTEST)
+
+
+def forms_of(secret: str) -> tuple[str, ...]:
+    """A secret as it stands in texts: also quoted for Python, JSON or a URL, and in base64."""
+    quoted = (repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret), quote(secret, safe=""))
+    return (secret, *quoted, base64.b64encode(secret.encode(errors="surrogateescape")).decode().rstrip("="))
+
+
+def _looks_secret(name: str, value: str) -> bool:
+    words = [word for word in " ".join(_WORDS.findall(name)).lower().split() if not word.isdecimal()]
+    if name in _FOLDERS or len(value) < _SHORTEST or (value.startswith(("/", "~", ".")) and Path(value).exists()):
+        return False
+    if _KNOWN_FORM.match(value.removeprefix("Bearer ")) or (_RANDOM.fullmatch(value) and not _is_path(value)):
+        return True
+    named = [_SECRET_WORD.fullmatch(word) is not None for word in words]
+    if named[-1:] == [True] or is_secret(name) or _SECRET_END.search(" ".join(words)):
+        return _TEXT_TOKEN.search(" ".join(words)) is None
+    return any(named) and len(value) > 2 * _SHORTEST and any(map(str.isdigit, value))
+
+
+def _is_path(value: str) -> bool:
+    return value.startswith("/") and value.count("/") > 1
 
 
 def has_credentials(text: str) -> bool:

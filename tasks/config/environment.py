@@ -1,7 +1,9 @@
 """The process environment. The only module that reads or writes it."""
 
 import os
+import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -10,7 +12,7 @@ from pydantic import JsonValue
 
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.credentials import MASK, referenced, shown_text
+from tasks.config.credentials import MASK, forms_of, has_credentials, is_secret, referenced, secret_texts, shown_text
 from trainer_core.config import Device
 
 _OFFLINE_AND_SILENT = {
@@ -75,6 +77,14 @@ _SITE = {
 _FAULTS = "RATCHET_FAULTS"
 _MEETING_PLACE = "RATCHET_ENGINE_MEETING_PLACE"
 _SITE_FOLDER = "RATCHET_SITE"
+
+_SCORING = re.compile(
+    r"PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX|JAVA_HOME|CC|CXX"
+    r"|SSL_CERT_(?:FILE|DIR)|(?:REQUESTS|CURL)_CA_BUNDLE|(?i:(?:HTTP|HTTPS|ALL|NO)_PROXY)"
+    r"|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM|DO_NOT_TRACK"
+    r"|(?:LC|LD|XDG|OMP|MKL|OPENBLAS|CUDA|NVIDIA|HIP|ROCR|HF|TORCH)_\w+|PYTHON\w*"
+)
+"""Variables that a scoring process is given, unless they hold a secret."""
 
 _resolved: set[str] = set()
 """Values of the secrets that this process has looked up, to keep them out of what it shows and stores."""
@@ -148,8 +158,12 @@ def resolve(value: JsonValue, place: str) -> JsonValue:
 
 
 def without_secrets(text: str) -> str:
-    """A text without the secrets that this process has looked up and without the credentials of URLs."""
-    for secret in sorted(_resolved, key=len, reverse=True):  # one may contain another
+    """A text without the secrets that this process has looked up, without every value of its environment that looks
+    like one (`secret_texts`), and without the credentials of URLs."""
+    others = [(name, value) for name, value in os.environ.items() if not _for_scoring(name, value)]
+    known = {form for name, value in others for form in secret_texts(name, value)}
+    known |= {form for secret in _resolved for form in forms_of(secret)}
+    for secret in sorted(known, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, MASK)
     return shown_text(text)
 
@@ -198,6 +212,13 @@ def child_python_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": _python_path()}
 
 
+def scoring_environment(variables: Iterable[str]) -> dict[str, str]:
+    """The whole environment for a scoring process: what Python, libraries and a site need, and the variables that its
+    arguments refer to. No other value of this environment is in it, and no other that looks like a secret."""
+    plain = {name: value for name, value in child_python_path().items() if _for_scoring(name, value)}
+    return {**plain, **{name: os.environ[name] for name in variables if name in os.environ}}
+
+
 def site_mark(folder: Path) -> tuple[str, str]:
     """The variable, and its value, by which the processes of a site are recognised, also if nothing recorded them."""
     return _SITE_FOLDER, str(folder)
@@ -239,6 +260,11 @@ def downloading_environment(token: str | None) -> dict[str, str]:
 def with_faults(folder: Path) -> dict[str, str]:
     """The whole environment for a `ratchet` process in which the faults of `folder` happen; its children inherit it."""
     return {**child_python_path(), _FAULTS: str(folder)}
+
+
+def _for_scoring(name: str, value: str) -> bool:
+    known = name == _SITE_FOLDER or _SCORING.fullmatch(name) is not None
+    return known and not (is_secret(name) or has_credentials(value))
 
 
 def _secret(variable: str, place: str) -> str:

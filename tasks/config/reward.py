@@ -65,7 +65,8 @@ class RewardSection(Section):
     """Seconds after which a sample is recorded as timed out; enforced only in separate scoring processes. A batch has
     as many for each of its samples."""
     start_deadline_s: float = Field(default=60.0, gt=0)
-    """Seconds for importing the function in a scoring process."""
+    """Seconds for importing the function in a scoring process, and beyond `deadline_s` for its calls until the first
+    that gives a score: what a function imports or loads when it is called is not charged to a sample."""
     processes: int = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the calling process, which only built-in functions that cannot hang do: others
     get one process."""

@@ -1,13 +1,18 @@
-"""Calling a reward function: its two or three arguments, its keyword arguments, and what it returns or raises."""
+"""Calling a reward function: its parameters, bound by name, its keyword arguments, and what it returns or raises."""
 
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tasks.rewards.sample import Sample, Score, failed
 from tasks.rewards.value import NoNumber, NotFinite, measured
 from tasks.rewards.words import described, storable
+
+_GIVEN = {False: ("record", "response", "sample"), True: ("records", "responses", "samples")}
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_KNOWN = "(record, response), (record, response, sample) and, with batch = true, (records, responses[, samples])"
 
 
 class Caller:
@@ -18,13 +23,15 @@ class Caller:
         function: Callable[..., Any],
         arguments: Mapping[str, Any],
         weights: Mapping[str, float],
+        batch: bool,
         caught: type[BaseException] = Exception,
     ) -> None:
-        """Raises TypeError if the function cannot be called so. What it raises of the kind `caught` is recorded."""
+        """Raises NotCallable if the function cannot be called so. What it raises of the kind `caught` is recorded."""
         self._function, self._arguments, self._weights = function, dict(arguments), weights
         self._caught = caught
         self._loop: asyncio.Runner | None = None
-        self.wants_sample = takes_sample(function, arguments)
+        self._parameters = parameters_of(function, arguments, batch)
+        self.batched, self.wants_sample = batch, self._parameters.wants_sample
 
     def one(self, record: Mapping[str, Any], response: str, sample: Sample | None) -> Score:
         """Score one response; what the function raises, or returns instead of a number, is recorded and no score."""
@@ -51,8 +58,7 @@ class Caller:
         return [self._score(value) for value in found]
 
     def _call(self, first: object, second: object, third: object) -> Any:
-        given = (first, second, third) if self.wants_sample else (first, second)
-        value = self._function(*given, **self._arguments)
+        value = self._parameters.call(self._function, (first, second, third), self._arguments)
         if inspect.isawaitable(value):
             self._loop = self._loop or asyncio.Runner()  # kept: clients that a function keeps belong to their loop
             return self._loop.run(_awaited(value))
@@ -70,22 +76,67 @@ class Caller:
         return Score(reward, "ok", components=components)
 
 
-def takes_sample(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """Whether a function takes a third argument: one without a default, or of the name `sample`.
+class NotCallable(TypeError):
+    """A function cannot be given a response: its parameters are not those that are known."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of a function, to which values are bound by name."""
+
+    batch: bool
+    wants_sample: bool
+    """Whether it has one called `sample`, or `samples` of a batch."""
+    positional: tuple[tuple[str, Any], ...]
+    """Names and defaults of those that can only be given by position."""
+
+    def call(self, function: Callable[..., Any], values: Sequence[object], arguments: Mapping[str, Any]) -> Any:
+        """The result of the function for a record, a response and a sample, or for lists of these."""
+        names = _GIVEN[self.batch][: 3 if self.wants_sample else 2]
+        given = {**dict(zip(names, values, strict=False)), **arguments}
+        first = [given.pop(name, default) for name, default in self.positional]
+        return function(*first, **given)
+
+
+def parameters_of(function: Callable[..., Any], arguments: Mapping[str, Any], batch: bool) -> Parameters:
+    """The parameters of a function that can be called with what there is and these keyword arguments.
 
     Raises:
-        TypeError: it cannot be called with two or three arguments and these keyword arguments.
+        NotCallable: it cannot, with the signatures that are known.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions in C have none
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [one for one in signature.parameters.values() if one.kind in positional and one.name not in arguments]
-    third = names[2] if len(names) > 2 else None
-    wanted = third is not None and (third.default is inspect.Parameter.empty or third.name == "sample")
-    signature.bind(*[None] * (3 if wanted else 2), **arguments)
-    return wanted
+    except ValueError:  # some functions in C
+        raise NotCallable(f"the names of its parameters are not known. {_repair(batch, {})}") from None
+    found = {name: one for name, one in signature.parameters.items() if one.kind not in _ANY}
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+    names = _GIVEN[batch]
+    flaws = [
+        *(f"has no parameter {name!r}" for name in names[:2] if not takes_any and name not in found),
+        *(
+            f"requires {name!r}, which is not given"
+            for name, one in found.items()
+            if one.default is inspect.Parameter.empty and name not in (*names, *arguments)
+        ),
+        *(f"has no parameter {name!r} for that argument" for name in arguments if not takes_any and name not in found),
+        *(f"cannot be given {name!r} as an argument: it is the sample's" for name in names if name in arguments),
+    ]
+    if flaws:
+        raise NotCallable(f"{_shown(signature)} {', and '.join(flaws)}. {_repair(batch, found)}")
+    positional = [(name, one.default) for name, one in found.items() if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    return Parameters(batch, names[2] in found, tuple(positional))
+
+
+def _repair(batch: bool, found: Mapping[str, object]) -> str:
+    known = f"Values are given by name; known are {_KNOWN}"
+    if set(_GIVEN[not batch][:2]) <= found.keys():
+        return f"{known}: set batch = {'false' if batch else 'true'} beside it"
+    return f"{known}: name its parameters so, or call it from a function that has these"
+
+
+def _shown(signature: inspect.Signature) -> str:
+    plain = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 
 async def _awaited(value: Any) -> Any:

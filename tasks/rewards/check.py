@@ -4,7 +4,7 @@ import functools
 
 from storage.errors import InputError
 from tasks.config.reward import RewardFunction, RewardSection
-from tasks.rewards.calling import takes_sample
+from tasks.rewards.calling import NotCallable, parameters_of
 from tasks.rewards.pool import Refused, Worker
 from tasks.rewards.resolve import own_function, values_of
 from tasks.rewards.scoring import order_of
@@ -30,11 +30,11 @@ def _check(section: RewardSection, part: RewardFunction) -> None:
     order = order_of(section, part)
     try:
         if order.target.version is not None:
-            takes_sample(own_function(order.target), values_of(part.arguments))
+            parameters_of(own_function(order.target), values_of(part.arguments), part.batch)
         else:
             with Worker(order):
                 return
-    except (Refused, TypeError) as reason:
+    except (Refused, NotCallable) as reason:
         raise InputError(
             f"{part.key} {order.target.name!r} cannot be used: {reason}. Fix it, set its arguments, or name another one"
         ) from None

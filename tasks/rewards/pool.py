@@ -15,15 +15,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
 from storage.errors import StageFailed
-from tasks.config.environment import child_python_path, without_secrets
-from tasks.rewards.resolve import Target, secrets_of, values_of
+from tasks.config.environment import scoring_environment, without_secrets
+from tasks.rewards.resolve import Target, values_of, variables_of
 from tasks.rewards.sample import Reason, Sample, Score, failed
+from tasks.rewards.words import shortened
 
 _LOOK_S = 0.2
 _SLACK_S = 60.0  # a worker keeps the deadline itself; this only ends the wait for one that was stopped
@@ -63,17 +64,25 @@ class ScoringOrder:
     deadline_s: float
     start_deadline_s: float
 
+    @property
+    def variables(self) -> list[str]:
+        """Of the environment: those that the arguments refer to."""
+        return list(variables_of(dict(self.arguments)))
+
     def document(self) -> dict[str, Any]:
         """As a worker reads it."""
         target, values = self.target, values_of(self.arguments)
+        hidden = values_of({name: f"env:{name}" for name in self.variables})
         return {
             "place": target.place,
             "attribute": target.attribute,
             "text": target.text,
             "arguments": values,
-            "secrets": list(secrets_of(dict(self.arguments), values)),
+            "secrets": list(hidden.values()),
             "weights": dict(self.weights),
+            "batch": self.batch,
             "start_deadline_s": self.start_deadline_s,
+            "lazy": target.version is None,  # our own functions import all they need with their modules
         }
 
 
@@ -120,15 +129,14 @@ class Worker:
             self._start()
         deadline_s = self._order.deadline_s * len(responses)
         asked = {
-            "batch": self._order.batch,
             "records": [dict(one.record) for one in responses],
             "responses": [one.text for one in responses],
             **({"samples": [asdict(one.sample) for one in responses]} if self._wants_sample else {}),
         }
         self._send(f"{deadline_s}\t{json.dumps(asked)}\n")
-        answer = self._answer(deadline_s + self._order.start_deadline_s + _SLACK_S)
+        answer = self._answer(2 * (deadline_s + self._order.start_deadline_s) + _SLACK_S)  # a late death: again
         if answer["status"] == "refused":
-            raise Refused(without_secrets(answer["detail"]))
+            raise Refused(_clean(answer["detail"]))
         if answer["status"] == "scored":
             return [_safe(Score(**score)) for score in answer["scores"]]
         return [_safe(failed(answer["reason"], answer["detail"]))] * len(responses)
@@ -146,7 +154,7 @@ class Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=child_python_path(),
+            env=scoring_environment(self._order.variables),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -161,7 +169,7 @@ class Worker:
 
     def _greeted(self, hello: Mapping[str, Any]) -> None:
         if hello["status"] != "ready" or self.source not in ("", hello["source"]):
-            raise Refused(without_secrets(hello.get("detail", "its file has changed while the stage was scoring")))
+            raise Refused(_clean(hello.get("detail", "its file has changed while the stage was scoring")))
         self.source, self._wants_sample = hello["source"], hello["wants_sample"]
 
     def _send(self, text: str) -> None:
@@ -262,5 +270,11 @@ class _Work:
         return None
 
 
+def _clean(text: str) -> str:
+    return shortened(without_secrets(text))
+
+
 def _safe(score: Score) -> Score:
-    return score if not score.detail else Score(**{**vars(score), "detail": without_secrets(score.detail)})
+    """What a function said and how it names components, without a value of our environment that looks like a secret."""
+    named = None if score.components is None else {_clean(name): one for name, one in score.components.items()}
+    return replace(score, detail=_clean(score.detail), components=named)

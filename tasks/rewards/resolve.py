@@ -82,16 +82,16 @@ def values_of(arguments: Mapping[str, Any], key: str = "reward.arguments") -> di
     return {name: resolve(value, f"{key}.{name}") for name, value in arguments.items()}
 
 
-def secrets_of(arguments: JsonValue, values: JsonValue) -> Iterator[str]:
-    """The values that references in `arguments` were replaced by."""
-    if isinstance(arguments, dict) and isinstance(values, dict):
-        for name, value in arguments.items():
-            yield from secrets_of(value, values[name])
-    elif isinstance(arguments, list) and isinstance(values, list):
-        for value, found in zip(arguments, values, strict=True):
-            yield from secrets_of(value, found)
-    elif referenced(arguments) is not None:
-        yield str(values)
+def variables_of(arguments: JsonValue) -> Iterator[str]:
+    """The variables of the environment that arguments refer to."""
+    if isinstance(arguments, dict):
+        for value in arguments.values():
+            yield from variables_of(value)
+    elif isinstance(arguments, list):
+        for value in arguments:
+            yield from variables_of(value)
+    elif (variable := referenced(arguments)) is not None:
+        yield variable
 
 
 def _attribute(name: str, attribute: str, key: str) -> str:

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from tasks.rewards.calling import Caller
+from tasks.rewards.calling import Caller, NotCallable
 from tasks.rewards.sample import Sample
-from tasks.rewards.words import described
+from tasks.rewards.words import described, storable
 
 _PARENT_DEATH_SIGNAL = 1
 _FILE_MODULE = "ratchet_reward_file"
@@ -38,6 +38,8 @@ def serve(order: Mapping[str, Any], samples: int, answers: int, said: int) -> No
         with os.fdopen(samples, "rb") as lines:
             for line in lines:
                 _answer(pid, answers, _scored(caller, json.loads(line)))
+    except NotCallable as error:
+        _answer(pid, answers, {"status": "refused", "detail": storable(str(error))})
     except BaseException as error:  # noqa: BLE001 - a module may raise anything while it is imported, also SystemExit
         _answer(pid, answers, {"status": "refused", "detail": described(error)})
     finally:
@@ -47,12 +49,8 @@ def serve(order: Mapping[str, Any], samples: int, answers: int, said: int) -> No
 def _prepared(order: Mapping[str, Any]) -> tuple[Caller, str]:
     function, file = _loaded(order["place"], order["attribute"], order["text"])
     if not callable(function):
-        raise TypeError(f"{order['attribute']} is a {type(function).__name__}, not a function")
-    try:
-        caller = Caller(function, order["arguments"], order["weights"], caught=BaseException)
-    except TypeError as error:
-        given = ", ".join(["record", "response", *(f"{name}=..." for name in order["arguments"])])
-        raise TypeError(f"it cannot be called as {order['attribute']}({given}): {error}") from None
+        raise NotCallable(f"{order['attribute']} is a {type(function).__name__}, not a function")
+    caller = Caller(function, order["arguments"], order["weights"], order["batch"], caught=BaseException)
     text = order["text"].encode() if order["text"] is not None else file.read_bytes()
     return caller, xxhash.xxh3_128_hexdigest(text)  # storage.digest would import pyarrow, whose threads forbid a fork
 
@@ -83,7 +81,7 @@ def _file_of(function: Callable[..., Any]) -> str | None:
 def _scored(caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
     samples = asked.get("samples")
     given = None if samples is None else [Sample(**{**one, "tokens": tuple(one["tokens"])}) for one in samples]
-    if asked["batch"]:
+    if caller.batched:
         scores = caller.batch(asked["records"], asked["responses"], given)
     else:
         scores = [caller.one(asked["records"][0], asked["responses"][0], given[0] if given else None)]

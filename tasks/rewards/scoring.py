@@ -88,7 +88,7 @@ def _scored(section: RewardSection, part: RewardFunction, responses: Sequence[Re
 
 
 def _scored_here(order: ScoringOrder, responses: Sequence[Response]) -> list[Score | None]:
-    caller = Caller(own_function(order.target), values_of(order.arguments), order.weights)
+    caller = Caller(own_function(order.target), values_of(order.arguments), order.weights, order.batch)
     if order.batch:
         scores = caller.batch([one.record for one in responses], [one.text for one in responses], None)
     else:

@@ -1,5 +1,6 @@
 """Texts about what a reward function did, as they may be stored: short, without its secrets, encodable."""
 
+import re
 import reprlib
 import traceback
 from collections.abc import Iterable
@@ -7,9 +8,16 @@ from pathlib import Path
 
 LONGEST = 1000
 """Characters of a text, about."""
+SAID_LAST = "; it said last: "
+"""Before the words of which the last ones matter."""
+
+_PLACE = re.compile(r" \([^()\n]{1,100}, line \d+\)$")
+_ROOM = 8 * LONGEST  # the owner knows more secrets, and shortens after it has taken them out
 
 _MASK = "***"
 _LIBRARIES = ("site-packages", "importlib", "asyncio")
+
+_brief = reprlib.Repr(maxstring=_ROOM, maxother=_ROOM)  # few of many, but no text cut in two
 
 _hidden: list[str] = []
 
@@ -19,17 +27,24 @@ def hide(secrets: Iterable[str]) -> None:
     _hidden[:] = sorted(filter(None, {*_hidden, *secrets}), key=len, reverse=True)  # one may contain another
 
 
-def storable(text: str, last: bool = False) -> str:
-    """The beginning of a text, or its end, without secrets and without what UTF-8 cannot encode."""
-    for secret in _hidden:  # before it is shortened, which could cut one in two
+def storable(text: str) -> str:
+    """A text without secrets and without what UTF-8 cannot encode."""
+    for secret in _hidden:
         text = text.replace(secret, _MASK)
-    return (text[-LONGEST // 2 :] if last else text[:LONGEST]).encode(errors="backslashreplace").decode()
+    return text[:_ROOM].encode(errors="backslashreplace").decode()
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, with the place of an error, and the end of the words that were said last."""
+    head, mark, said = text.partition(SAID_LAST)
+    place = _PLACE.search(head[LONGEST:])
+    return head[:LONGEST] + (place.group() if place else "") + mark + said[-LONGEST // 2 :]
 
 
 def shown(value: object) -> str:
     """A value in short."""
     try:
-        return reprlib.repr(storable(value) if isinstance(value, str) else value)
+        return _brief.repr(storable(value) if isinstance(value, str) else value)
     except Exception:  # noqa: BLE001 - the value's own __repr__
         return f"a {type(value).__name__}"
 

@@ -7,6 +7,7 @@ is the order. It ends, and everything that the function started with it, when it
 import ctypes
 import json
 import os
+import re
 import select
 import signal
 import time
@@ -17,12 +18,13 @@ from typing import Any
 import psutil
 
 from tasks.rewards import scorer
-from tasks.rewards.words import hide, storable
+from tasks.rewards.words import SAID_LAST, hide, storable
 
 _CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
 _SAID = 8192
 _PATIENCE_S = 10.0
+_SCORE = re.compile(rb'"reward": [-0-9]')  # of an answer
 
 
 class OwnerGone(Exception):
@@ -49,7 +51,7 @@ class Scorer:
         self._life = os.pidfd_open(self.pid)
         self._open = {self._answers, self._said, self._life, 0}
         self._received, self._last = bytearray(), b""
-        self.fresh = True
+        self.fresh = self.cold = True
         os.set_blocking(self._samples, False)
 
     def ask(self, line: bytes, deadline_s: float) -> bytes | None:
@@ -68,6 +70,7 @@ class Scorer:
                 pending = self._write(pending)
             if (answer := self._read(readable)) is not None:
                 self.fresh = False
+                self.cold = self.cold and _SCORE.search(answer) is None
                 return answer
             if self._life in readable and self._answers not in readable:
                 raise Ended
@@ -81,9 +84,9 @@ class Scorer:
             self._last += os.read(self._said, _CHUNK)
         for end in (*self._ends, self._life):
             os.close(end)
-        words = storable(self._last.decode(errors="replace").strip(), last=True)
+        words = storable(self._last.decode(errors="replace").strip())
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        return f"its process ended {how}" + (f"; it said last: {words}" if words else "")
+        return f"its process ended {how}" + (f"{SAID_LAST}{words}" if words else "")
 
     def _write(self, pending: memoryview) -> memoryview:
         try:
@@ -107,10 +110,16 @@ class Scorer:
 
 
 class Keeper:
-    """Answers one line after another, by one scorer after another."""
+    """Answers one line after another, by one scorer after another.
+
+    The first calls of a scorer import libraries and load models. Until one has given a score, each has as long beyond
+    its deadline as the import may take; half of it after each time that this was not enough, so that a function that
+    hangs whenever it is called does not hold up the run, but not less than twice of what was enough once.
+    """
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._order, self._scorer, self._source = order, None, None
+        self._allowance_s, self._needed_s = order["start_deadline_s"] if order["lazy"] else 0.0, 0.0
 
     def ready(self) -> bytes:
         """The first line: what was imported, or why nothing was."""
@@ -127,9 +136,10 @@ class Keeper:
                 current = self._started()
             except ValueError as reason:
                 return _line(status="refused", detail=str(reason))
-            fresh = current.fresh
+            fresh, cold, begun = current.fresh, current.cold, time.monotonic()
+            patience_s = deadline_s + (max(self._allowance_s, self._needed_s) if cold else 0.0)
             try:
-                answer = current.ask(line, deadline_s)
+                answer = current.ask(line, patience_s)
             except Ended:
                 how = self._end()
                 if fresh:
@@ -137,7 +147,10 @@ class Keeper:
                 continue
             if answer is None:
                 self._end()
-                return _line(status="failed", reason="timeout", detail=f"no score within {deadline_s:g} s")
+                self._allowance_s /= 2 if cold else 1
+                return _line(status="failed", reason="timeout", detail=_late(deadline_s, patience_s))
+            if cold:
+                self._needed_s = max(self._needed_s, 2 * (time.monotonic() - begun - deadline_s))
             return answer
 
     def _started(self) -> Scorer:
@@ -196,6 +209,11 @@ def _write(data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(1, left) :]
+
+
+def _late(deadline_s: float, patience_s: float) -> str:
+    more = f", nor within {patience_s - deadline_s:.3g} s more, which the first calls of a process have"
+    return f"no score within {deadline_s:g} s" + (more if patience_s > deadline_s else "")
 
 
 def _line(**values: str) -> bytes:

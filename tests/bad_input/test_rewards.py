@@ -18,6 +18,7 @@ LIMIT = 3
 def one(record): return 1.0
 def four(record, response, sample, more): return 1.0
 def named(record, response, *, scale): return 1.0
+def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0
 """,
 }
 SEVERAL = '[{{name = "right", function = "exact_match"{}}}, {{name = "{}", function = "good.py:score"{}}}]'
@@ -37,12 +38,16 @@ CASES = {
     "no such module": (of("no.such.module:score"), ["cannot be used", "No module named 'no'"]),
     "no such entry point": (of("exact_mach"), ["is unknown", "exact_match", "file.py:function"]),
     "not callable": (of("wrong.py:LIMIT"), ["LIMIT is a int, not a function"]),
-    "one argument": (of("wrong.py:one"), ["cannot be called as one(record, response)", "too many positional"]),
-    "four arguments": (of("wrong.py:four"), ["cannot be called as four(record, response)", "'more'"]),
-    "an argument that is missing": (of("wrong.py:named"), ["missing a required", "'scale'", "set its arguments"]),
+    "one argument": (of("wrong.py:one"), ["(record) has no parameter 'response'", "known are (record, response), "]),
+    "four arguments": (of("wrong.py:four"), ["(record, response, sample, more) requires 'more', which is not given"]),
+    "an argument that is missing": (of("wrong.py:named"), ["requires 'scale'", "set its arguments"]),
+    "the signature of verl": (
+        of("wrong.py:compute_score"),
+        ["'wrong.py:compute_score' cannot be used: (data_source, solution_str,", "has no parameter 'record'"],
+    ),
     "an argument that it does not take": (
         of("good.py:score", "reward.arguments.scale=1"),
-        ["cannot be called as score(record, response, scale=...)", "'scale'"],
+        ["(record, response) has no parameter 'scale' for that argument"],
     ),
     "an argument that ours does not take": (of("regex"), ["'regex' cannot be used", "'pattern'"]),
     "syntax": (of("syntax.py:score"), ["SyntaxError", "syntax.py, line 1"]),

@@ -14,10 +14,11 @@ import pytest
 
 from storage.errors import StageFailed
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.environment import site_mark
 from tasks.rewards.pool import score_in_processes
 from tests.tasks.rewards.orders import HELPERS, order, responses, scores
 
-MARK = "RATCHET_TEST_MARK"
+MARK, _ = site_mark(Path())  # which a scoring process inherits
 DEADLINE_S = 6  # so long that a busy machine keeps it where nothing hangs
 
 FAILING = {
@@ -61,9 +62,8 @@ def marked(monkeypatch):
 def test_what_a_function_does_happens_to_its_sample_alone(processes, marked):
     before = Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGCHLD)
     asked = [one for bad in FAILING for one in (bad, "nothing")] + [*FINE, "nothing"]
-    found = list(
-        zip(asked, scores(order(f"{HELPERS}:behaving", deadline_s=DEADLINE_S), asked, processes=processes), strict=True)
-    )
+    given = order(f"{HELPERS}:behaving", deadline_s=DEADLINE_S, start_deadline_s=20.0)
+    found = list(zip(asked, scores(given, asked, processes=processes), strict=True))
     for name, score in found:
         if name in FAILING:
             reason, detail = FAILING[name]
@@ -93,6 +93,38 @@ def test_words_before_a_death_are_kept(tmp_path):
     )
     (score,) = scores(order(f"{tmp_path}/own.py:f"), ["x"])
     assert score.detail == "its process ended with code 9; it said last: out of luck"
+
+
+LAZY = """
+import os
+import time
+
+loaded = []
+
+def score(record, response):
+    if response == "early":
+        raise KeyError("before anything is loaded")
+    if not loaded:
+        time.sleep(2)
+        loaded.append("a model")
+    if response == "die":
+        os._exit(1)
+    return 1.0
+"""
+
+
+def test_what_the_first_call_loads_is_charged_to_no_sample_also_after_a_restart(tmp_path):
+    (tmp_path / "lazy.py").write_text(LAZY)
+    found = scores(order(f"{tmp_path}/lazy.py:score", deadline_s=1.5), ["early", "a", "b", "die", "c"])
+    assert [score.reward for score in found] == [None, 1.0, 1.0, None, 1.0]
+    assert [score.reason for score in found] == ["exception", None, None, "exit", None]
+
+
+def test_a_function_that_always_hangs_has_less_and_less_time_beyond_its_deadline():
+    given = order(f"{HELPERS}:behaving", deadline_s=0.25, start_deadline_s=2.0)
+    found = [score.detail for score in scores(given, ["hang"] * 3)]
+    said = "no score within 0.25 s, nor within {} s more, which the first calls of a process have"
+    assert found == [said.format(more) for more in (2, 1, 0.5)]
 
 
 OWNER = """
