@@ -265,7 +265,7 @@ def test_a_batch_is_one_call_whatever_the_number_of_processes(own, name, expecte
 
 
 def test_a_batch_that_is_lost_is_lost_for_all(own):
-    found = scores(order(f"{HELPERS}:behaving", batch=True), ["nothing", "nothing"])
+    found = scores(order(f"{HELPERS}:losing", batch=True), ["a", "b"])
     assert [(score.reason, score.reward) for score in found] == [("exception", None)] * 2
 
 
