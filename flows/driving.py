@@ -1,7 +1,7 @@
 """Driving a run under its lease, from where its manifests end to the last iteration; without Prefect and Ray."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -31,15 +31,25 @@ ends with the block."""
 
 
 def complete(
-    name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener, owner: str = "ratchet run"
+    name: str,
+    root: Root,
+    config: RunConfig,
+    progress: Progress,
+    opener: Opener,
+    owner: str = "ratchet run",
+    held: Lease | None = None,
 ) -> None:
     """Record the configuration and do the missing part of a run, both under its lease.
 
     If the process that drove the run before still publishes a stage, with another result, that result counts, and the
     run continues from it.
+
+    Args:
+        owner: what drives the run, for people.
+        held: the run's lease, if the caller holds it already and has recorded the configuration under it.
     """
     while next_iteration(root, name, config) <= last_iteration(root, name, config) or is_redoing(root, name):
-        with _driven(root, name, config, progress, opener, owner) as context:
+        with _driven(root, name, config, progress, opener, owner, held) as context:
             settled = finish_rerun(context, progress)
             advance(settled, progress, next_iteration(root, name, config))
 
@@ -51,22 +61,28 @@ def rerun(root: Root, name: str, wanted: Wanted) -> Rerun:
 
 
 def redo_stage(
-    name: str, root: Root, config: RunConfig, progress: Progress, opener: Opener, owner: str = "ratchet run"
+    name: str,
+    root: Root,
+    config: RunConfig,
+    progress: Progress,
+    opener: Opener,
+    owner: str = "ratchet run",
+    held: Lease | None = None,
 ) -> None:
     """Only finish the rerun that was asked for, if it is not finished; the iterations are left as they are."""
     while is_redoing(root, name):
-        with _driven(root, name, config, progress, opener, owner) as context:
+        with _driven(root, name, config, progress, opener, owner, held) as context:
             finish_rerun(context, progress)
 
 
 @contextmanager
 def _driven(
-    root: Root, name: str, config: RunConfig, progress: Progress, opener: Opener, owner: str
+    root: Root, name: str, config: RunConfig, progress: Progress, opener: Opener, owner: str, held: Lease | None
 ) -> Iterator[RunContext]:
     """The context of the head, under the run's lease. A result that another process published meanwhile counts."""
     try:
-        with hold(root, name, owner) as lease:
-            digest = record_config(root, name, config, lease)
+        with hold(root, name, owner) if held is None else nullcontext(held) as lease:
+            digest = record_config(root, name, config, lease) if held is None else read_config(root, name).digest
             with opener(lease, digest) as context:
                 yield on_head(persistent(context, progress.say))
     except Overtaken as fact:

@@ -59,10 +59,17 @@ def run(name: str, root: str, config: RunConfig, one_stage: bool = False) -> Non
 
 
 def perform(
-    name: str, root: str, config: RunConfig, progress: Progress, owner: str = "ratchet run", *, one_stage: bool = False
+    name: str,
+    root: str,
+    config: RunConfig,
+    progress: Progress,
+    owner: str = "ratchet run",
+    *,
+    one_stage: bool = False,
+    held: Lease | None = None,
 ) -> None:
-    """What the flow does, within any flow; arguments as those of `run`, and what drives the run, for people."""
-    store = ready(name, root, config)
+    """Do what the flow does, within any flow; arguments as those of `run`, `owner` and `held` as of `complete`."""
+    store = ready(name, root, config, held)
     for sentence in advice(config):
         progress.say(sentence)
     for notice in notices(config.reward):
@@ -76,7 +83,8 @@ def perform(
         progress.on_finished(page.finished)
         progress.on_finished(reports.add)
         work = redo_stage if one_stage else complete
-        work(name, store, config, progress, functools.partial(open_context, name, store, config, progress), owner)
+        opener = functools.partial(open_context, name, store, config, progress)
+        work(name, store, config, progress, opener, owner, held)
     progress.say("drawing the curves")
     png = write_report(store, name)
     try:
@@ -95,8 +103,11 @@ def release_workers(name: str) -> int:
         return 0 if cluster.local else release(name, cluster)
 
 
-def ready(name: str, root: str, config: RunConfig) -> Root:
+def ready(name: str, root: str, config: RunConfig, held: Lease | None = None) -> Root:
     """Set up this process and refuse what cannot work, or would continue a run with another meaning. Stores nothing.
+
+    Args:
+        held: the run's lease, if this process holds it already.
 
     Returns:
         The storage root.
@@ -112,7 +123,8 @@ def ready(name: str, root: str, config: RunConfig) -> Root:
     check_root_url(root)
     store = open_root(root).waiting(config.run.outage_s)
     check_start(name, store, config)
-    if next_iteration(store, name, config) <= last_iteration(store, name, config) or is_redoing(store, name):
+    left = next_iteration(store, name, config) <= last_iteration(store, name, config) or is_redoing(store, name)
+    if left and held is None:
         check_free(store, name)
     return store
 
@@ -132,7 +144,7 @@ def open_context(
             process_cluster() as cluster,
             Fleet(name, config, cluster) as fleet,
             injected(cluster.settings.faults, fleet.processes),
-            Subflows(config.run.iterations, progress.advanced) as page,
+            Subflows(name, config.run.iterations, progress.advanced) as page,
             Outbox() as outbox,
         ):
             yield RunContext(

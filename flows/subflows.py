@@ -60,14 +60,15 @@ class Subflows:
     Make it within the run's flow.
     """
 
-    def __init__(self, last: int, advanced: Advanced = ignored, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, run: str, last: int, advanced: Advanced = ignored, patience_s: float = PATIENCE_S) -> None:
         """
         Args:
+            run: its id, with which the names of its subflow runs begin.
             last: the last iteration.
             advanced: told of each portion of a stage.
             patience_s: how long an iteration waits for its subflow.
         """
-        self._parent = contextvars.copy_context()
+        self._run, self._parent = run, contextvars.copy_context()
         self._last, self._advanced, self._patience_s = last, advanced, patience_s
         self._iterations: list[_Iteration] = []
         self._ahead: _Iteration | None = None
@@ -125,7 +126,7 @@ class Subflows:
             one.join(deadline)
 
     def _opened(self, number: int) -> "_Iteration":
-        one = _Iteration(number, self._failed.append, self._shown_elsewhere, self._turn)
+        one = _Iteration(self._run, number, self._failed.append, self._shown_elsewhere, self._turn)
         if time.monotonic() >= self._retry:
             one.open(self._parent)
         return one
@@ -143,6 +144,7 @@ class Subflows:
 class _Iteration:
     """One iteration: its thread waits for what is to be stored until the stages are done and all of it is durable."""
 
+    run: str
     number: int
     failed: Callable[[BaseException], None]
     """Told of each error of storing."""
@@ -237,7 +239,7 @@ class _Iteration:
             finally:
                 self.turn.acquire()
 
-        made = flow(name="iteration", flow_run_name="iteration {number}", persist_result=False)(body)
+        made = flow(name="iteration", flow_run_name=f"{self.run} iteration {{number}}", persist_result=False)(body)
         try:
             with self.turn:
                 made(self.number, return_state=True)

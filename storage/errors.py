@@ -93,5 +93,9 @@ class WorkerLost(RatchetError):
     """A process of the run (trainer rank, engine, Ray) died or does not answer; the next attempt starts a new one."""
 
 
+class OutOfMemory(WorkerLost):
+    """A process of the run needs more memory of its card or host than there is."""
+
+
 class NumericsError(StageFailed):
     """A loss or gradient norm is not finite; the optimizer update was not applied."""

@@ -94,8 +94,11 @@ def start_of(root: Root, run: str, text: str) -> str:
     return f"{text}@{max(kept)}"
 
 
-def begin_retraining(root: Root, run: str, config: RunConfig) -> Branched | None:
+def begin_retraining(root: Root, run: str, config: RunConfig, request: str | None = None) -> Branched | None:
     """Make the run, unless it exists; what cannot work is refused first.
+
+    Args:
+        request: identity of the flow run that begins it.
 
     Raises:
         InputError: the configuration, the state to start from or the selection cannot be used.
@@ -110,7 +113,7 @@ def begin_retraining(root: Root, run: str, config: RunConfig) -> Branched | None
     if prepared is None:
         raise InputError(f"run {place.run!r} holds no model, so no run can begin from it: name another with --from")
     check_branch(config, source, prepared)
-    record = ConfigRecord.of(config)
+    record = ConfigRecord.of(config, request)
     return branch(source, WORKFLOW, place.run, place.first, root, run, record.digest, record)
 
 

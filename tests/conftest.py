@@ -42,6 +42,8 @@ SHARES = {
     "tests/tasks/engine/test_serving.py": "tests/tasks/workers/test_fleet.py",
     "tests/tasks/engine/test_update.py": "tests/tasks/workers/test_fleet.py",
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
+    "tests/flows/deployments/test_evaluate.py": "tests/flows/server",
+    "tests/flows/deployments/test_flows.py": "tests/flows/server",
     "tests/flows/deployments/test_maintain.py": "tests/flows/server",
     "tests/flows/site/test_elsewhere.py": "tests/flows/server",
     "tests/flows/site/test_notification.py": "tests/flows/server",

@@ -13,7 +13,7 @@ from storage.errors import InputError
 from storage.ids import check_run_name
 from tasks.config.credentials import shown_text
 from tasks.config.environment import prepare_process
-from tasks.importing.rows import ImportOrder
+from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import Imported, import_samples
 
 
@@ -115,19 +115,12 @@ def import_command(
     """
     if not files:
         raise InputError("name at least one .jsonl or .parquet file to import")
-    columns = dict(_mapped(one) for one in map)
+    columns = dict(mapped(one) for one in map)
     order = ImportOrder(files, run, columns, temperature, logprobs=not without_logprobs)
     made = import_samples(open_root(root), order)
     with Output(json=json) as output:
         output.result(made, _of_import(made))
     return 0
-
-
-def _mapped(text: str) -> tuple[str, str]:
-    what, equals, column = text.partition("=")
-    if not (what and equals and column):
-        raise InputError(f"--map {text!r} is not of the form WHAT=COLUMN, as in prompt_tokens=input_ids")
-    return what, column
 
 
 def _of_import(made: Imported) -> list[str]:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -24,7 +23,6 @@ from storage.ids import check_run_name
 from storage.manifest import find
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
-from storage.revisions import read_revisions
 from storage.upkeep.archive import compact, without_texts
 from storage.upkeep.catalog import contents, names, names_of, require_run, runs, summaries
 from storage.upkeep.fork import fork
@@ -32,10 +30,7 @@ from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.document import apply_overrides, parse_config, with_functions
-from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
-from tasks.config.run import RunConfig
-from tasks.config.stored import ConfigRecord, read_config
+from tasks.config.stored import ConfigRecord, forked_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import RETRAINING, WORKFLOW, Stage
 
@@ -219,7 +214,7 @@ def fork_command(
         Id of the run to fork.
     """
     store = _open(root, parent)
-    record = ConfigRecord.of(_forked_config(store, parent, check_run_name(run), settings, revision))
+    record = ConfigRecord.of(forked_config(store, parent, check_run_name(run), settings, revision))
     made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision)
     with Output(json=json) as output:
         output.result(made, lines.of_fork(made))
@@ -284,28 +279,3 @@ def _open(root: str, run: str) -> Root:
     store = open_root(root)
     require_run(store, run)
     return store
-
-
-def _forked_config(
-    root: Root, parent: str, run: str, settings: Sequence[str], revision: int | None = None
-) -> RunConfig:
-    revisions = read_revisions(root, parent)
-    before = read_config(root, parent, revisions if revision is None else revisions.seen(revision)).config
-    if before.retrain is not None:
-        raise InputError(
-            f"run {parent!r} trains on stored samples and cannot be forked: export its weights with "
-            f"`ratchet export {parent} --to FOLDER`, and start a new run with them"
-        )
-    document = before.model_dump(mode="json")
-    apply_overrides(document, settings)
-    document["run"]["name"] = run
-    config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
-    changed = changed_meaning(before.meaning(), config.meaning())
-    decided = [line for line in changed if line.startswith(FIXED_BY_PREPARE)]
-    if decided:
-        raise InputError(
-            f"what iteration 0 of run {parent!r} has fixed cannot be changed in a fork of it:\n  "
-            + "\n  ".join(decided)
-            + "\nStart a new run instead"
-        )
-    return config

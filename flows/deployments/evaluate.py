@@ -6,35 +6,37 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
-from prefect.states import Completed, Failed
+from prefect.states import Completed
 from pydantic import Field
 
-from flows.deployments.crashes import LIMIT, too_many_crashes
-from flows.deployments.explaining import failed
-from flows.deployments.train import is_absolute, warn_of_versions
+from flows.deployments.attempt import Asked, attempt, fix
 from flows.evaluating import evaluate_weights
 from flows.prefect_tasks import as_task
 from flows.views.artifacts import artifact_key
 from flows.views.evaluations import EvaluationRecord, evaluation_rows
-from storage.errors import InputError, RatchetError
+from storage.backends.root import open_root
+from storage.ids import check_run_name
 from tasks.config.evaluation import EvaluationSettings
+from tasks.export.choice import BEST, choose
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+LAST = "last"
+Which = Annotated[str, Field(pattern=f"^({LAST}|{BEST}|[0-9]+)$")]
+"""One field of text: of a choice of types, a page sends only one."""
 
 
 def named() -> str:
     """Name of a flow run in the UI."""
     given: dict[str, Any] = flow_run.get_parameters()
-    at = given.get("iteration")
-    return f"{given['run']}@{'last' if at is None else at}"
+    return f"{given['run']}@{given.get('iteration', LAST)} evaluated"
 
 
 @flow(name="evaluate", flow_run_name=named, persist_result=False, validate_parameters=True)
 def evaluate(
     run: str,
     root: str,
-    iteration: Count | Literal["best"] | None = None,
+    iteration: Which = LAST,
     samples: Count = 8,
     temperature: Annotated[float, Field(gt=0)] = 1.0,
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0,
@@ -52,7 +54,8 @@ def evaluate(
     Args:
         run: Id of the run.
         root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
-        iteration: Whose weights: a number, best, or the last one. Its state must be kept.
+        iteration: Whose weights: last, best, or the number of an iteration, whose state must be kept. It becomes that
+            number when the flow run begins, so that a Retry evaluates the same.
         samples: Sampled answers to each prompt, beside the greedy one.
         temperature: Of the sampled answers.
         top_p: Nucleus of the sampled answers.
@@ -62,25 +65,29 @@ def evaluate(
         pass_reward: An answer passes if its reward is at least this.
         seed: Of the sampled answers.
     """
-    if too_many_crashes():
-        message = f"run {run}: the process of its evaluation died {LIMIT + 1} times in a row"
-        return Failed(message=f"{message}. Find out why, then press Retry")
     logger = get_run_logger()
-    warn_of_versions(logger)
-    try:
-        if not is_absolute(root):
-            raise InputError(f"root is {root!r}: give an absolute path or a URL, because a Retry may start elsewhere")
+
+    def work() -> State[Any]:
         settings = EvaluationSettings(
             table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p,
             max_tokens=max_tokens, pass_reward=pass_reward, seed=seed,
         )  # fmt: skip
-        which = run if iteration is None else f"{run}@{iteration}"
-        record = evaluate_weights(root, which, settings, logger.info, as_task)
-    except RatchetError as error:
-        return failed(error, run, root)
-    show(record)
-    passed = record.figures.get("greedy/pass@1")
-    return Completed(message=f"iteration {record.iteration} of run {run}: greedy pass@1 {passed}")
+        chosen = choose(open_root(root), place_of(run, iteration)).iteration
+        fix(iteration=f"{chosen}")
+        record = evaluate_weights(root, f"{run}@{chosen}", settings, logger.info, as_task)
+        show(record)
+        passed = record.figures.get("greedy/pass@1")
+        return Completed(message=f"iteration {record.iteration} of run {run}: greedy pass@1 {passed}")
+
+    will = (
+        f"evaluate the weights of run {run}, iteration {iteration}: {prompts} prompts, {samples} sampled answers each"
+    )
+    return attempt(Asked(run, root, will, "goes on after the last stored part of the evaluation"), work)
+
+
+def place_of(run: str, iteration: str) -> str:
+    """Which weights, as commands name them."""
+    return check_run_name(run) if iteration == LAST else f"{check_run_name(run)}@{iteration}"
 
 
 def show(record: EvaluationRecord) -> None:

@@ -1,17 +1,25 @@
 """Why a flow run is red, for a person who reads its page and decides whether to press Retry."""
 
-from typing import Any
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
 
-from prefect import get_run_logger
-from prefect.client.schemas.objects import State
-from prefect.states import Failed
+import httpx
+from prefect.artifacts import create_markdown_artifact
+from prefect.exceptions import PrefectException
 
+from flows.views.artifacts import artifact_key
 from storage.errors import (
     DigestMismatch,
+    ForeignCode,
     InputError,
     NumericsError,
+    OutOfMemory,
     PartMissing,
     RatchetError,
+    SchemaMismatch,
     StageFailed,
     StorageInterrupted,
     StorageUnavailable,
@@ -22,43 +30,112 @@ from storage.errors import (
 from tasks.config.credentials import shown_text
 from tasks.config.environment import without_secrets
 
-_FULL = ("out of memory", "outofmemory")
+logger = logging.getLogger(__name__)
+
+_LINES = 20
+_LONGEST = 500
+_LOGGER = "prefect.flow_runs"
+
 _MEMORY = (
     "A rank or an engine needs more memory than there is: lower train.micro_batch_size or train.micro_batch_tokens, or "
     "engine.gpu_memory_utilization and engine.max_num_seqs; none of them changes what the run means. Do it in the "
     "file that the flow run was given and press Retry, or start another flow run with `settings`."
 )
-_NOTES = (
-    (StorageUnavailable, "The store refuses: correct permission, space or address first, then press Retry."),
-    (InputError, "Retry alone cannot help: correct what is named, then start again with it or press Retry."),
-    (StorageInterrupted, "The store did not answer for long: press Retry once it does."),
+_CORRECT = "Retry alone cannot help: correct what is named, then start again with it or press Retry."
+_DAMAGED = "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."
+_NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, bool], ...] = (
+    (StorageUnavailable, "The store refuses: correct permission, space or address first, then press Retry.", False),
+    (InputError, _CORRECT, False),
+    (StorageInterrupted, "The store did not answer for long: press Retry once it does.", True),
+    ((OutOfMemory, MemoryError), _MEMORY, False),
     (WorkerLost, "A process was lost more often than it is replaced without a person: press Retry to try again. If it "
-     "is always the same stage, look for its cause first: memory of the card or of the host, the process's own log."),
-    (NumericsError, "The numbers are not finite, and would be so again: change the learning rate, precision or data."),
-    (SyncMismatch, "The engine does not hold what was trained: raise the limits in [sync] only if you know why."),
-    (StageFailed, "Correct what is named, then press Retry."),
-    ((DigestMismatch, PartMissing), "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."),
+     "is always the same stage, look for its cause first: memory of the card or of the host, the process's own log.",
+     True),
+    (NumericsError, "The numbers are not finite, and would be so again: change the learning rate, precision or data.",
+     False),
+    (SyncMismatch, "The engine does not hold what was trained: raise the limits in [sync] only if you know why.", True),
+    (StageFailed, "Correct what is named, then press Retry.", False),
+    ((DigestMismatch, PartMissing, ForeignCode), _DAMAGED, False),
+    (SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
 )  # fmt: skip
+"""By type of error: what to do first, and whether Retry may help without it."""
 
 
-def failed(error: RatchetError, run: str, root: str) -> State[Any]:
-    """The end of a flow run that an error stopped; it is logged, with a traceback unless the input was at fault."""
-    traceback = None if isinstance(error, InputError) else error
-    get_run_logger().error("%s", without_secrets(str(error)), exc_info=traceback)
-    return Failed(message=explained(error, run, root))
+@dataclass(frozen=True)
+class Explained:
+    """What a person needs to know of a failure."""
+
+    stage: str | None
+    """What was under way; None if no stage was begun."""
+    cause: str
+    kept: str
+    """What is there, and what Retry does with it."""
+    first: str
+    """What to do first."""
+
+    @property
+    def message(self) -> str:
+        """Of the flow run's state: the cause first, which is what the page shows of it."""
+        place = "" if self.stage is None or self.stage in self.cause else f"During {self.stage}: "
+        return "\n\n".join([f"{place}{self.cause}", self.first, self.kept])
 
 
-def explained(error: RatchetError, run: str, root: str) -> str:
-    """Stage and cause, what is kept, what Retry does, and what to change first."""
-    advice = next((text for kind, text in _NOTES if isinstance(error, kind)), "Press Retry to continue.")
-    if isinstance(error, WorkerLost) and any(words in str(error).lower() for words in _FULL):
-        advice = _MEMORY
-    place = "" if error.during is None or error.during in str(error) else f"During {error.during}: "
-    return "\n\n".join(
-        [
-            without_secrets(f"{place}{told(error)}"),
-            f"Everything that was committed is kept in {shown_text(root)}/{run}; Retry repeats only the stage that "
-            "failed, from what it has stored, and goes on.",
-            advice,
-        ]
-    )
+def explained(error: BaseException, run: str, root: str, retry: str) -> Explained:
+    """Stage and cause, what is kept, what Retry does, and what to do first: by the type of the error.
+
+    Args:
+        retry: what Retry does once a stage has begun.
+    """
+    ours = isinstance(error, RatchetError)
+    cause, stage = (told(error), error.during) if ours else (f"{type(error).__name__}: {error}", None)
+    first, helps = next(((text, helps) for kind, text, helps in _NOTES if isinstance(error, kind)), (None, True))
+    place = f"{shown_text(root)}/{run}"
+    if stage is None and isinstance(error, InputError):
+        kept = f"No stage was begun, and nothing in {place} has changed."
+    else:
+        then = "Retry" if helps else "once that is done, Retry"
+        kept = f"Everything that was committed is kept in {place}; {then} {retry}."
+    return Explained(stage, without_secrets(cause), kept, first or "Press Retry to continue.")
+
+
+class LastLines(logging.Handler):
+    """Keeps the last lines of the flow run's log in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: deque[str] = deque(maxlen=_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.kept.append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger(_LOGGER).addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger(_LOGGER).removeHandler(self)
+
+
+def show_failure(run: str, why: Explained, lines: Iterable[str]) -> None:
+    """Attach the artifact `failure` to the current flow run. A server that is away costs it."""
+    try:
+        create_markdown_artifact(
+            key=artifact_key(run.lower(), "failure"),
+            markdown=failure_text(why, lines),
+            description=without_secrets(why.cause).partition("\n")[0][:_LONGEST],
+        )
+    except (httpx.HTTPError, PrefectException) as error:
+        logger.warning("the failure is not among the artifacts, because the server does not answer: %s", error)
+
+
+def failure_text(why: Explained, lines: Iterable[str]) -> str:
+    """Markdown: cause, stage, what to do first, what Retry does, the last lines of the log."""
+    rows = [("cause", why.cause), ("stage", why.stage or "none was begun"), ("first", why.first), ("Retry", why.kept)]
+    table = [f"| {name} | {_cell(text)} |" for name, text in rows]
+    last = [without_secrets(line).replace("`", "'")[:_LONGEST] for line in lines]
+    return "\n".join(["## Why it failed", "", "| | |", "|---|---|", *table, "", "### Last lines", "```", *last, "```"])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", "<br>")

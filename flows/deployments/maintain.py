@@ -13,15 +13,12 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from flows.deployments.crashes import LIMIT, too_many_crashes
-from flows.deployments.explaining import failed
-from flows.deployments.train import is_absolute, warn_of_versions
+from flows.deployments.attempt import Asked, attempt
 from flows.maintenance import Maintenance, Upkeep, maintain_root
 from flows.server.history import TAG, forget_flow_runs
 from flows.views.artifacts import artifact_key
 from storage.backends.root import open_root
-from storage.errors import InputError, RatchetError
-from tasks.config.credentials import check_root_url, shown_text
+from tasks.config.credentials import shown_text
 
 Days = Annotated[float, Field(gt=0)]
 
@@ -54,28 +51,25 @@ def maintain(
         keep_days: Delete flow runs of this site that ended longer ago than this many days from Prefect's database, with
             their task runs and logs. Runs lose nothing by it. Empty keeps all.
     """
-    if too_many_crashes():
-        return Failed(message=f"its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     logger = get_run_logger()
-    warn_of_versions(logger)
-    try:
-        if not is_absolute(root):
-            raise InputError(f"root is {root!r}: give an absolute path or a URL, because a Retry may start elsewhere")
-        check_root_url(root)
-        upkeep = Upkeep(gc=gc, compact=compact, verify=verify)
+    upkeep = Upkeep(gc=gc, compact=compact, verify=verify)
+    chosen = [name for name, wanted in upkeep.model_dump().items() if wanted] or ["no upkeep"]
+
+    def work() -> State[Any]:
         done = maintain_root(open_root(root), upkeep, runs, lambda line: logger.info("%s", line))
-    except RatchetError as error:
-        return failed(error, ", ".join(runs) or "*", root)
-    create_table_artifact(
-        key=artifact_key(shown_text(root).lower(), "maintenance"),
-        table=rows_of(done),
-        description=f"Upkeep of {shown_text(root)}",
-    )
-    forgotten = forget(keep_days)
-    problems = [f"run {one.run}: {text}" for one in done.runs for text in one.problems]
-    if problems:
-        return Failed(message="\n\n".join([f"{len(problems)} problems in {shown_text(root)}", *problems]))
-    return Completed(message=f"{len(done.runs)} runs are in order; {forgotten}")
+        create_table_artifact(
+            key=artifact_key(shown_text(root).lower(), "maintenance"),
+            table=rows_of(done),
+            description=f"Upkeep of {shown_text(root)}",
+        )
+        forgotten = forget(keep_days)
+        problems = [f"run {one.run}: {text}" for one in done.runs for text in one.problems]
+        if problems:
+            return Failed(message="\n\n".join([f"{len(problems)} problems in {shown_text(root)}", *problems]))
+        return Completed(message=f"{len(done.runs)} runs are in order; {forgotten}")
+
+    will = f"{', '.join(chosen)} of {', '.join(runs) or 'all runs'}"
+    return attempt(Asked(", ".join(runs) or "*", root, will, "looks after all of them again"), work)
 
 
 def rows_of(done: Maintenance) -> list[dict[str, Any]]:

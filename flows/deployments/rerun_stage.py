@@ -2,28 +2,29 @@
 
 import functools
 import time
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Completed, Failed
+from prefect.states import Cancelled, Completed
 
-from flows.deployments.crashes import LIMIT, too_many_crashes
-from flows.deployments.explaining import failed
-from flows.deployments.train import Count, Minutes, drive, is_absolute, waiting, warn_of_versions
+from flows.deployments.attempt import Asked, attempt
+from flows.deployments.train import Count, Minutes, drive, waiting
 from flows.redoing import Request, ask_again
 from storage.backends.root import open_root
-from storage.errors import InputError, RatchetError
 from storage.ids import check_run_name
 from storage.revisions import read_revisions
 from tasks.stages.names import Stage
+
+Again = Literal["rollout", "reward", "train", "weight-sync", "evaluate"]
+"""Stages that can be done again."""
 
 
 def named() -> str:
     """Name of a flow run in the UI."""
     given: dict[str, Any] = flow_run.get_parameters()
-    return f"{given['run']} {Stage(given['stage']).value}@{given['iteration']} again"
+    return f"{given['run']} {given['stage']}@{given['iteration']} again"
 
 
 @flow(name="rerun-stage", flow_run_name=named, persist_result=False, validate_parameters=True)
@@ -31,7 +32,7 @@ def rerun_stage(
     run: str,
     root: str,
     iteration: Count,
-    stage: Stage,
+    stage: Again,
     reason: str,
     cascade: bool = True,
     new_seeds: bool = False,
@@ -46,33 +47,24 @@ def rerun_stage(
         run: Id of the run.
         root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
         iteration: Iteration of the stage.
-        stage: rollout, reward, train, weight-sync or evaluate.
+        stage: Which stage. Of iteration 0 only weight-sync and evaluate: what the run began with stays.
         reason: Why; it is recorded with the result.
         cascade: Make the result part of the run, and do again what was made from the first, up to the iteration that
-            the run has. Without it, the result lies beside the run until `ratchet choose` makes it the head.
+            the run has. Without it, the result lies beside the run until deployment `choose` makes it the head.
         new_seeds: Sample with other seeds than the first time, if the stage is a rollout.
         settings: Settings that apply from this stage on, each as section.key=value.
         patience_minutes: How long to wait for another process that drives this run. After that the flow run ends as
             Cancelled and names that process.
     """
-    logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
-    try:
-        check_place(run, root)
-        request = Request(iteration, stage, reason, _who(), cascade, new_seeds, settings, flow_run.get_id())
-        return waiting(run, functools.partial(begin, run, root, request), deadline, logger.info)
-    except RatchetError as error:
-        return failed(error, run, root)
+    deadline, say = time.monotonic() + 60 * patience_minutes, get_run_logger().info
+    then = "and what was made from it" if cascade else "beside what was made first"
+    will = f"do {stage} of iteration {iteration} of run {run} again, {then}: {reason}"
 
+    def work() -> State[Any]:
+        request = Request(iteration, Stage(stage), reason, _who(), cascade, new_seeds, settings, flow_run.get_id())
+        return waiting(check_run_name(run), functools.partial(begin, run, root, request), deadline, say)
 
-def check_place(run: str, root: str) -> None:
-    """Refuse a name that no run can have, or a path that means something else elsewhere.
-
-    Raises:
-        InputError: it says which.
-    """
-    check_run_name(run)
-    if not is_absolute(root):
-        raise InputError(f"root is {root!r}: give an absolute path or a URL, because a Retry may start elsewhere")
+    return attempt(Asked(run, root, will, "continues the same rerun from what is stored"), work)
 
 
 def begin(run: str, root: str, request: Request) -> State[Any]:
@@ -81,16 +73,16 @@ def begin(run: str, root: str, request: Request) -> State[Any]:
     Raises:
         RatchetError: whatever stops the run.
     """
-    warn_of_versions(get_run_logger())
-    if too_many_crashes():
-        return Failed(message=f"run {run}: its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     asked, config = ask_again(open_root(root), run, request)
     drive(run, root, config, one_stage=not asked.cascade)
     chosen = {choice.revision for choice in read_revisions(open_root(root), run).choices}
     if asked.cascade and asked.revision not in chosen:
         return Cancelled(message=f"run {run}: doing {asked} again as revision {asked.revision} was withdrawn")
     head = (
-        "is the head" if asked.cascade else f"is beside the head: `ratchet choose {run} {asked.revision}` makes it so"
+        "is the head"
+        if asked.cascade
+        else f"is beside the head: deployment `choose` with revision {asked.revision}, "
+        f"or `ratchet choose {run} {asked.revision}`, makes it so"
     )
     return Completed(message=f"run {run}: {asked} was done again; revision {asked.revision} {head}")
 

@@ -1,31 +1,36 @@
 """Deployment `retrain`: a new run on stored samples, started by a schedule, a person or a program."""
 
 import functools
+import itertools
 import time
-from datetime import UTC, datetime
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, tzinfo
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import DeploymentSchedule, FlowRun, State
 from prefect.runtime import flow_run
-from pydantic import Field
 
-from flows.deployments.explaining import failed
-from flows.deployments.train import Minutes, begin, is_absolute, waiting
-from storage.backends.root import open_root
-from storage.errors import InputError, RatchetError
+from flows.deployments.attempt import Asked, attempt, check_places, fix
+from flows.deployments.train import Minutes, Positive, begin, is_complete, waiting
+from storage import layout
+from storage.backends.root import Root, open_root
+from storage.errors import InputError
 from storage.ids import check_run_name
+from storage.upkeep.catalog import names
 from tasks.config.retrain import place_of
 from tasks.config.run import RunConfig
+from tasks.config.stored import begun_by
 from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 def named() -> str:
     """Name of a flow run in the UI."""
-    return run_name(flow_run.get_parameters()["run"], scheduled())
+    return expanded(flow_run.get_parameters()["run"], this_flow_run().moment)
 
 
 @flow(name="retrain", flow_run_name=named, persist_result=False, validate_parameters=True)
@@ -51,8 +56,9 @@ def retrain(
     What is committed is never done again, so Retry continues where the run ended.
 
     Args:
-        run: Id of the new run. `{date}` and `{time}` in it become those of the scheduled start, in UTC, so that each
-            flow run of a schedule begins a run of its own.
+        run: Id of the new run. `{date}` and `{time}` in it become those of the scheduled start, in the time zone of the
+            schedule, and if a run has that name already a number is added, so that each flow run begins a run of its
+            own. Without them, a run that another flow run has begun and not finished is continued by hand.
         root: Storage root of the new run: an absolute path, file:///absolute/path or s3://bucket/prefix.
         start: The state to begin with, as RUN@ITERATION; RUN alone is the newest that it has kept. Of another root as
             ROOT//RUN@ITERATION.
@@ -70,8 +76,7 @@ def retrain(
         settings: Settings that replace both, each as section.key=value.
         patience_minutes: How long to wait for another process that drives this run.
     """
-    logger, deadline = get_run_logger(), time.monotonic() + 60 * patience_minutes
-    name = run
+    deadline, say = time.monotonic() + 60 * patience_minutes, get_run_logger().info
     given = {
         "start": start,
         "select": select or None,
@@ -83,70 +88,132 @@ def retrain(
         "samples": samples,
         "epochs": epochs,
     }
-    try:
-        name = run_name(run, scheduled())
-        given |= fixed(name, root, start, since, newer_than)
-        resolved = configured(name, root, given, config, settings)
-        return waiting(name, functools.partial(begin, name, root, resolved), deadline, logger.info)
-    except RatchetError as error:
-        return failed(error, name, root)
+    here = this_flow_run()
+    name = expanded(run, here.moment)
+
+    def work() -> State[Any]:
+        check_sources(start, select)
+        while True:
+            own = own_name(open_root(root), run, here)
+            if own != name:
+                say(f"run {name} is another's: this flow run has run {own}")
+            found = fixed(own, root, start, since, newer_than, here.moment)
+            try:
+                resolved = configured(own, root, given | found, config, settings, here)
+            except InputError:
+                if name == run or is_free(open_root(root), own, here):
+                    raise
+                continue  # another flow run of the same moment was faster
+            return waiting(own, functools.partial(begin, own, root, resolved), deadline, say)
+
+    fresh = f"train run {name} on stored samples of {', '.join(select) or 'what it was begun with'}"
+    will = f"{fresh}; dates are those of {here.moment.tzinfo}"
+    return attempt(Asked(name, root, will, places={"config": config}), work)
 
 
-def scheduled() -> datetime:
-    """When this attempt was to start."""
+@dataclass(frozen=True)
+class Here:
+    """The flow run that asks, as the server knows it."""
+
+    identity: str | None
+    moment: datetime
+    """Its scheduled start, in the time zone of its schedule."""
+    is_scheduled: bool = False
+    """Whether a schedule started it."""
+
+
+def this_flow_run() -> Here:
+    """This flow run."""
     # Prefect gives a subclass whose arithmetic loses the time zone
-    return datetime.fromtimestamp(flow_run.get_scheduled_start_time().timestamp(), UTC)
+    moment = datetime.fromtimestamp(flow_run.get_scheduled_start_time().timestamp(), UTC)
+    identity = flow_run.get_id()
+    if identity is None:
+        return Here(None, moment)
+    with get_client(sync_client=True) as client:
+        asked = client.read_flow_run(UUID(identity))
+        schedules = [] if asked.deployment_id is None else client.read_deployment_schedules(asked.deployment_id)
+    return Here(identity, moment.astimezone(zone_of(asked, schedules)), asked.auto_scheduled)
 
 
-def run_name(run: str, moment: datetime) -> str:
-    """The id of the run: `{date}` and `{time}` are replaced by those of `moment`.
+def zone_of(asked: FlowRun, schedules: Sequence[DeploymentSchedule]) -> tzinfo:
+    """The time zone of the schedule that started a flow run; of one started by hand, that which all schedules have."""
+    mine = None if asked.created_by is None or not asked.auto_scheduled else asked.created_by.id
+    zones = {vars(one.schedule).get("timezone") for one in schedules if mine in (None, one.id)}
+    name = zones.pop() if len(zones) == 1 else None
+    return ZoneInfo(name) if name else UTC
+
+
+def expanded(run: str, moment: datetime) -> str:
+    """A name in which `{date}` and `{time}` are replaced by those of `moment`."""
+    return run.replace("{date}", f"{moment:%Y%m%d}").replace("{time}", f"{moment:%H%M%S}")
+
+
+def own_name(store: Root, run: str, here: Here) -> str:
+    """The id of the run that this flow run begins, or goes on with.
 
     Raises:
-        InputError: it cannot be an id.
+        InputError: it cannot be an id, or a schedule has started this flow run for a run that is not its own.
     """
-    return check_run_name(run.replace("{date}", f"{moment:%Y%m%d}").replace("{time}", f"{moment:%H%M%S}"))
+    first = check_run_name(expanded(run, here.moment))
+    if first != run:
+        every = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
+        return check_run_name(next(name for name in every if is_free(store, name, here)))
+    if here.is_scheduled and not is_free(store, run, here):
+        raise InputError(
+            f"run {run!r} exists in {store.url}, and another flow run or a command has begun it: each flow run of a "
+            'schedule begins a run of its own, so give a name with "{date}" or "{date}-{time}" in it'
+        )
+    return run
 
 
-def fixed(run: str, root: str, start: str | None, since: str | None, newer_than: str | None) -> dict[str, str]:
+def is_free(store: Root, run: str, here: Here) -> bool:
+    """Whether there is no run of that name, or this flow run has begun it."""
+    if not store.exists(layout.run_config_key(run)):
+        return not names(store, run, 0).manifests
+    return here.identity is not None and begun_by(store, run) == here.identity
+
+
+def fixed(
+    run: str, root: str, start: str | None, since: str | None, newer_than: str | None, moment: datetime
+) -> dict[str, str]:
     """What is relative to now, as it is for good: kept with the flow run, so that a Retry has the same.
 
     Raises:
-        InputError: the run to start from has no state, both times are given, or a path is relative.
+        InputError: the run to start from has no state, or both times are given.
     """
-    _check_absolute([("root", root), *([("a root", place_of(start).root)] if start else [])])
     if since is not None and newer_than is not None:
         raise InputError("give either since (a time) or newer_than (an age)")
     store, found = open_root(root), dict[str, str]()
     if start is not None:
         found["start"] = start_of(store, run, start)
     if newer_than is not None:
-        found["since"] = since_of(store, run, newer_than, scheduled())
-    given, identity = flow_run.get_parameters(), flow_run.get_id()
-    kept = {**given, **found, "run": run, "newer_than": None}
-    if identity is not None and kept != given:
-        with get_client(sync_client=True) as client:
-            client.request("PATCH", "/flow_runs/{id}", path_params={"id": identity}, json={"parameters": kept})
+        found["since"] = since_of(store, run, newer_than, moment)
+    fix(**found, run=run, newer_than=None)
     return found
 
 
-def configured(run: str, root: str, given: dict[str, Any], config: str | None, settings: list[str]) -> RunConfig:
+def configured(
+    run: str, root: str, given: dict[str, Any], config: str | None, settings: list[str], here: Here
+) -> RunConfig:
     """The configuration of the run, which exists afterwards.
 
     Raises:
-        InputError: it cannot be used, or a path is relative.
+        InputError: it cannot be used; or the run is another's, and has nothing left to do.
     """
-    others = [("a root", place_of(text).root) for text in given["select"] or ()]
-    _check_absolute([("root", root), ("config", config), *others])
     store = open_root(root)
     table = {key: value for key, value in given.items() if value is not None}
     resolved = retrain_config(store, run, table, config, settings)
-    begin_retraining(store, run, resolved)
+    begin_retraining(store, run, resolved, here.identity)
+    if begun_by(store, run) != here.identity and (here.is_scheduled or is_complete(store, run, resolved)):
+        raise InputError(f"run {run!r} in {store.url} is another's, and complete: give the new run another name")
     return resolved
 
 
-def _check_absolute(places: list[tuple[str, str | None]]) -> None:
-    for what, place in places:
-        if place is not None and not is_absolute(place):
-            raise InputError(
-                f"{what} is {place!r}: give an absolute path or a URL, because a Retry may start elsewhere"
-            )
+def check_sources(start: str | None, select: Sequence[str]) -> None:
+    """Refuse sources in a root that is another one elsewhere.
+
+    Raises:
+        InputError: it says which.
+    """
+    given = ([] if start is None else [start]) + [*select]
+    check_places({f"the root of {text!r}": place_of(text).root for text in given})

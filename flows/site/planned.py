@@ -21,7 +21,7 @@ from prefect.exceptions import ObjectNotFound
 from flows.server.history import TAG
 from flows.site.folder import RunningProcess
 from flows.site.processes import find, taken
-from flows.site.registration import POOL
+from flows.site.registration import POOL, queues_of
 from tasks.config.code_version import code_version
 
 PORT = 4200
@@ -89,7 +89,11 @@ def _pool(client: SyncPrefectClient) -> Fact:
     if pool.is_paused:
         text = f"work pool {POOL!r} is paused, so no flow run starts: resume it in the UI under Work Pools"
         return Fact("work pool", "warning", text)
-    return Fact("work pool", "ok", f"{POOL}, {pool.concurrency_limit or 'any number of'} flow runs at once")
+    if pool.concurrency_limit is not None:
+        text = f"work pool {POOL!r} has one limit of {pool.concurrency_limit}, so upkeep waits for training"
+        return Fact("work pool", "warning", f"{text}: remove it in the UI under Work Pools; its queues have limits")
+    limits = [f"{name} {one.concurrency_limit or 'any number'}" for name, one in queues_of(client).items()]
+    return Fact("work pool", "ok", f"{POOL}, flow runs at once by queue: {', '.join(limits)}")
 
 
 def _versions(deployments: Sequence[DeploymentResponse]) -> Fact:

@@ -12,9 +12,8 @@ from prefect.client.schemas.actions import (
     DeploymentScheduleUpdate,
     DeploymentUpdate,
     WorkPoolCreate,
-    WorkPoolUpdate,
 )
-from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.objects import DeploymentSchedule, WorkQueue
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.exceptions import ObjectNotFound
 from prefect.utilities.callables import parameter_schema
@@ -26,6 +25,10 @@ from flows.site.notification import keep_notification
 from tasks.config.code_version import PROJECT_ROOT, code_version
 
 POOL = "ratchet"
+TRAINING, UPKEEP = "default", "upkeep"
+"""Queues of the pool: what trains, and what does not wait for it, such as maintenance and evaluations."""
+
+_UPKEEP_AT_ONCE = 2
 
 
 def register(deployments: Deployments, at_once: int | None, webhook: str | None = None) -> tuple[str, ...]:
@@ -33,7 +36,7 @@ def register(deployments: Deployments, at_once: int | None, webhook: str | None 
 
     Args:
         deployments: each with its flow.
-        at_once: flow runs that may be executed at the same time; None keeps what the pool has, at first 1.
+        at_once: flow runs that may train at the same time; None keeps what the queue has, at first 1.
         webhook: what is told of flow runs that end red, as `keep_notification` takes it; None changes nothing.
 
     Returns:
@@ -49,13 +52,22 @@ def register(deployments: Deployments, at_once: int | None, webhook: str | None 
 
 
 def _keep_pool(client: SyncPrefectClient, at_once: int | None) -> None:
+    """Each queue has its limit, and the pool has none: that would be one for all queues."""
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=at_once or 1))
-        return
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        at_once = at_once or 1
+    queues = queues_of(client)
     if at_once is not None:
-        client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=at_once))
+        client.update_work_queue(queues[TRAINING].id, concurrency_limit=at_once)
+    if UPKEEP not in queues:
+        client.create_work_queue(UPKEEP, concurrency_limit=_UPKEEP_AT_ONCE, work_pool_name=POOL)
+
+
+def queues_of(client: SyncPrefectClient) -> dict[str, WorkQueue]:
+    """The queues of the pool by name."""
+    return {one.name: one for one in client.read_work_queues(work_pool_name=POOL)}
 
 
 def _keep_deployment(client: SyncPrefectClient, entry: DeploymentEntry, flow: Flow[..., Any]) -> str:
@@ -68,6 +80,7 @@ def _keep_deployment(client: SyncPrefectClient, entry: DeploymentEntry, flow: Fl
         "enforce_parameter_schema": True,
         "entrypoint": entry.entrypoint,
         "work_pool_name": entry.work_pool.get("name", POOL),
+        "work_queue_name": entry.work_pool.get("work_queue_name", TRAINING),
         "job_variables": {
             "command": f"{shlex.quote(sys.executable)} -m flows.deployments.process",
             "working_dir": str(PROJECT_ROOT),  # else a temporary folder, gone when two attempts overlap

@@ -23,16 +23,13 @@ _FORMS = ("text", "list")
 """Names of the forms that a setting may have, which pydantic puts into the place of an error."""
 
 
-def load_config(path: str, overrides: Sequence[str] = (), tables: Mapping[str, Any] | None = None) -> RunConfig:
+def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (any fsspec URL) and apply `section.key=value` overrides; names of local files become absolute.
-
-    Args:
-        tables: settings by section that replace those of the file, before the overrides.
 
     Raises:
         InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used.
     """
-    return _completed(read_document(path), overrides, tables or {}, folder_of(path), path)
+    return _completed(read_document(path), overrides, folder_of(path), path)
 
 
 def load_changes(path: str) -> dict[str, Any]:
@@ -85,13 +82,10 @@ def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where:
     Raises:
         InputError: a value cannot be used, or one is missing.
     """
-    return _completed({}, overrides, tables, None, where)
+    return _completed(without_blanks(tables), overrides, None, where)
 
 
-def _completed(
-    document: dict[str, Any], overrides: Sequence[str], tables: Mapping[str, Any], folder: Path | None, where: str
-) -> RunConfig:
-    document = merged(document, without_blanks(tables))
+def _completed(document: dict[str, Any], overrides: Sequence[str], folder: Path | None, where: str) -> RunConfig:
     apply_overrides(document, overrides)
     return parse_config(_located(document, folder), where)
 

@@ -5,6 +5,7 @@ been added since.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import Field, JsonValue, ValidationError
@@ -17,8 +18,8 @@ from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown
-from tasks.config.document import explained
-from tasks.config.identity import FIRST_RULES, RULES, Document, changed_meaning, meaning_digest
+from tasks.config.document import apply_overrides, explained, parse_config, with_functions
+from tasks.config.identity import FIRST_RULES, FIXED_BY_PREPARE, RULES, Document, changed_meaning, meaning_digest
 from tasks.config.run import RunConfig
 from tasks.config.section import FROM_STORAGE
 from tasks.config.stage_settings import with_settings
@@ -30,15 +31,18 @@ class ConfigRecord(RunConfig):
     rules: int = Field(default=RULES, ge=FIRST_RULES, le=RULES)
     """Version of `tasks.config.identity` that the run was started under. Records of the first version lack it."""
 
+    request: str | None = None
+    """Identity of the flow run that began the run, which no other flow run takes for its own; None if a command did."""
+
     @classmethod
-    def of(cls, config: RunConfig) -> "ConfigRecord":
+    def of(cls, config: RunConfig, request: str | None = None) -> "ConfigRecord":
         """The record of a new run."""
-        return cls.model_validate({**dict(config), "rules": RULES})
+        return cls.model_validate({**dict(config), "rules": RULES, "request": request})
 
     @property
     def digest(self) -> str:
         """What every manifest of the run carries as `config_digest`."""
-        return meaning_digest(self.model_dump(mode="json", exclude={"rules"}), self.rules)
+        return meaning_digest(self.model_dump(mode="json", exclude={"rules", "request"}), self.rules)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
             "--from RUN@ITERATION` trains on them"
         )
     rules = _rules(document.pop("rules", FIRST_RULES), where)
+    document.pop("request", None)
     first = meaning_digest(document, rules)
     document = with_settings(document, (read_revisions(root, run) if revisions is None else revisions).settings())
     try:
@@ -94,12 +99,49 @@ def documents(root: Root, run: str, revisions: Revisions) -> dict[str, Document]
     return {one.digest: one.config.model_dump(mode="json") for one in read}
 
 
+def begun_by(root: Root, run: str) -> JsonValue:
+    """The flow run that began a run that there is; None if a command did. Raises as `read_config`."""
+    key = layout.run_config_key(run)
+    where = f"{root.url}/{key}"
+    return _document(records.unseal_older(root.read_bytes(key), where), where).get("request")
+
+
 def stored_config(root: Root, run: str) -> RunConfig:
     """The configuration a run was started with. Raises as `read_config`."""
     return read_config(root, run).config
 
 
-def record_config(root: Root, run: str, config: RunConfig, fence: Fence | None = None) -> str:
+def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], revision: int | None = None) -> RunConfig:
+    """The configuration of a fork: that of its parent, or of a revision of it, with settings replaced.
+
+    Raises:
+        InputError: the parent cannot be forked, or not with these settings.
+    """
+    revisions = read_revisions(root, parent)
+    before = read_config(root, parent, revisions if revision is None else revisions.seen(revision)).config
+    if before.retrain is not None:
+        raise InputError(
+            f"run {parent!r} trains on stored samples and cannot be forked: export its weights with "
+            f"`ratchet export {parent} --to FOLDER`, and start a new run with them"
+        )
+    document = before.model_dump(mode="json")
+    apply_overrides(document, settings)
+    document["run"]["name"] = run
+    config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
+    changed = changed_meaning(before.meaning(), config.meaning())
+    decided = [line for line in changed if line.startswith(FIXED_BY_PREPARE)]
+    if decided:
+        raise InputError(
+            f"what iteration 0 of run {parent!r} has fixed cannot be changed in a fork of it:\n  "
+            + "\n  ".join(decided)
+            + "\nStart a new run instead"
+        )
+    return config
+
+
+def record_config(
+    root: Root, run: str, config: RunConfig, fence: Fence | None = None, request: str | None = None
+) -> str:
     """Record what a run is made from, or check that it is continued unchanged.
 
     A record binds the run once a manifest was made under it. Until then the holder of the lease may replace it: nothing
@@ -107,6 +149,7 @@ def record_config(root: Root, run: str, config: RunConfig, fence: Fence | None =
 
     Args:
         fence: the run's lease. Without one an existing record is never replaced.
+        request: identity of the flow run that begins the run.
 
     Returns:
         The digest that its manifests carry: that of the record made when the run was started.
@@ -116,7 +159,7 @@ def record_config(root: Root, run: str, config: RunConfig, fence: Fence | None =
             under its name.
         LeaseLost: from the fence; nothing was replaced.
     """
-    record, key = _record(run, config), layout.run_config_key(run)
+    record, key = _record(run, config, request), layout.run_config_key(run)
     _is_there(root, run)
     if records.publish(root, key, record):
         return record.digest
@@ -146,9 +189,9 @@ def _is_there(root: Root, run: str) -> bool:
     return there
 
 
-def _record(run: str, config: RunConfig) -> ConfigRecord:
+def _record(run: str, config: RunConfig, request: str | None = None) -> ConfigRecord:
     named = config.run.model_copy(update={"name": run})
-    return ConfigRecord.of(config.model_copy(update={"run": named}))
+    return ConfigRecord.of(config.model_copy(update={"run": named}), request)
 
 
 def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:

@@ -33,6 +33,18 @@ class ImportOrder:
     """Whether the samples must have log-probabilities. Without, only maximum likelihood can be trained on them."""
 
 
+def mapped(text: str) -> tuple[str, str]:
+    """Read WHAT=COLUMN: the column that a property is in.
+
+    Raises:
+        InputError: it has another form.
+    """
+    what, equals, column = text.partition("=")
+    if not (what and equals and column):
+        raise InputError(f"{text!r} is not of the form WHAT=COLUMN, as in prompt_tokens=input_ids")
+    return what, column
+
+
 @dataclass
 class Rows:
     """Some rows of a file, as the columns of our tables."""

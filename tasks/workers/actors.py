@@ -1,5 +1,6 @@
 """Groups of Ray actors that hold one object each, and what happens when one of them fails."""
 
+import errno
 import operator
 import os
 import time
@@ -11,7 +12,7 @@ import ray
 import ray.exceptions
 import ray.util
 
-from storage.errors import RatchetError, WorkerLost
+from storage.errors import OutOfMemory, RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
 from trainer_core.telling import listen
 
@@ -19,6 +20,8 @@ _GRACE_S = 5.0  # time the others get to end their part of a call after one memb
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive
 _ATTACH_S = 10.0
 _START = "the start"
+_MEMORY = {"MemoryError", "OutOfMemoryError"}  # of Python, numpy, Arrow; of torch, which is not imported here
+_CUDA_MEMORY = 2  # cudaErrorMemoryAllocation, outside of torch's own allocator
 _CHANGES_NOTHING = frozenset({"send_weights"})  # members that end such a call differently are still in step
 _DEADLINES = {_START: "start_deadline_s", "collect": "step_deadline_s"}
 TOKEN_CHARACTERS = 8
@@ -240,14 +243,25 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
 
 
 def _explained(error: ray.exceptions.RayError, label: str, what: str) -> RatchetError:
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return OutOfMemory(f"{label} was ended during {what}, because its host has no memory: {_first_line(error)}")
     if not isinstance(error, ray.exceptions.RayTaskError):
         return WorkerDied(f"{label} died during {what} ({_first_line(error)}); the next attempt starts a new one")
     cause = error.cause
     if isinstance(cause, RatchetError):
         return type(cause)(f"{label}: {cause}")
-    lost = WorkerLost(f"{label} failed in {what} and was ended: {type(cause).__name__}: {cause}")
+    kind = OutOfMemory if lacks_memory(cause) else WorkerLost
+    lost = kind(f"{label} failed in {what} and was ended: {type(cause).__name__}: {cause}")
     lost.add_note(str(error))  # the traceback of the other process
     return lost
+
+
+def lacks_memory(cause: BaseException) -> bool:
+    """Whether an error is that memory of a host or card could not be had, by its type or code."""
+    if isinstance(cause, OSError):
+        return cause.errno == errno.ENOMEM
+    named = {kind.__name__ for kind in type(cause).__mro__}
+    return bool(_MEMORY & named) or ("AcceleratorError" in named and vars(cause).get("error_code") == _CUDA_MEMORY)
 
 
 def _worst(failures: Iterable[RatchetError]) -> RatchetError:

@@ -43,7 +43,7 @@ def drive(root: Root, scratch: Path, at: Callable[[Point, str], None], patience_
 
     @contextmanager
     def opener(lease: Any, digest: str) -> Iterator[RunContext]:
-        with Subflows(ITERATIONS, patience_s=patience_s) as page, Outbox() as outbox, kill_points.observed(at):
+        with Subflows("a", ITERATIONS, patience_s=patience_s) as page, Outbox() as outbox, kill_points.observed(at):
             yield RunContext(
                 "a", root, config, digest, WorkersHere(config), scratch, lease, outbox, page.performer, page=page
             )
@@ -92,8 +92,8 @@ def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, 
     assert state.is_completed(), state.message
     assert before == [None]
     subflows, tasks = found(state, {"store-2", "evaluate-2", "evaluate-1", "store-1"})
-    assert subflows == {f"iteration {number}": "Completed" for number in range(ITERATIONS + 1)}
-    assert tasks["iteration 1"] == {
+    assert subflows == {f"a iteration {number}": "Completed" for number in range(ITERATIONS + 1)}
+    assert tasks["a iteration 1"] == {
         "rollout-1": "Completed", "reward-1": "Completed", "train-1": "Computed", "store-1": "Completed",
         "weight-sync-1": "Computed", "evaluate-1": "Computed",
     }  # fmt: skip
@@ -109,7 +109,7 @@ def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, t
     with pytest.raises(StorageUnavailable, match="the bucket refuses"):
         state.result()
     subflows, tasks = found(state, {"store-1"})
-    assert subflows["iteration 1"] == "Failed"
+    assert subflows["a iteration 1"] == "Failed"
     colours = {name: colour for ones in tasks.values() for name, colour in ones.items()}
     assert [name for name, colour in colours.items() if colour == "Failed"] == ["store-1"]
     assert "Cancelled" in {*colours.values(), *subflows.values()}  # the stage that met it
@@ -129,4 +129,4 @@ def test_without_a_server_the_work_goes_on(prefect_api: str, root: Root, tmp_pat
         subflows, _ = found(state, set())
     assert state.is_completed(), state.message
     assert need(root, "a", ITERATIONS, Stage.WEIGHT_SYNC)
-    assert subflows == {"iteration 0": "Completed"}
+    assert subflows == {"a iteration 0": "Completed"}

@@ -1,40 +1,118 @@
-"""What deployment `retrain` fixes and refuses; the flow itself runs in tests/flows/site."""
+"""Whose run a flow run of `retrain` begins, what it fixes and refuses; the flow itself runs in tests/flows/site."""
 
 from datetime import UTC, datetime
 from pathlib import Path
+from uuid import uuid4
+from zoneinfo import ZoneInfo
 
 import pytest
+from prefect.client.schemas.objects import DeploymentSchedule, FlowRun
+from prefect.client.schemas.schedules import CronSchedule
 
-from flows.deployments.retrain import configured, fixed, run_name
+from flows.deployments.retrain import Here, check_sources, expanded, fixed, own_name, zone_of
 from flows.site.entries import read_deployments
+from storage.backends.root import Root
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.stored import record_config
+
+START = datetime(2026, 11, 24, 23, 30, tzinfo=UTC)
+NIGHT = "night-{date}"
 
 
-def test_each_scheduled_start_has_a_run_of_its_own():
-    assert run_name("night-{date}-{time}", datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)) == "night-20260102-030405"
+def here(identity: str = "mine", moment: datetime = START, *, is_scheduled: bool = True) -> Here:
+    return Here(identity, moment, is_scheduled)
+
+
+def planned(schedules: list[str | None], *, by: int | None) -> tuple[FlowRun, list[DeploymentSchedule]]:
+    """A flow run that schedule number `by` has started, or a person, and the schedules of its deployment."""
+    made = [
+        DeploymentSchedule(id=uuid4(), deployment_id=uuid4(), schedule=CronSchedule(cron="0 3 * * *", timezone=zone))
+        for zone in schedules
+    ]
+    creator = None if by is None else {"id": made[by].id, "type": "SCHEDULE", "display_value": "nightly"}
+    return FlowRun(flow_id=uuid4(), auto_scheduled=by is not None, created_by=creator), made
+
+
+@pytest.mark.parametrize(
+    ("schedules", "by", "date"),
+    [
+        (["Europe/Berlin"], 0, "20261125-003000"),
+        (["America/New_York", "Europe/Berlin"], 0, "20261124-183000"),
+        (["America/New_York", "Europe/Berlin"], 1, "20261125-003000"),
+        ([None], 0, "20261124-233000"),
+        (["Asia/Tokyo"], None, "20261125-083000"),  # by hand, for a night that was missed
+        (["Asia/Tokyo", "Europe/Berlin"], None, "20261124-233000"),
+        ([], None, "20261124-233000"),
+    ],
+)
+def test_dates_are_those_of_the_time_zone_of_the_schedule(schedules, by, date):
+    moment = START.astimezone(zone_of(*planned(schedules, by=by)))
+    assert expanded("night-{date}-{time}", moment) == f"night-{date}"
+
+
+def test_the_hour_that_comes_twice_has_two_runs(make_run, root: Root, config):
+    berlin = ZoneInfo("Europe/Berlin")
+    hours = [datetime(2026, 10, 25, hour, 30, tzinfo=UTC).astimezone(berlin) for hour in (0, 1)]
+    first, second = (here(f"{number}", hour) for number, hour in enumerate(hours))
+    name = own_name(root, "{date}-{time}", first)
+    assert name == expanded("{date}-{time}", second.moment) == "20261025-023000"
+    record_config(root, name, config, None, first.identity)
+    make_run(name, 1)
+    assert own_name(root, "{date}-{time}", second) == f"{name}-2"
+    assert own_name(root, "{date}-{time}", first) == name  # its Retry
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked", "name"),
+    [
+        ({}, here(), "night-20261124"),
+        ({"night-20261124": "mine"}, here(), "night-20261124"),
+        ({"night-20261124": "another"}, here(), "night-20261124-2"),
+        ({"night-20261124": None}, here(), "night-20261124-2"),  # by a command
+        ({"night-20261124": "another"}, here(is_scheduled=False), "night-20261124-2"),
+        ({"night-20261124": "another", "night-20261124-2": None}, here(), "night-20261124-3"),
+        ({"night-20261124": "another", "night-20261124-2": "mine"}, here(), "night-20261124-2"),
+    ],
+)
+def test_no_flow_run_takes_the_run_of_another_for_its_own(make_run, root: Root, config, begun, asked, name):
+    for run, request in begun.items():
+        record_config(root, run, config, None, request)
+        make_run(run, 1)
+    assert own_name(root, NIGHT, asked) == name
+
+
+def test_a_schedule_with_a_name_that_does_not_change_is_refused_the_second_time(make_run, root: Root, config):
+    assert own_name(root, "night", here()) == "night"
+    record_config(root, "night", config, None, "mine")
+    make_run("night", 1)
+    assert own_name(root, "night", here()) == "night"
+    assert own_name(root, "night", here("another", is_scheduled=False)) == "night"  # a person continues it
+    with pytest.raises(InputError, match="another flow run or a command has begun it"):
+        own_name(root, "night", here("another"))
     with pytest.raises(InputError, match="run name"):
-        run_name("night-{day}", datetime.now(UTC))
+        own_name(root, "night-{day}", here())
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"root": "runs"}, "root is 'runs'"),
-        ({"start": "runs//a@1"}, "a root is 'runs'"),
         ({"since": "2026-01-01", "newer_than": "1h"}, "either since"),
         ({"start": "a"}, "no run 'a'"),
     ],
 )
 def test_what_is_relative_or_contradicts_is_refused(tmp_path: Path, given, words):
     with pytest.raises(InputError, match=words):
-        fixed(**{"run": "new", "root": str(tmp_path), "start": None, "since": None, "newer_than": None, **given})
+        fixed(
+            **{"run": "new", "root": str(tmp_path), "start": None, "since": None, "newer_than": None, **given},
+            moment=START,
+        )
 
 
-@pytest.mark.parametrize(("select", "config"), [(["runs//a"], None), (["a"], "more.toml")])
-def test_relative_places_are_refused(tmp_path: Path, select, config):
-    with pytest.raises(InputError, match="give an absolute path"):
-        configured("new", str(tmp_path), {"select": select}, config, [])
+def test_relative_places_are_refused():
+    for start, select in (("runs//a@1", ()), (None, ["runs//a"])):
+        with pytest.raises(InputError, match="give an absolute path"):
+            check_sources(start, select)
 
 
 @pytest.mark.parametrize("file", ["infra/prefect.yaml", "infra/examples/nightly.yaml"])

@@ -38,7 +38,7 @@ class Killing(SmallTrainer):
 @contextmanager
 def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, digest: str) -> Iterator[RunContext]:
     workers = WorkersHere(config, trainer=Killing)
-    with scratch() as folder, Subflows(config.run.iterations, progress.advanced) as page, Outbox() as outbox:
+    with scratch() as folder, Subflows("a", config.run.iterations, progress.advanced) as page, Outbox() as outbox:
         yield RunContext(
             name, root, config, digest, workers, folder, lease, outbox, page.performer,
             announce=progress.begins, page=page,

@@ -15,7 +15,7 @@ from prefect.states import Scheduled
 from flows.site.elsewhere import register_elsewhere
 from flows.site.folder import RunningProcess
 from flows.site.planned import SETTLES, free_port, listeners, told
-from flows.site.registration import POOL
+from flows.site.registration import POOL, TRAINING, UPKEEP, queues_of
 from tasks.config.code_version import PROJECT_ROOT
 
 RUN = {"run": "a", "root": "/data/runs", "more": 1}
@@ -48,6 +48,16 @@ def test_a_server_that_was_told_nothing(client: SyncPrefectClient):
 def test_a_pool_that_is_paused_and_a_deployment_of_another_version_are_warnings(client: SyncPrefectClient):
     register_elsewhere(PROJECT_ROOT / "infra" / "prefect.yaml", None, None)
     assert set(levels(client).values()) == {"ok"}
+    made = client.read_deployment_by_name("maintain/maintain")
+    assert (made.work_queue_name, {name: one.concurrency_limit for name, one in queues_of(client).items()}) == (
+        UPKEEP,
+        {TRAINING: 1, UPKEEP: 2},
+    )
+    register_elsewhere(PROJECT_ROOT / "infra" / "prefect.yaml", 3, None)
+    register_elsewhere(PROJECT_ROOT / "infra" / "prefect.yaml", None, None)
+    assert [queues_of(client)[name].concurrency_limit for name in (TRAINING, UPKEEP)] == [3, 2]
+    client.update_work_pool(POOL, WorkPoolUpdate(concurrency_limit=1))
+    assert levels(client)["work pool"] == "warning"  # one limit for both queues
     client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))
     deployment = client.read_deployment_by_name("maintain/maintain")
     client.update_deployment(deployment.id, DeploymentUpdate(version="0.0.1"))

@@ -4,6 +4,7 @@ The actors hold objects of the standard library and of storage, so that each sta
 """
 
 import collections
+import errno
 import operator
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import NotCommitted, WorkerLost
-from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, spawn
+from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, lacks_memory, spawn
 
 WAIT_S = 120.0
 
@@ -172,3 +173,31 @@ class Meeting:
     @property
     def write(self):
         return Path(self._path).write_bytes(b"weights")
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names it."""
+
+
+class AcceleratorError(RuntimeError):
+    def __init__(self, code: int) -> None:
+        super().__init__("CUDA error")
+        self.error_code = code
+
+
+@pytest.mark.parametrize(
+    ("cause", "lacks"),
+    [
+        (MemoryError(), True),
+        (type("ArrayMemoryError", (MemoryError,), {})("array"), True),  # of numpy
+        (OutOfMemoryError("CUDA out of memory"), True),
+        (AcceleratorError(2), True),
+        (AcceleratorError(700), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "out of memory.txt"), False),
+        (RuntimeError("the answer was: out of memory"), False),
+        (KeyError("memory"), False),
+    ],
+)
+def test_a_lack_of_memory_is_known_by_type_or_code_and_not_by_words(cause: BaseException, lacks: bool):
+    assert lacks_memory(cause) is lacks

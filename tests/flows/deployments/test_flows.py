@@ -1,0 +1,105 @@
+"""The flows of deployments over small workers, under a real server: what they do together, fix, name and explain."""
+
+import contextvars
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.client.schemas.objects import State
+
+from flows import run
+from flows.deployments import train as train_module
+from flows.deployments.train import complete_iterations, train
+from flows.server.temporary import drain
+from storage.backends.root import Root
+from storage.manifest import need
+from tasks.stages.names import Stage
+from tests.flows.small_context import small_context
+from tests.small.config import _DOCUMENT
+
+QUICK = ["evaluate.every=0"]
+
+
+@pytest.fixture
+def given(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: str) -> dict[str, Any]:
+    """What each flow run of `train` is given."""
+    monkeypatch.setattr(run, "open_context", small_context)
+    monkeypatch.setattr(train_module, "_LOOK_S", 0.05)
+    (tmp_path / "small.toml").write_text(_DOCUMENT)
+    return {"root": root.path, "config": str(tmp_path / "small.toml"), "settings": QUICK, "return_state": True}
+
+
+@pytest.fixture
+def client(prefect_api: str):
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def identity(state: State[Any]) -> Any:
+    assert state.state_details.flow_run_id is not None
+    return state.state_details.flow_run_id
+
+
+def lines(client: SyncPrefectClient, state: State[Any]) -> list[str]:
+    drain()
+    found = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[identity(state)])))
+    texts = [one.message for one in sorted(found, key=lambda one: one.timestamp)]
+    return [text for text in texts if not text.startswith("Beginning flow run")]  # as the process of a worker has it
+
+
+def test_overlapping_flow_runs_each_add_what_they_were_asked_for(given, root: Root, client, tmp_path: Path):
+    """Each counts from what it finds once it has the run, and Retry has what it counted."""
+    (tmp_path / "slow-rollout").write_text("0.2")  # the others look meanwhile
+    states: list[State[Any]] = []
+    contexts = [contextvars.copy_context() for _ in range(3)]  # Prefect finds its server there
+    ask = lambda: states.append(train(run="a", more=1, **given))  # noqa: E731
+    threads = [threading.Thread(target=context.run, args=(ask,)) for context in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(state.is_completed() for state in states), states
+    assert complete_iterations(root, "a") == 3
+    kept = [client.read_flow_run(identity(state)).parameters for state in states]
+    assert sorted((one["iterations"], one["more"]) for one in kept) == [(1, None), (2, None), (3, None)]
+    again = train(run="a", iterations=3, **given)
+    assert again.message == "run a has 3 iterations; nothing was to be done"
+
+
+def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done(
+    given, root: Root, client, tmp_path: Path
+):
+    (tmp_path / "fail-train").write_text("NumericsError")
+    state = train(run="b", more=1, **given)
+    assert state.is_failed()
+    assert str(state.message).startswith("During train of iteration 1: train does not work here")
+    assert lines(client, state)[0].startswith("train run b for 1 more iterations, by ")
+    of_this = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[identity(state)]))
+    page = next(one for one in client.read_artifacts(artifact_filter=of_this) if one.key == "ratchet-b-failure")
+    for words in ("| stage | train of iteration 1 |", "learning rate", "### Last lines", "iteration 0: train"):
+        assert words in str(page.data)
+    assert client.read_flow_run(identity(state)).parameters["iterations"] == 1
+    (tmp_path / "fail-train").unlink()
+    rollout = need(root, "b", 1, Stage.ROLLOUT)
+    assert train(run="b", iterations=1, **given).is_completed()
+    assert need(root, "b", 1, Stage.ROLLOUT) == rollout
+    mine = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[identity(state)]))
+    assert {one.name for one in client.read_flow_runs(flow_run_filter=mine)} >= {"b iteration 0", "b iteration 1"}
+
+
+def test_input_that_cannot_work_changes_nothing(given, root: Root):
+    state = train(run="c", more=1, **{**given, "settings": ["rollout.promts=3"]})
+    assert state.is_failed()
+    assert "promts" in str(state.message)
+    assert "No stage was begun, and nothing in" in str(state.message)
+    assert not root.keys("c")
