@@ -19,6 +19,7 @@ from pathlib import Path
 from infra.mutants_algorithms import ALGORITHMS
 from infra.mutants_engine import ENGINE
 from infra.mutants_families import FAMILIES
+from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
 from infra.mutants_memory import MEMORY
 from infra.mutants_pages import PAGES
@@ -41,6 +42,7 @@ MUTANTS = (
     *ALGORITHMS,
     *ENGINE,
     *FAMILIES,
+    *INPUTS,
     *MEMORY,
     *PAGES,
     *PLAN,

@@ -91,7 +91,7 @@ def checked(config: RunConfig) -> Checked:
         context=min(config.engine.max_model_len, codec.context),
         stop_tokens=_tokens(codec.stop_tokens, codec),
         sources=_counts(prompts),
-        notes=(*_notes(config, codec), *advice(config), *notices(config.reward)),
+        notes=(*_notes(config, codec), *_unsolved(prompts), *advice(config), *notices(config.reward)),
         needs=needs_of(config, Settings.from_environment().device(config.device.kind), parameters, size),
     )
 
@@ -156,6 +156,15 @@ def _counts(prompts: Prompts) -> tuple[SourceCount, ...]:
         for table, counts in prompts.counts.items()
         for one in counts
     )
+
+
+def _unsolved(prompts: Prompts) -> list[str]:
+    table = prompts.tables.get("warmup")
+    if table is None or not table["answer"].null_count:
+        return []
+    return [
+        f"{table['answer'].null_count} of {table.num_rows} warm-up records have no answer, so they are left out of it"
+    ]
 
 
 def _notes(config: RunConfig, codec: TextCodec) -> list[str]:

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator,
 
 from tasks.config.section import Section, without_credentials
 
-Format = Literal["jsonl", "csv", "parquet"]
+Format = Literal["jsonl", "json", "csv", "tsv", "parquet"]
 
 
 class GeneratedAddition(Section):
@@ -46,7 +46,8 @@ class DataSource(Section):
     split: str | None = None
     """Split of a data set of the hub; required for one."""
     format: Format | None = None
-    """What the files are; by default what their names end in (.jsonl, .csv, .tsv, .parquet), else JSONL."""
+    """What the files are; by default what their names end in (.jsonl, .json, .csv, .tsv, .parquet), else
+    JSONL. A .json file holds one array of records, or one record a line."""
     id_field: str | None = None
     """Field with the prompt's id."""
     prompt_field: str | None = None
@@ -59,6 +60,8 @@ class DataSource(Section):
     """System prompt."""
     chat: bool | None = None
     """Whether a text is given to the model as a user's message."""
+    leave_out: tuple[str, ...] | None = None
+    """Fields that its records are without, for rewards too."""
 
     @field_validator("source")
     @classmethod
@@ -120,7 +123,7 @@ Sources = Annotated[
 
 
 class DataSection(Section):
-    """Prompts: one record for each, in JSONL, CSV or Parquet files or a data set of the hub; or generated."""
+    """Prompts: one record for each, in JSONL, JSON, CSV or Parquet files or a data set of the hub; or generated."""
 
     train: Sources | None = None
     """Training prompts: path, pattern, URL or id of a data set; or `[[data.train]]` tables, one for each source."""
@@ -133,17 +136,20 @@ class DataSection(Section):
     hold_out: int = Field(default=0, ge=0)
     """Split this many prompts off the training prompts for evaluation; neither an id nor a text is in both."""
     id_field: str = "id"
-    """Field with the prompt's id; a missing one is replaced by the record's number."""
+    """Field with the prompt's id, a text or an integer; a missing or empty one is replaced by the record's number."""
     prompt_field: str = "prompt"
-    """Field with the prompt: a text, or messages (a list of tables with role and content; in CSV as JSON)."""
+    """Field with the prompt: a text, or messages (a list of tables with role and content, or JSON of it)."""
     answer_field: str = "answer"
-    """Field with the solved answer, for the warm-up; if the last message is the assistant's, that is the answer."""
+    """Field with the solved answer, for the warm-up: a text, an integer or the assistant's message; if the last message
+    of the prompt is the assistant's, that is the answer. "" if there is none, or if only rewards read it."""
     prompt: str | None = None
     """Template of the prompt's text, over the record's fields: `"{question}\\nAnswer with a number."`."""
     system: str | None = None
     """System prompt, for messages that do not begin with one. A text becomes a user's message after it."""
     chat: bool = False
     """Whether a text is given to the model as a user's message, by its chat template; else it is the whole prompt."""
+    leave_out: tuple[str, ...] = ()
+    """Fields that records are without, for rewards too: those with values that JSON does not have, such as dates."""
     download: bool = False
     """Whether data sets of the hub may be downloaded; otherwise they are looked for in its cache on this machine."""
     overlong: Literal["refuse", "drop"] = "refuse"
@@ -191,7 +197,7 @@ class DataSection(Section):
         return tuple(self._complete(one) for one in listed)
 
     def _complete(self, one: DataSource) -> DataSource:
-        names = ("id_field", "prompt_field", "answer_field", "prompt", "system", "chat")
+        names = ("id_field", "prompt_field", "answer_field", "prompt", "system", "chat", "leave_out")
         shared = {name: value for name, value in dict(self).items() if name in names}
         own = {name: value for name, value in dict(one).items() if value is not None}
         if "prompt_field" in own:

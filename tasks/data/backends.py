@@ -137,6 +137,8 @@ class Makers:
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """As `Backend`."""
+        if not texts:  # transformers asks for the type of the first
+            return []
         return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
     def decode(self, rows: list[list[int]], special: bool) -> list[str]:

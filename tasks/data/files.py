@@ -1,39 +1,31 @@
-"""Records of prompt sources: files in JSONL, CSV or Parquet on any fsspec filesystem, and data sets of the hub.
+"""Records of prompt sources: files in some forms on any fsspec filesystem, and data sets of the hub.
 
-Records are read one after another, so a large source never is in memory as a whole.
+Records are read one after another, so a large source never is in memory as a whole, unless it is one JSON array.
 """
 
-import csv
-import json
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import TextIOWrapper
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet
-from fsspec.utils import infer_compression
 
 from storage.digest import file_digest, value_digest
 from storage.errors import InputError
 from tasks.config.credentials import referenced
 from tasks.config.data import DataSource
 from tasks.config.environment import resolve, without_secrets
-from tasks.data import hub_rows
+from tasks.data import forms, hub_rows
+from tasks.data.forms import LeftOut, Read
+from tasks.data.values import without_nulls
 
-Record = Mapping[str, Any]
+if TYPE_CHECKING:
+    from datasets import Dataset
 
-_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-_FORMS = "JSONL, CSV or Parquet"
-_PARQUET_ROWS = 1024
-_UNREADABLE = (OSError, ImportError, ValueError, EOFError)
+_FORMS = "JSONL, JSON, CSV or Parquet"
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Opened:
 
     digest: str
     """Identity of its content."""
-    records: Callable[[], Iterator[Record]]
+    records: Callable[[], Iterator[Read]]
     """Its records, from the first; raises InputError where one cannot be read."""
 
 
@@ -58,25 +50,26 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
         InputError: it does not exist or cannot be read.
     """
     address = str(resolve(source.source, "the URL of a dataset"))
-    if hub_rows.is_id(address) and source.format is None and _suffix(address) is None and not Path(address).exists():
+    form = source.format or forms.form_of(_path_of(address))
+    if hub_rows.is_id(address) and form is None and not Path(address).exists():
         rows = hub_rows.rows(source, address, download)
-        yield Opened(hub_rows.digest(rows), lambda: hub_rows.records(rows))
+        whole = hub_rows.digest(one.values for one in _of_hub(source, rows))
+        yield Opened(whole, lambda: _columns(source, _of_hub(source, rows)))
         return
     with tempfile.TemporaryDirectory(prefix="ratchet-data-") as folder:
         files = _fetched(source.source, address, Path(folder))
         digests = [file_digest(file)[0] for file in files]
         whole = digests[0] if len(digests) == 1 else value_digest(digests)
-        yield Opened(whole, lambda: _records(source, address, files))
+        yield Opened(whole, lambda: _records(source, form, files))
 
 
 def state(source: DataSource) -> str:
     """What a source looks like without being read: changes whenever its files do, as far as their filesystem says."""
-    try:
+    with suppress(InputError), _reading(source.source):
         address = str(resolve(source.source, "the URL of a dataset"))
-        fs, path = fsspec.core.url_to_fs(address)
+        fs, path = _filesystem(address)
         return value_digest([address, *(fs.ukey(one) for one in _matching(fs, path))])
-    except (*_UNREADABLE, NotImplementedError, InputError):
-        return value_digest([source.source])
+    return value_digest([source.source])
 
 
 def name_of(source: DataSource) -> str:
@@ -84,14 +77,28 @@ def name_of(source: DataSource) -> str:
     if source.name is not None:
         return source.name
     address = referenced(source.source) or hub_rows.without_revision(source.source)
-    parts = [part for part in address.partition("?")[0].split("/") if part and "*" not in part and "[" not in part]
+    parts = [part for part in _path_of(address).split("/") if part and "*" not in part and "[" not in part]
     return parts[-1].partition(".")[0] or parts[-1] if parts else address
+
+
+@contextmanager
+def _reading(shown: str, form: str = "") -> Iterator[None]:
+    """Make an InputError of whatever goes wrong in a block that reads a source."""
+    try:
+        yield
+    except InputError:
+        raise
+    except FileNotFoundError:
+        raise InputError(_missing(shown)) from None
+    except Exception as error:  # noqa: BLE001 - whatever filesystems, codecs and Arrow raise about what is foreign to us
+        reason = without_secrets(str(error)) or type(error).__name__
+        raise InputError(f"dataset {shown} cannot be read{form}: {reason}. Correct it, or its format") from None
 
 
 def _fetched(shown: str, address: str, folder: Path) -> list[Path]:
     """The local files of an address; those of another machine are copied into `folder`."""
-    try:
-        fs, path = fsspec.core.url_to_fs(address)
+    with _reading(shown):
+        fs, path = _filesystem(address)
         names = _matching(fs, path)
         if not names:
             raise InputError(_missing(shown))
@@ -102,15 +109,18 @@ def _fetched(shown: str, address: str, folder: Path) -> list[Path]:
         if "file" in fs.protocol:
             return [Path(name) for name in names]
         return [_copied(fs, name, folder / f"{number:05d}-{_plain(name)}") for number, name in enumerate(names)]
-    except FileNotFoundError:
-        raise InputError(_missing(shown)) from None
-    except _UNREADABLE as error:
-        raise InputError(f"dataset {shown} cannot be read: {without_secrets(str(error))}") from None
 
 
 def _missing(shown: str) -> str:
     both = " (no such file, and no data set of the hub: that needs org/name and a split)" if "/" in shown else ""
     return f"dataset {shown} does not exist{both}: give the path or URL of a {_FORMS} file, or a pattern that fits some"
+
+
+def _filesystem(address: str) -> tuple[Any, str]:
+    """The filesystem of an address, and its path there. A `::` in the name of a local file is no chain of URLs."""
+    if "://" in address:
+        return fsspec.core.url_to_fs(address)
+    return fsspec.filesystem("file"), str(Path(address).expanduser().absolute())
 
 
 def _matching(fs: Any, path: str) -> list[str]:
@@ -126,69 +136,34 @@ def _copied(fs: Any, name: str, place: Path) -> Path:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", PurePosixPath(name.partition("?")[0]).name)[-80:]
+    return re.sub(r"[^A-Za-z0-9._-]", "_", _path_of(name).rpartition("/")[2])[-80:]
 
 
-def _suffix(name: str) -> str | None:
-    """What the end of a name says about the form of a file."""
-    path = PurePosixPath(name.partition("?")[0])
-    return _SUFFIXES.get((path.with_suffix("") if path.suffix in _PACKED else path).suffix)
+def _path_of(address: str) -> str:
+    """An address without what may stand behind the path of a URL; in other names `?` and `#` are letters."""
+    return re.sub(r"[?#].*", "", address) if address.startswith(("http://", "https://")) else address
 
 
-def _records(source: DataSource, address: str, files: list[Path]) -> Iterator[Record]:
-    shown = source.source
+def _records(source: DataSource, form: str | None, files: list[Path]) -> Iterator[Read]:
+    left_out = LeftOut(source.leave_out or ())
     for file in files:
-        where = f"dataset {shown}" + (f", {file.name}" if len(files) > 1 else "")
-        form = source.format or _suffix(file.name) or _suffix(address) or "jsonl"
-        try:
-            yield from _READERS[form](file, where)
-        except _UNREADABLE as error:
-            raise InputError(f"{where} cannot be read as {form}: {without_secrets(str(error))}") from None
+        shown = source.source + (f", {file.name!r}," if len(files) > 1 else "")
+        kind = source.format or forms.form_of(file.name) or form or "jsonl"
+        with _reading(shown, f" as {kind}"):
+            found = forms.read(file, kind, f"dataset {shown.rstrip(',')}", left_out)
+            yield from _columns(source, found) if kind == "parquet" else found
+    left_out.check(f"dataset {source.source}")
 
 
-@contextmanager
-def _unpacked(file: Path) -> Iterator[IO[bytes]]:
-    with fsspec.open(str(file), "rb", compression=infer_compression(file.name)) as stream:
-        yield stream  # pyright: ignore[reportReturnType]
+def _of_hub(source: DataSource, rows: "Dataset") -> Iterator[Read]:
+    where, left_out = f"dataset {source.source}", LeftOut(source.leave_out or ())
+    with _reading(source.source):
+        yield from forms.of_tables(hub_rows.tables(rows), where, left_out)
+    left_out.check(where)
 
 
-def _jsonl(file: Path, where: str) -> Iterator[Record]:
-    with _unpacked(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{where}, line {number}: not valid JSON ({error}). Fix or remove the line") from None
-            if not isinstance(record, dict):
-                raise InputError(f"{where}, line {number}: a {type(record).__name__} where an object is expected")
-            yield record
-
-
-def _csv(file: Path, where: str) -> Iterator[Record]:
-    csv.field_size_limit(sys.maxsize)  # a prompt may be longer than the default of 128 KiB
-    with _unpacked(file) as stream, TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, delimiter="\t" if ".tsv" in file.name else ",", strict=True)
-        try:
-            for row in rows:
-                if None in row or None in row.values():
-                    count = (
-                        f"{'more' if None in row else 'fewer'} fields than the header's {len(rows.fieldnames or [])}"
-                    )
-                    raise InputError(f"{where}, line {rows.line_num}: {count}. Fix or remove the line")
-                yield row
-        except csv.Error as error:
-            raise InputError(f"{where}, line {rows.reader.line_num}: not valid CSV ({error}). Fix the line") from None
-
-
-def _parquet(file: Path, where: str) -> Iterator[Record]:
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(_PARQUET_ROWS):
-                yield from batch.to_pylist()
-    except pa.ArrowInvalid as error:
-        raise InputError(f"{where} is not a Parquet file: {error}. Set its format") from None
-
-
-_READERS: Mapping[str, Callable[[Path, str], Iterator[Record]]] = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet}
+def _columns(source: DataSource, found: Iterable[Read]) -> Iterator[Read]:
+    """Records of columns, without the nulls that only fill them in messages."""
+    messages = (source.prompt_field, source.answer_field)
+    for place, values in found:
+        yield Read(place, {name: without_nulls(one) if name in messages else one for name, one in values.items()})

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.schema import PROMPTS
-from tasks.data.files import Record
+from tasks.data.forms import Read, Record
 from tasks.data.rendering import Rendered, Renderer
 from tasks.data.tokenizer import TextCodec
+from tasks.data.values import shown, text_of
 
 _ROWS = 1024
 _HOLD_OUT = 2  # of the random streams derived from a run's seed
@@ -45,7 +46,7 @@ def mapped(batches: Iterable[pa.RecordBatch]) -> pa.Table:
 
 
 def prompt_batches(
-    records: Iterable[Record], renderer: Renderer, room: Room, qualifier: str = ""
+    records: Iterable[Read], renderer: Renderer, room: Room, qualifier: str = ""
 ) -> Iterator[pa.RecordBatch]:
     """The rows of one source, without those that `room` drops.
 
@@ -57,24 +58,32 @@ def prompt_batches(
     """
     numbered = enumerate(records, 1)
     for some in itertools.batched(numbered, _ROWS):
-        rendered = [renderer.render(record, number) for number, record in some]
-        ids = [qualifier + _id(record, str(renderer.source.id_field), number) for number, record in some]
-        batch = _batch(ids, rendered, [record for _, record in some], renderer.codec)
-        yield _fitting(batch, renderer, room)
+        rendered = [renderer.render(read.values, read.place) for _, read in some]
+        ids = [qualifier + id_of(read, str(renderer.source.id_field), number) for number, read in some]
+        batch = _batch(ids, rendered, [read.values for _, read in some], renderer.codec)
+        yield _fitting(batch, [f"{renderer.where}, {read.place}" for _, read in some], renderer.codec, room)
 
 
-def check_unique(table: pa.Table, where: str) -> None:
-    """Refuse a table in which an id occurs twice.
+def id_of(read: Read, field: str, number: int) -> str:
+    """The id of a record's prompt, or `number` if it has none.
 
     Raises:
-        InputError: naming the first such id.
+        InputError: it is neither a text nor an integer.
     """
-    keys = _keys(table["prompt_id"])
-    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
-    if (counts > 1).any():
-        name = table["prompt_id"][int(first[counts > 1].min())].as_py()
-        second = int(np.flatnonzero(keys == keys[first[counts > 1].min()])[1])
-        raise InputError(f"{where}, record {second + 1}: id {name!r} occurs twice. Make ids unique")
+    found = read.values.get(field)
+    text = str(number) if found is None or found == "" else text_of(found)
+    if text is None:
+        raise InputError(
+            f"{read.place}: field {field!r} is {shown(found)}, but an id is a text or an integer. Write one, or name "
+            "another field with data.id_field"
+        )
+    return text
+
+
+def twice(table: pa.Table) -> str | None:
+    """The first id that occurs twice in a table; None if there is none."""
+    _, first, counts = np.unique(_keys(table["prompt_id"]), return_index=True, return_counts=True)
+    return table["prompt_id"][int(first[counts > 1].min())].as_py() if (counts > 1).any() else None
 
 
 def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Table, NDArray[np.bool_]]:
@@ -126,7 +135,7 @@ def _batch(ids: list[str], rendered: list[Rendered], records: list[Record], code
         pa.array(
             [None if one.turn is None else _closed(next(answers), one, codec) for one in rendered], pa.list_(pa.int32())
         ),
-        pa.array([json.dumps(record, default=str) for record in records], pa.string()),
+        pa.array([json.dumps(record) for record in records], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=PROMPTS)
 
@@ -135,13 +144,11 @@ def _closed(tokens: list[int], one: Rendered, codec: TextCodec) -> list[int]:
     return codec.closed(tokens) if one.chat else [*tokens, codec.stop_tokens[0]]
 
 
-def _fitting(batch: pa.RecordBatch, renderer: Renderer, room: Room) -> pa.RecordBatch:
-    where, lengths = renderer.where, _lengths(batch.column("prompt_tokens"))
+def _fitting(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec, room: Room) -> pa.RecordBatch:
+    lengths = _lengths(batch.column("prompt_tokens"))
     if not lengths.all():
-        row = int(lengths.argmin())
-        name = batch.column("prompt_id")[row].as_py()
-        raise InputError(f"{where}: prompt {name!r} is empty: fix or remove the record")
-    _check_known(batch, renderer)
+        raise InputError(f"{places[int(lengths.argmin())]}: the prompt has no tokens: fix or remove the record")
+    _check_known(batch, places, codec)
     long = lengths + room.max_tokens > room.context
     if room.max_length is not None:
         long |= lengths + _lengths(batch.column("answer_tokens")) > room.max_length
@@ -151,22 +158,25 @@ def _fitting(batch: pa.RecordBatch, renderer: Renderer, room: Room) -> pa.Record
         row = int(long.argmax())
         solved = int(lengths[row]) + int(_lengths(batch.column("answer_tokens"))[row])
         raise InputError(
-            _too_long(where, batch.column("prompt_id")[row].as_py(), int(lengths[row]), room, solved)
+            _too_long(places[row], batch.column("prompt_id")[row].as_py(), int(lengths[row]), room, solved)
             + ', or drop such prompts with data.overlong = "drop"'
         )
     return batch.filter(pa.array(~long))
 
 
-def _check_known(batch: pa.RecordBatch, renderer: Renderer) -> None:
-    rows = renderer.codec.vocabulary
+def _check_known(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec) -> None:
     for name in ("prompt_tokens", "answer_tokens"):
-        largest = int(batch.column(name).flatten().to_numpy(zero_copy_only=False).max(initial=0))
-        if rows is not None and largest >= rows:
-            text = renderer.codec.visible([largest])[0]
-            raise InputError(
-                f"{renderer.where}: the tokenizer makes token {largest} ({text!r}) of a prompt, but the model has "
-                f"embeddings for {rows} (vocab_size in config.json): tokenizer and model do not belong together"
-            )
+        column = batch.column(name)
+        tokens = column.flatten().to_numpy(zero_copy_only=False)
+        if codec.vocabulary is None or tokens.max(initial=0) < codec.vocabulary:
+            continue
+        first = int((tokens >= codec.vocabulary).argmax())
+        row = int(np.searchsorted(np.cumsum(_lengths(column)), first, side="right"))
+        text = codec.visible(tokens[first : first + 1])[0]
+        raise InputError(
+            f"{places[row]}: the tokenizer makes token {tokens[first]} ({text!r}) of it, but the model has embeddings "
+            f"for {codec.vocabulary} (vocab_size in config.json): tokenizer and model do not belong together"
+        )
 
 
 def _too_long(where: str, name: str, length: int, room: Room, solved: int | None = None) -> str:
@@ -184,11 +194,6 @@ def _too_long(where: str, name: str, length: int, room: Room, solved: int | None
 
 def _lengths(column: pa.ListArray) -> NDArray[np.int64]:
     return column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _id(record: Record, field: str, number: int) -> str:
-    found = record.get(field)
-    return str(number if found is None else found)
 
 
 def _keys(column: pa.ChunkedArray) -> NDArray[np.uint64]:

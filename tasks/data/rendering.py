@@ -1,6 +1,6 @@
 """From a record to the text of its prompt and of its solved answer: a field, messages, or a template over fields."""
 
-import json
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,24 @@ from typing import Any
 
 from storage.errors import InputError
 from tasks.config.data import DataSource
-from tasks.data.files import Record
+from tasks.data.forms import Record
 from tasks.data.tokenizer import TextCodec
+from tasks.data.values import flaw, parsed, shown, text_of
 
 Message = Mapping[str, Any]
 _ASSISTANT = "assistant"
+
+
+def _has(*keys: str) -> str:
+    return "".join(rf"""(?=.*\b{key}([\\"']*\s*[:=]|["']\s*,))""" for key in keys)
+
+
+_LIKE_MESSAGES = re.compile(
+    r"[\s\ufeff]*("
+    rf"""\w*\(*\s*[\[{{]{_has("role")}|(-\s|\w*[\[({{"'])({_has("role", "content")}|{_has("from", "value")}))""",
+    re.DOTALL,
+)
+"""How messages look as JSON, as Python writes lists, arrays and objects, and as YAML: a bracket, and their keys."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +49,11 @@ class Renderer:
     codec: TextCodec
     where: str
 
-    def render(self, record: Record, number: int) -> Rendered:
+    def render(self, record: Record, place: str) -> Rendered:
         """The prompt of a record.
 
         Args:
-            number: of the record, from 1.
+            place: where the record stands, for messages.
 
         Raises:
             InputError: it has no prompt, or one that the chat template refuses.
@@ -48,22 +61,37 @@ class Renderer:
         try:
             return self._render(record)
         except InputError as error:
-            raise InputError(f"{self.where}, record {number}: {error}") from None
+            raise InputError(f"{self.where}, {place}: {error}") from None
 
     def _render(self, record: Record) -> Rendered:
         found = self._found(record)
-        answer = _answer(record.get(str(self.source.answer_field)))
+        answer = self._answer(record)
         if isinstance(found, str) and not (self.source.chat or self.source.system):
             return Rendered(found, answer, answer, chat=False)
         messages = [{"role": "user", "content": found}] if isinstance(found, str) else found
         if self.source.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.source.system}, *messages]
         if messages[-1]["role"] == _ASSISTANT:
-            messages, answer = messages[:-1], str(messages[-1]["content"])
+            messages, answer = messages[:-1], _unless_empty(messages[-1]["content"])
         if not messages:
             raise InputError("the only message is the assistant's: give one of the user before it")
         text = self.codec.render(messages, answering=True)
         return Rendered(text, answer, self._turn(messages, text, answer), chat=True)
+
+    def _answer(self, record: Record) -> str | None:
+        """The solved answer: a text, an integer, or the only message, of the assistant."""
+        field = str(self.source.answer_field)
+        value = record.get(field)
+        messages = _messages(value, field) if isinstance(value, list) else None
+        if messages is not None and len(messages) == 1 and messages[0]["role"] == _ASSISTANT:
+            value = messages[0]["content"]
+        text = text_of(value)
+        if text is None and value is not None:
+            raise InputError(
+                f"field {field!r} is {shown(value)}, but an answer is a text, an integer or the assistant's message. "
+                'Write one of these, or set data.answer_field = "" if only rewards read it'
+            )
+        return None if text is None else _unless_empty(text)
 
     def _found(self, record: Record) -> str | list[Message]:
         if self.source.prompt is not None:
@@ -73,10 +101,10 @@ class Renderer:
         messages = _messages(value, field)
         if messages is not None:
             return messages
-        if isinstance(value, str) and value:
+        if isinstance(value, str) and value.strip():
             return value
         raise InputError(
-            f"field {field!r} is {value!r}, but a text or messages are expected. Name the right field with "
+            f"field {field!r} is {shown(value)}, but a text or messages are expected. Name the right field with "
             f"data.prompt_field or fix the record; its fields are {', '.join(map(str, record))}"
         )
 
@@ -95,50 +123,72 @@ def fill(template: str, record: Record) -> str:
         InputError: the record lacks a field.
     """
     pieces = string.Formatter().parse(template)
-    return "".join(before + ("" if name is None else _value(record, name)) for before, name, _, _ in pieces)
+    text = "".join(before + ("" if name is None else _value(record, name)) for before, name, _, _ in pieces)
+    if not text.strip():
+        raise InputError(f"data.prompt gives {text!r} for it: fix or remove the record")
+    return text
 
 
 def _value(record: Record, name: str) -> str:
-    if record.get(name) is None:
+    value = record.get(name)
+    if value is None:
         raise InputError(
             f"data.prompt names the field {name!r}, which the record lacks: its fields are "
             f"{', '.join(str(field) for field, value in record.items() if value is not None)}"
         )
-    return str(record[name])
+    text = text_of(value)
+    if text is None:
+        raise InputError(
+            f"data.prompt names the field {name!r}, which is {shown(value)}: a text or an integer is expected, so "
+            "write it as the text that the prompt is to have"
+        )
+    return text
 
 
 def _messages(value: Any, field: str) -> list[Message] | None:
     """Messages, recognised by their form; None if the value is something else.
 
     Raises:
-        InputError: one lacks its role or its text.
+        InputError: one lacks its role or its text, or a text looks like messages and is not their JSON.
     """
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
-        value = _parsed(value)
-    if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
-        return None
-    if not any("role" in one for one in value):
+    if isinstance(value, str):
+        value = _parsed(value, field)
+    if not _are_messages(value):
         return None
     for number, one in enumerate(value, 1):
         for key in ("role", "content"):
             if not isinstance(one.get(key), str):
                 raise InputError(
-                    f"message {number} of field {field!r} has {key} = {one.get(key)!r}, but a text is expected"
+                    f"message {number} of field {field!r} has {key} = {shown(one.get(key))}, but a text is expected"
                 )
-    # a column of tables in Parquet has every key in every row
     return [{key: inner for key, inner in one.items() if inner is not None} for one in value]
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
+def _parsed(text: str, field: str) -> Any:
+    """A text, or the messages whose JSON it is."""
+    if not _LIKE_MESSAGES.match(text):
         return text
+    try:
+        found = parsed(text)
+        flawed = flaw(found)
+        reason = (
+            f"{flawed.place} {flawed.fact}" if flawed else "" if _are_messages(found) else " is no list of messages"
+        )
+    except (ValueError, RecursionError) as error:
+        reason = f" is not JSON ({error})"
+    if not reason:
+        return found
+    raise InputError(
+        f"field {field!r} looks like messages, but{reason}: {shown(text)}. Write a JSON list of objects with role and "
+        f'content, or set data.prompt = "{{{field}}}" if it is the text of the prompt itself'
+    )
 
 
-def _answer(value: Any) -> str | None:
-    """A solved answer: a text, or the last of some messages."""
-    messages = _messages(value, "answer") if isinstance(value, list) else None
-    if messages:
-        return str(messages[-1]["content"])
-    return None if value is None else str(value)
+def _are_messages(value: Any) -> bool:
+    tables = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return tables and any("role" in one for one in value)
+
+
+def _unless_empty(answer: str) -> str | None:
+    """An answer; None if there is nothing in it to be seen, as CSV has no null."""
+    return answer if answer.strip() else None

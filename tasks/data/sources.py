@@ -1,6 +1,7 @@
 """What a run is made from: the tokenizer of its model, and its prompts, read or generated, as tables to be stored."""
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from tasks.config.model import ModelSection
 from tasks.config.run import RunConfig
 from tasks.data.drawing import whole_weights
 from tasks.data.files import name_of, opened, state
+from tasks.data.forms import Read
 from tasks.data.generated import generate_addition, generate_tokenizer
 from tasks.data.model_files import TEXT_FILES
 from tasks.data.models import copy_files
-from tasks.data.prompts import Room, check_unique, mapped, prompt_batches, split_off
+from tasks.data.prompts import Room, id_of, mapped, prompt_batches, split_off, twice
 from tasks.data.rendering import Renderer
 from tasks.data.tokenizer import TextCodec
 
@@ -116,7 +118,8 @@ def _generated(order: _Order, section: GeneratedAddition) -> Prompts:
     source = order.config.data.model_copy(update={"train": "generated"}).sources("train")[0]
     tables: dict[str, pa.Table] = {}
     for name, records in generate_addition(section, order.config.run.seed).items():
-        tables[name] = mapped(prompt_batches(records, Renderer(source, order.codec, name), order.room(name)))
+        reads = (Read(f"record {number}", record) for number, record in enumerate(records, 1))
+        tables[name] = mapped(prompt_batches(reads, Renderer(source, order.codec, name), order.room(name)))
     return Prompts(tables, {name: (Counted("generated", table.num_rows),) for name, table in tables.items()}, {})
 
 
@@ -127,7 +130,9 @@ def _read(order: _Order, table: str) -> Prompts:
     counts: list[Counted] = []
     digests: list[str] = []
     made = mapped(_batches(order, table, names, counts, digests))
-    check_unique(made, table)
+    if (name := twice(made)) is not None:
+        places = " and ".join(itertools.islice(_places(order, table, names, name), 2))
+        raise InputError(f"{table}: the id {name!r} occurs twice, in {places}. Make ids unique")
     return Prompts({table: made}, {table: tuple(counts)}, {table: tuple(digests)})
 
 
@@ -140,13 +145,27 @@ def _batches(
         rows, tally = 0, _Tally()
         with opened(source, order.config.data.download) as content:
             records = tally.count(content.records())
-            qualifier = "" if len(names) == 1 else f"{name}/"
+            qualifier = _qualifier(names, name)
             for batch in prompt_batches(records, Renderer(source, order.codec, where), order.room(table), qualifier):
                 rows += batch.num_rows
                 yield batch
         _check_some(source, where, rows, tally.records)
         counts.append(Counted(name, rows, tally.records - rows))
         digests.append(content.digest)
+
+
+def _places(order: _Order, table: str, names: Sequence[str], wanted: str) -> Iterator[str]:
+    """Where the records with an id stand: read again, since a place for each row would take more than its tokens."""
+    for source, name in zip(order.config.data.sources(table), names, strict=True):
+        with opened(source, order.config.data.download) as content:
+            for number, read in enumerate(content.records(), 1):
+                if _qualifier(names, name) + id_of(read, str(source.id_field), number) == wanted:
+                    yield read.place
+
+
+def _qualifier(names: Sequence[str], name: str) -> str:
+    """What goes before the ids of a source."""
+    return "" if len(names) == 1 else f"{name}/"
 
 
 @dataclass

@@ -20,9 +20,9 @@ from tasks.config.functions import in_a_file, without_folder
 GROUP = "ratchet.rewards"
 
 VERSIONS: Mapping[str, int] = {
-    "tasks.rewards.match:exact_match": 1,
-    "tasks.rewards.match:characters": 1,
-    "tasks.rewards.match:regex": 1,
+    "tasks.rewards.match:exact_match": 2,
+    "tasks.rewards.match:characters": 2,
+    "tasks.rewards.match:regex": 2,
     "tasks.rewards.math:math_verify": 1,
 }
 """Our own functions. A change that makes one score differently raises its version."""

@@ -42,7 +42,9 @@ def prepare(work: Work) -> StageOutput:
 
 def _metrics(prompts: Prompts) -> dict[str, float]:
     dropped = {name: sum(one.dropped for one in counts) for name, counts in prompts.counts.items()}
+    unsolved = prompts.tables["warmup"]["answer"].null_count if "warmup" in prompts.tables else 0
     return {
         **{f"{name}_records": float(table.num_rows) for name, table in prompts.tables.items()},
         **{f"{name}_dropped": float(count) for name, count in dropped.items() if count},
+        **({"warmup_unsolved": float(unsolved)} if unsolved else {}),
     }

@@ -7,7 +7,8 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.data import DataSection
-from tasks.data.prompts import Room, check_lengths, check_unique, mapped, prompt_batches, split_off
+from tasks.data.forms import Read
+from tasks.data.prompts import Room, check_lengths, mapped, prompt_batches, split_off, twice
 from tasks.data.rendering import Renderer
 
 RECORDS = [{"id": f"p{n}", "prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
@@ -33,7 +34,8 @@ class Characters:
 
 def table_of(records, room=WIDE, qualifier=""):
     source = DataSection(train="unused").sources("train")[0]
-    return mapped(prompt_batches(records, Renderer(source, Characters(), "train"), room, qualifier))
+    reads = [Read(f"record {number}", record) for number, record in enumerate(records, 1)]
+    return mapped(prompt_batches(reads, Renderer(source, Characters(), "train"), room, qualifier))
 
 
 def prompts(*texts):
@@ -54,10 +56,9 @@ def test_a_missing_id_is_the_number_of_the_record():
     assert table_of(prompts("a"), qualifier="words/")["prompt_id"].to_pylist() == ["words/1"]
 
 
-def test_an_id_that_occurs_twice_is_refused():
-    check_unique(table_of(RECORDS), "train")
-    with pytest.raises(InputError, match="train, record 6: id 'p3' occurs twice"):
-        check_unique(table_of([*RECORDS, RECORDS[3]]), "train")
+def test_an_id_that_occurs_twice_is_found():
+    assert twice(table_of(RECORDS)) is None
+    assert twice(table_of([*RECORDS, RECORDS[3], RECORDS[1]])) == "p1"
 
 
 @pytest.mark.parametrize(("length", "fits"), [(4, True), (12, True), (13, False)])

@@ -23,7 +23,7 @@ def codec(tmp_path_factory):
 
 def render(codec, record, **section):
     source = DataSection(train="unused", **section).sources("train")[0]
-    return Renderer(source, codec, "train").render(record, 1)
+    return Renderer(source, codec, "train").render(record, "record 1")
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_what_a_source_says_for_itself_goes_before_what_is_said_for_all(codec):
         "prompt": "{q}?",
     })  # fmt: skip
     sources = section.sources("train")
-    assert [Renderer(one, codec, "train").render({"q": "x"}, 1).text for one in sources] == ["x", "x!", "x?"]
+    assert [Renderer(one, codec, "train").render({"q": "x"}, "record 1").text for one in sources] == ["x", "x!", "x?"]

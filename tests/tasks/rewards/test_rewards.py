@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +45,23 @@ def test_regex_takes_the_last_match(pattern, response, score):
     assert regex(RECORD, response, pattern=pattern) == score
 
 
+@pytest.mark.parametrize("value", [None, "", " ", ["42"], 42.0, True, {"a": "42"}])
+def test_an_answer_that_is_no_text_scores_nothing(value):
+    """As `str` gives it, a response could be equal to it: "['42']", "True", and the end at once to an empty field."""
+    assert exact_match({"answer": 42}, "42") == 1.0
+    for record in ({"answer": value}, {}):
+        for function in (exact_match, characters, partial(regex, pattern=".*")):
+            with pytest.raises(ValueError, match=r"field 'answer' of the record is .*, but a text or an integer"):
+                function(record, str(value))
+
+
 # a change that makes one of our functions score differently raises its version in tasks/rewards/resolve.py
-CONTENT = {match: "1cf4a70a8cbffb64a7f2025bee06e3ac", math: "21a0ca767f2fc3063d3e5d9b562a92d2"}
+CONTENT = {match: "b2b347859ce133f5ffb153a07165acd2", math: "21a0ca767f2fc3063d3e5d9b562a92d2"}
 
 
 def test_our_functions_do_not_change_by_accident():
-    assert set(VERSIONS.values()) == {1}
+    assert VERSIONS["tasks.rewards.math:math_verify"] == 1
+    assert {version for name, version in VERSIONS.items() if "match:" in name} == {2}
     assert {module.__name__: file_digest(Path(module.__file__))[0] for module in CONTENT} == {
         module.__name__: digest for module, digest in CONTENT.items()
     }
@@ -299,7 +311,7 @@ def test_several_functions_are_summed_by_weight(own):
     assert found.scores[0].reward == 2 * 1 + 0.5 * shape
     parts = {"shape/tokens": 7.0, "shape/id": 0.0, "shape/at": 3.0, "shape/stopped": 1.0, "shape/named": 1.0}
     assert found.scores[0].components == {"right": 1.0, "shape": shape, **parts}
-    assert found.sources == {"exact_match": "version 1", "own.py:three": bytes_digest(OWN.encode())}
+    assert found.sources == {"exact_match": "version 2", "own.py:three": bytes_digest(OWN.encode())}
 
 
 def test_one_failing_function_of_several_leaves_the_sample_without_a_score():
@@ -325,7 +337,7 @@ def test_only_what_cannot_hang_is_scored_in_the_calling_process():
     )
     found = score_responses(RewardSection(), [Response({}, "42"), Response(RECORD, "42")], patient=True).scores
     assert [score.reward for score in found] == [None, 1.0]
-    assert found[0].detail.startswith("KeyError: 'answer'")
+    assert found[0].detail.startswith("ValueError: field 'answer' of the record is None")
 
 
 def test_a_pattern_that_takes_for_ever_does_not_hold_up_the_run():

@@ -1,0 +1,96 @@
+"""Values of records, whatever file they are from: those of JSON, and which of them are texts. Imports nothing heavy."""
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_PLAIN = (str, int, float, bool, type(None), list, dict)
+_short = reprlib.Repr(maxstring=80, maxother=80, maxlong=80, maxlist=8, maxdict=8)
+
+
+def parsed(text: str) -> Any:
+    """A JSON document without what JSON does not have, or what could be read in two ways.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, has NaN or Infinity, or one key twice in an object.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+class Flaw(NamedTuple):
+    """Something that no record can hold."""
+
+    place: str
+    """Where in the value, such as `.answer[2]`."""
+    fact: str
+
+
+def flaw(value: object) -> Flaw | None:
+    """The first thing in a value that JSON cannot hold, or UTF-8; None if there is none."""
+    kind = type(value)
+    if kind is dict:
+        return _flaw_of_dict(value)  # pyright: ignore[reportArgumentType] - it is one
+    if kind is list:
+        each = ((place, flaw(one)) for place, one in enumerate(value))  # pyright: ignore[reportArgumentType]
+        return next((Flaw(f"[{place}]{one.place}", one.fact) for place, one in each if one is not None), None)
+    if kind is float and not math.isfinite(value):  # pyright: ignore[reportArgumentType]
+        return Flaw("", f"is {value}, which is no number")
+    if kind is str and not _is_encodable(value):  # pyright: ignore[reportArgumentType]
+        return Flaw("", f"is {shown(value)}, which has half of a surrogate pair")
+    return None if kind in _PLAIN else Flaw("", f"is a {kind.__name__} ({shown(value)})")
+
+
+def text_of(value: object) -> str | None:
+    """A text as it is, and an integer by its digits. None of all else, of which there is no one text: 0.50, true."""
+    if isinstance(value, str):
+        return value
+    return str(value) if type(value) is int else None
+
+
+def shown(value: object) -> str:
+    """A value in short."""
+    return _short.repr(value)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without those keys of its tables that are null: a column of Parquet has every key in every row."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _flaw_of_dict(value: Mapping[object, object]) -> Flaw | None:
+    for key, one in value.items():
+        if not isinstance(key, str) or not _is_encodable(key):
+            return Flaw("", f"has the key {shown(key)}, which is not a text")
+        found = flaw(one)
+        if found is not None:
+            return Flaw(f".{key}{found.place}", found.fact)
+    return None
+
+
+def _is_encodable(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return found
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON: write null")
