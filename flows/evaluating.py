@@ -50,13 +50,15 @@ def evaluate_weights(
     """Evaluate the weights of one iteration, or find that evaluation in storage.
 
     Args:
-        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
+        which: as `tasks.export.choice.choose` takes it.
 
     Raises:
         InputError: there are no such weights, or they cannot be served here.
     """
     weights = choose_served(root, which, "export them, and start a run that begins with that model")
     store, chosen, stored = weights.store, weights.chosen, weights.stored
+    if chosen.why:
+        say(f"iteration {chosen.iteration} is {chosen.why}")
     check_config(stored.config, store, prepared_stage(store, chosen.run))
     with open_evaluation(chosen.run, store, stored) as context:
         shown = replace(context, performer=performer, page=page, say=say, revisions=weights.revisions)

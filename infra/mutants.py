@@ -18,6 +18,7 @@ from pathlib import Path
 
 from infra.mutants_algorithms import ALGORITHMS
 from infra.mutants_engine import ENGINE
+from infra.mutants_evaluate import EVALUATE
 from infra.mutants_families import FAMILIES
 from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
@@ -41,6 +42,7 @@ from infra.mutants_upkeep import UPKEEP
 MUTANTS = (
     *ALGORITHMS,
     *ENGINE,
+    *EVALUATE,
     *FAMILIES,
     *INPUTS,
     *MEMORY,

@@ -9,6 +9,8 @@ The text is parsed here and becomes an Arrow expression; no part of it is ever e
     factor     = "-" factor | number | 'text' | "true" | "false" | column | column.key | length(column)
                  | "(" condition ")"
 
+A map whose keys may be written as if they were columns, as in `right >= 1` for `components.right >= 1`, can be named.
+
 A comparison with null is neither true nor false, as in SQL: such a row is kept only by `is null`.
 """
 
@@ -71,23 +73,43 @@ class _Value:
     """The value, if it is a literal."""
 
 
+@dataclass(frozen=True)
+class Condition:
+    """A condition that was parsed."""
+
+    expression: pc.Expression
+    """For `pyarrow.Table.filter`."""
+    keys: frozenset[str]
+    """The keys of maps that it names."""
+
+
 def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:
-    """The condition `text` over columns of `schema`, as an expression for `pyarrow.Table.filter`.
+    """The condition `text` over columns of `schema`, as an expression: see `parse_condition`."""
+    return parse_condition(text, schema).expression
+
+
+def parse_condition(text: str, schema: pa.Schema, keys: str | None = None) -> Condition:
+    """The condition `text` over columns of `schema`.
 
     Numbers that are compared with a float32 column are rounded to float32 first, as the column's own values were.
     Arithmetic is that of float64.
+
+    Args:
+        keys: the column of `schema` whose keys may be written as columns.
 
     Raises:
         InputError: with the position (from 1), what is there, and what to write instead.
     """
     if len(text) > _LONGEST:
         raise InputError(f"the filter has {len(text)} characters, and {_LONGEST} is the limit: select in several runs")
-    return _Parser(text, schema).whole()
+    parser = _Parser(text, schema, keys)
+    return Condition(parser.whole(), frozenset(parser.keys))
 
 
 class _Parser:
-    def __init__(self, text: str, schema: pa.Schema) -> None:
-        self._text, self._schema = text, schema
+    def __init__(self, text: str, schema: pa.Schema, open_map: str | None) -> None:
+        self._text, self._schema, self._open_map = text, schema, open_map
+        self.keys: set[str] = set()
         self._tokens = list(self._cut())
         self._next, self._depth = 0, 0
 
@@ -260,14 +282,19 @@ class _Parser:
             return self._length(token)
         if word in _WORDS:
             self._fail(token, "a column or a value is missing before it")
+        if self._open_map is not None and token.text not in self._schema.names:
+            return self._keyed(pc.field(self._open_map), token.text, token)
         column = self._column(token)
         if not self._takes("."):
             return column
         key = self._take()
         if column.kind != "map" or key.kind not in ("name", "text"):
             self._fail(key, f"only a map has keys, and {token.text!r} is a {column.kind}")
-        name = key.text if key.kind == "name" else key.text[1:-1]
-        found = pc.map_lookup(column.expression, pa.scalar(name), "first")  # pyright: ignore[reportAttributeAccessIssue]
+        return self._keyed(column.expression, key.text if key.kind == "name" else key.text[1:-1], token)
+
+    def _keyed(self, column: pc.Expression, name: str, token: _Token) -> _Value:
+        self.keys.add(name)
+        found = pc.map_lookup(column, pa.scalar(name), "first")  # pyright: ignore[reportAttributeAccessIssue]
         return _Value(found, "number", token.place, pa.float32())
 
     def _length(self, token: _Token) -> _Value:

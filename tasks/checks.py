@@ -21,6 +21,7 @@ from tasks.data.generated import model_config
 from tasks.data.models import open_model
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.rewards.check import check_reward
+from tasks.rewards.passing import check_passing
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Prepared
@@ -129,6 +130,7 @@ def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Dev
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
     check_reward(config.reward)
+    check_passing(config.reward, config.evaluate.passing, "evaluate.pass")
     samples = config.rollout.prompts * config.rollout.samples
     if config.retrain is None:
         _check_algorithm(config)

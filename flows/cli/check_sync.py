@@ -29,7 +29,8 @@ def check_sync_command(which: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Jso
     Parameters
     ----------
     which
-        RUN for its last iteration, RUN@ITERATION, or RUN@best for the best evaluated one of those that are kept.
+        RUN for its last iteration, RUN@ITERATION, or RUN@best for the kept one with the highest held-out pass rate;
+        RUN@best.reward takes the mean reward instead, and RUN@best.NAME a component of it.
     """
     prepare_process()
     with Output(json=json) as output:

@@ -9,7 +9,7 @@ from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.evaluations import evaluation_lines
 from flows.views.output import Output
 from tasks.config.environment import prepare_process
-from tasks.config.evaluation import EvaluationSettings
+from tasks.config.evaluation import COLDEST, EvaluationSettings
 
 _DEFAULTS = EvaluationSettings()
 _POSITIVE = Parameter(validator=Number(gt=0))
@@ -27,7 +27,9 @@ def evaluate_command(
     samples: Annotated[
         int, Parameter(help="Sampled answers to each prompt, beside the greedy one.", validator=Number(gte=0, lte=4096))
     ] = _DEFAULTS.samples,
-    temperature: Annotated[float, _POSITIVE, Parameter(help="Of the sampled answers.")] = _DEFAULTS.temperature,
+    temperature: Annotated[
+        float, Parameter(help="Of the sampled answers.", validator=Number(gte=COLDEST))
+    ] = _DEFAULTS.temperature,
     top_p: Annotated[
         float, Parameter(help="Nucleus of the sampled answers.", validator=Number(gt=0, lte=1))
     ] = _DEFAULTS.top_p,
@@ -36,9 +38,10 @@ def evaluate_command(
         int | None, _POSITIVE, Parameter(help="Limit on the tokens of an answer; by default the run's.")
     ] = _DEFAULTS.max_tokens,
     table: Annotated[Literal["held_out", "train"], Parameter(help="Which prompts of the run.")] = _DEFAULTS.table,
-    pass_reward: Annotated[
-        float, Parameter(help="An answer passes if its reward is at least this.")
-    ] = _DEFAULTS.pass_reward,
+    passing: Annotated[
+        str | None,
+        Parameter(name="--pass", help="Which answers pass, as in 'right >= 1'; by default as evaluate.pass says."),
+    ] = _DEFAULTS.passing,
     seed: Annotated[int, Parameter(help="Of the sampled answers.", validator=Number(gte=0))] = _DEFAULTS.seed,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
@@ -51,11 +54,12 @@ def evaluate_command(
     Parameters
     ----------
     which
-        RUN for its last iteration, RUN@ITERATION, or RUN@best for the best evaluated one of those that are kept.
+        RUN for its last iteration, RUN@ITERATION, or RUN@best for the kept one with the highest held-out pass rate;
+        RUN@best.reward takes the mean reward instead, and RUN@best.NAME a component of it.
     """
     settings = EvaluationSettings(
         table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p, max_tokens=max_tokens,
-        pass_reward=pass_reward, seed=seed,
+        passing=passing, seed=seed,
     )  # fmt: skip
     prepare_process()
     with Output(json=json) as output:

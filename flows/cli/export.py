@@ -35,13 +35,15 @@ def export_command(
     Parameters
     ----------
     which
-        RUN for its last iteration, RUN@ITERATION, or RUN@best for the best evaluated one of those that are kept.
+        RUN for its last iteration, RUN@ITERATION, or RUN@best for the kept one with the highest held-out pass rate;
+        RUN@best.reward takes the mean reward instead, and RUN@best.NAME a component of it.
     """
     store = open_root(root)
     chosen, target = choose(store, which), Target.new(local_or_url(to))
     prepare_process()
     with Output(json=json) as output:
-        output.say(f"exporting iteration {chosen.iteration} of run {chosen.run}")
+        why = f", {chosen.why}" if chosen.why else ""
+        output.say(f"exporting iteration {chosen.iteration} of run {chosen.run}{why}")
         from tasks.export.export import export  # imports torch, and Megatron later
 
         made = export(store, chosen, target, precision)

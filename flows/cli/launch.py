@@ -12,6 +12,7 @@ from flows.cli.signals import Signals
 from flows.driving import is_redoing
 from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
+from flows.views.changes import Changes
 from flows.views.output import Output
 from flows.views.progress import closing_lines
 from flows.views.reports import finish_report
@@ -46,12 +47,8 @@ class RunResult(BaseModel):
     """Storage root."""
     iterations: int
     """RL iterations that are complete."""
-    first_accuracy: float | None
-    """Held-out pass rate before the first RL iteration."""
-    last_accuracy: float | None
-    """Held-out pass rate after the last."""
-    first_reward: float | None
-    last_reward: float | None
+    changes: Changes
+    """Mean reward, held-out mean reward and held-out pass rate, from the first value to the last that compare."""
     seconds_total: float
     """Time from the start of this process to the result."""
     seconds_per_iteration: float | None

@@ -13,8 +13,10 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext
 
+from flows.views.changes import Change
 from flows.views.curves import data_uri
 from flows.views.history import IterationRecord
+from flows.views.progress import figures_of
 from flows.views.samples import Samples
 from flows.views.status import RunStatus
 from storage import layout
@@ -24,9 +26,9 @@ from tasks.stages.names import Stage
 WINDOW = 100
 """Iterations in a table: the last ones. All of them are in the run's metrics file."""
 
-_FIGURES = ("reward", "accuracy", "kl", "entropy", "grad_norm", "tokens_per_second", "seconds")
+_FIGURES = ("reward", "held_out_reward", "pass_rate", "kl", "entropy", "grad_norm", "tokens_per_second", "seconds")
 _LONGEST = 2000  # characters of a text in a table
-_TITLES = {"kl": "KL before||after"}
+_TITLES = {"held_out_reward": "held-out reward", "pass_rate": "held-out pass rate", "kl": "KL before||after"}
 
 
 class Shown:
@@ -146,8 +148,7 @@ def summary(status: RunStatus) -> str:
     """Markdown with the first and last figures and where everything is stored."""
     rows = [
         ("iterations", str(status.iterations)),
-        ("mean reward", _change(status.first_reward, status.last_reward)),
-        ("held-out pass rate", _change(status.first_accuracy, status.last_accuracy)),
+        *((f"{name}{remark}", _change(change)) for name, change, remark in figures_of(status.changes)),
         ("seconds per iteration (median)", _number(status.seconds_per_iteration)),
         ("stored in", f"`{status.root}/{status.run}`"),
         ("plot", f"`{status.report}`"),
@@ -162,8 +163,9 @@ def _rounded(record: IterationRecord, name: str) -> float | None:
     return None if value is None else round(value, 6)
 
 
-def _change(first: float | None, last: float | None) -> str:
-    return f"{_number(first)} -> {_number(last)}"
+def _change(change: Change) -> str:
+    since = f" since iteration {change.since}" if change.apart else ""
+    return f"{_number(change.first)} -> {_number(change.last)}{since}"
 
 
 def _number(value: float | None) -> str:

@@ -10,7 +10,7 @@ from storage.errors import DigestMismatch, SchemaMismatch
 from storage.manifest import Manifest, load
 from storage.parallel import each
 from storage.upkeep.catalog import names
-from tasks.config.evaluation import PREFIX, SETTINGS
+from tasks.config.evaluation import PASS, PREFIX, SCORED_BY, SETTINGS
 
 _READERS = 8
 _TAKEN = "seconds"
@@ -36,8 +36,14 @@ class EvaluationRecord(BaseModel):
     figures: dict[str, float | None]
     """`greedy/reward`, `greedy/pass@1`, `sampled/pass@K` and so on, those of a data source as `greedy/SOURCE/reward`;
     `errors` and `timeouts` count answers without a score."""
+    passing: str | None = None
+    """The condition by which answers pass; None if it is not known which do."""
+    scored_by: str = ""
+    """Identity of the reward: figures of two rewards are not compared."""
     before: int | None = None
-    """Iteration of the newest earlier evaluation with the same settings, which `change` is against."""
+    """Iteration of the newest earlier evaluation with the same settings and reward, which `change` is against."""
+    apart: int | None = None
+    """Iteration of a newer one with the same settings that another reward has scored."""
     change: dict[str, float] = {}
     """Difference of each figure from that one."""
 
@@ -58,13 +64,17 @@ def evaluations(root: Root, run: str) -> list[EvaluationRecord]:
 
 
 def compared(records: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
-    """Each with its change since the one before it that has the same settings."""
-    last: dict[str, EvaluationRecord] = {}
+    """Each with its change since the one before it that has the same settings, and is scored by the same reward."""
+    newest: dict[str, EvaluationRecord] = {}
+    alike: dict[tuple[str, str], EvaluationRecord] = {}
     made: list[EvaluationRecord] = []
     for one in records:
         asked = repr(sorted(one.settings.items()))
-        made.append(one if asked not in last else _against(one, last[asked]))
-        last[asked] = one
+        by = (asked, one.scored_by)
+        before, last = alike.get(by), newest.get(asked)
+        apart = None if last is None or last is before else last.iteration
+        made.append((one if before is None else _against(one, before)).model_copy(update={"apart": apart}))
+        alike[by] = newest[asked] = one
     return made
 
 
@@ -92,8 +102,11 @@ def evaluation_rows(record: EvaluationRecord) -> list[dict[str, str | float | in
 
 def evaluation_lines(record: EvaluationRecord) -> list[str]:
     """What the command line prints."""
-    since = "" if record.before is None else f", change since iteration {record.before}"
-    lines = [f"weights of iteration {record.iteration} of run {record.run}{since}"]
+    lines = [f"weights of iteration {record.iteration} of run {record.run}{compared_with(record)}"]
+    if record.passing is None:
+        lines.append('which answers pass is not known, so there is no pass@k: give --pass, as in --pass "right >= 1"')
+    else:
+        lines.append(f"an answer passes if {record.passing}")
     for row in evaluation_rows(record):
         value, change = row["value"], row["change"]
         shown = "none" if value is None else f"{value:.4g}"
@@ -101,14 +114,24 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
     return [*lines, f"stored in {record.stored}"]
 
 
+def compared_with(record: EvaluationRecord) -> str:
+    """What the changes are against, and what they are not, as the end of a sentence."""
+    since = "" if record.before is None else f", change since iteration {record.before}"
+    if record.apart is None:
+        return since
+    return f"{since}; not compared with iteration {record.apart}, which another reward function has scored"
+
+
 def _record(root: Root, manifest: Manifest) -> EvaluationRecord:
-    settings = manifest.facts.get(SETTINGS)
+    settings, passing = manifest.facts.get(SETTINGS), manifest.facts.get(PASS)
     return EvaluationRecord(
         run=manifest.run,
         iteration=manifest.iteration,
         manifest=manifest.digest,
         stored=f"{root.url}/{manifest.key}",
         finished=manifest.finished,
+        passing=None if passing is None else str(passing),
+        scored_by=str(manifest.facts.get(SCORED_BY, "")),
         settings=settings if isinstance(settings, dict) else {},
         figures={name: value for name, value in manifest.metrics.items() if name != _TAKEN},
     )

@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict
@@ -15,6 +15,7 @@ from storage.manifest import Manifest, find, load
 from storage.parallel import each
 from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import names
+from tasks.config.evaluation import PASS
 from tasks.stages.names import Stage
 
 PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
@@ -46,8 +47,12 @@ class IterationRecord(BaseModel):
     """Time spent, including the time between stages, but not the time between two processes."""
     reward: float | None
     """Mean reward of the sampled responses."""
-    accuracy: float | None
-    """Pass rate on held-out prompts, after the weights of this iteration were synced."""
+    held_out_reward: float | None
+    """Mean reward of greedy answers to held-out prompts, after the weights of this iteration were synced."""
+    pass_rate: float | None
+    """Share of these answers that pass; None if it is not known which do."""
+    passing: str | None
+    """The condition by which they pass."""
     kl: float | None
     """Mean KL divergence of the policy before the step from the one after it, KL(before || after), nat per token. It is
     measured, whether or not a KL to the reference is in the loss."""
@@ -155,6 +160,7 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
     """One iteration from its manifests and the last manifest of the iteration before."""
     metrics = {manifest.stage: manifest.metrics for manifest in manifests}
     seconds = _seconds(manifests, before)
+    row = row_of(manifests, seconds)
     rewards, trained = metrics.get(Stage.REWARD, {}), metrics.get(Stage.TRAIN, {})
     return IterationRecord(
         iteration=manifests[0].iteration,
@@ -165,14 +171,16 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
         seconds=seconds,
         # stored samples are not scored by their own iteration; iteration 0 holds another run's state
         reward=rewards.get("reward_mean", trained.get("reward_mean") if manifests[0].iteration else None),
-        accuracy=metrics.get(Stage.EVALUATE, {}).get("accuracy"),
+        held_out_reward=metrics.get(Stage.EVALUATE, {}).get("reward_mean"),
+        pass_rate=metrics.get(Stage.EVALUATE, {}).get("pass_rate"),
+        passing=row.texts.get(PASS),
         kl=trained.get("kl"),
         entropy=trained.get("entropy"),
         grad_norm=trained.get("grad_norm"),
         tokens_per_second=metrics.get(Stage.ROLLOUT, {}).get("tokens_per_second"),
         unscored={name: int(count) for name in _UNSCORED if (count := rewards.get(name))},
         troubles=troubles_of(metrics),
-        row=row_of(manifests, seconds),
+        row=row,
     )
 
 
@@ -184,12 +192,6 @@ def _seconds(manifests: Sequence[Manifest], before: Manifest | None) -> float:
         total += manifest.finished - (manifest.started if continued is None else continued.finished)
         before = manifest
     return total.total_seconds()
-
-
-def first_and_last(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """The first and the last of the values that are not None."""
-    there = [value for value in values if value is not None]
-    return (there[0], there[-1]) if there else (None, None)
 
 
 def seconds_per_iteration(history: Sequence[IterationRecord]) -> float | None:

@@ -3,25 +3,27 @@
 Beyond a listing of the iterations (one request for a thousand of them) it takes some forty requests for any run.
 """
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
+from flows.views.changes import Changes, changes_of, judged_by
 from flows.views.history import (
     IterationRecord,
     continues_with,
-    first_and_last,
     read_history,
     read_iteration,
     record_of,
     synced_iterations,
 )
 from flows.views.retrained import last_iteration, next_iteration_of
+from flows.views.table import EVALUATED_BY
 from storage import layout
 from storage.backends.root import Root
 from storage.manifest import Manifest, find
 from storage.parallel import each
 from storage.revisions import Revisions
+from tasks.config.evaluation import PASS, SCORED_BY
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 
@@ -41,10 +43,8 @@ class Newest:
     """The first iteration that is not complete."""
     last: int
     """The last iteration that was asked for, or that has begun."""
-    rewards: tuple[float | None, float | None]
-    """The first and the last."""
-    accuracies: tuple[float | None, float | None]
-    """The first and the last."""
+    changes: Changes
+    """Its figures, from the first values to the last."""
 
 
 def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, whole: bool = False) -> Newest:
@@ -60,36 +60,49 @@ def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, w
     if whole or begun <= SHORT or config.retrain is not None:
         history = read_history(root, run, revisions)
         last = max(asked, len(history) - 1)
-        return _of(history, [], [], next_iteration_of(history, last, config), last)
+        return Newest(tuple(history), next_iteration_of(history, last, config), last, changes_of(history))
     synced, last = _synced(root, run, begun, revisions), max(asked, begun - 1)
     records = _window(root, run, range(synced - _NEWEST, min(synced + 1, begun)), revisions)
     evaluated = {one.iteration for one in records if Stage.EVALUATE in one.done}
     first = continues_with(synced, lambda iteration: iteration in evaluated, last, every)
-    metric = partial(_metric, root, run, revisions)
-    rewards = [metric(1, Stage.REWARD, "reward_mean")]
-    measured = [
-        metric(number, Stage.EVALUATE, "accuracy")
-        for number in _evaluations(synced - 1, every)
-        if number < records[0].iteration
-    ]
-    return _of(records, rewards, measured, first, last)
+    begun_at = _Earlier(root, run, revisions, records)
+    earlier = [*begun_at.alike(Stage.REWARD, range(1, records[0].iteration), (SCORED_BY,))]
+    if every:
+        evaluations = range(0, records[0].iteration, every)
+        earlier += begun_at.alike(Stage.EVALUATE, evaluations[-1:], ())
+        for by in ((EVALUATED_BY,), (EVALUATED_BY, PASS)):
+            earlier += begun_at.alike(Stage.EVALUATE, evaluations, by)
+    earlier.sort(key=lambda one: one.iteration)
+    return Newest(tuple(records), first, last, changes_of([*earlier, *records]))
 
 
-def _of(
-    records: Iterable[IterationRecord],
-    rewards: list[float | None],
-    accuracies: list[float | None],
-    first: int,
-    last: int,
-) -> Newest:
-    chosen = tuple(records)
-    return Newest(
-        records=chosen,
-        first=first,
-        last=last,
-        rewards=first_and_last([*rewards, *(one.reward for one in chosen)]),
-        accuracies=first_and_last([*accuracies, *(one.accuracy for one in chosen)]),
-    )
+@dataclass(frozen=True)
+class _Earlier:
+    """Iterations before the newest ones."""
+
+    root: Root
+    run: str
+    revisions: Revisions
+    newest: list[IterationRecord]
+
+    def alike(self, stage: Stage, numbers: range, by: Sequence[str]) -> list[IterationRecord]:
+        """The first of some iterations, and if the newest is judged by something else, the first that is judged alike.
+
+        That takes O(log(iterations)) requests. Of each the record has this stage only.
+        """
+        found = [self.record(number, stage) for number in numbers[:1]]
+        last = next((judged_by(one, by) for one in reversed(self.newest) if stage in one.done), None)
+        if found and last is not None and (found[0] is None or judged_by(found[0], by) != last):
+            place = bisect.bisect_left(
+                numbers, True, key=lambda at: (one := self.record(at, stage)) is not None and judged_by(one, by) == last
+            )
+            found += [self.record(number, stage) for number in numbers[place : place + 1]]
+        return [one for one in found if one is not None]
+
+    def record(self, iteration: int, stage: Stage) -> IterationRecord | None:
+        """One stage of an iteration; None if it is not done."""
+        manifest = find(self.root, self.run, iteration, stage, self.revisions)
+        return None if manifest is None else record_of([manifest], None)
 
 
 def _begun(root: Root, run: str) -> list[int]:
@@ -114,13 +127,3 @@ def _window(root: Root, run: str, numbers: range, revisions: Revisions) -> list[
         records.append(record_of(manifests, before))
         before = manifests[-1]
     return records
-
-
-def _evaluations(last: int, every: int) -> list[int]:
-    """The first iteration that was evaluated, and the last that was due."""
-    return [0, last - last % every] if every else []
-
-
-def _metric(root: Root, run: str, revisions: Revisions, iteration: int, stage: Stage, name: str) -> float | None:
-    manifest = find(root, run, iteration, stage, revisions)
-    return None if manifest is None else manifest.metrics.get(name)

@@ -11,9 +11,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from flows.views.changes import Change, Changes
 from flows.views.history import IterationRecord
 from flows.views.status import RunStatus
 from flows.views.troubles import explanation
+from tasks.config.evaluation import EXACT
 from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 
@@ -153,7 +155,8 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
     """One iteration in one line."""
     figures = [
         ("reward", record.reward, ".3f"),
-        ("held-out", record.accuracy, ".3f"),
+        ("held-out reward", None if record.passing == EXACT else record.held_out_reward, ".3f"),
+        ("held-out pass rate", record.pass_rate, ".3f"),
         ("KL before||after", record.kl, ".2e"),
         ("entropy", record.entropy, ".3f"),
         ("grad norm", record.grad_norm, ".3f"),
@@ -173,11 +176,21 @@ def closing_lines(status: RunStatus) -> list[str]:
     """First and last figures, and where everything is stored."""
     return [
         f"run {status.run}: {status.iterations} iterations complete",
-        f"mean reward         {_change(status.first_reward, status.last_reward)}",
-        f"held-out pass rate  {_change(status.first_accuracy, status.last_accuracy)}",
-        f"stored in           {status.root}/{status.run}",
-        *([f"plot                {status.report}"] if status.report else []),
-        *(f"warning             {text}" for text in status.warnings),
+        *(f"{name:<22}{_change(change)}{remark}" for name, change, remark in figures_of(status.changes)),
+        f"{'stored in':<22}{status.root}/{status.run}",
+        *([f"{'plot':<22}{status.report}"] if status.report else []),
+        *(f"{'warning':<22}{text}" for text in status.warnings),
+    ]
+
+
+def figures_of(changes: Changes) -> list[tuple[str, Change, str]]:
+    """The figures of a run, by their names, with a remark. Where the reward is 0 or 1, its mean is the pass rate."""
+    exact, known = changes.passing == EXACT, changes.pass_rate.last is not None
+    remark = "" if exact or not known else f"  ({changes.passing})"
+    return [
+        ("mean reward", changes.reward, ""),
+        *([] if exact and known else [("held-out mean reward", changes.held_out_reward, "")]),
+        *([("held-out pass rate", changes.pass_rate, remark)] if known else []),
     ]
 
 
@@ -190,13 +203,16 @@ def status_lines(status: RunStatus) -> Sequence[str]:
     if status.current is None:
         return [*lines, *closing]
     stages = ", ".join(f"{item.stage} {'done' if item.done else 'to do'}" for item in status.stages)
-    return [*lines, *closing, f"continues with      iteration {status.current}: {stages}"]
+    return [*lines, *closing, f"{'continues with':<22}iteration {status.current}: {stages}"]
 
 
 def _revision_lines(status: RunStatus) -> list[str]:
-    head = [f"revision           {status.revision}"] if status.revision else []
-    return [*head, *([f"to be done again   {status.redoing}"] if status.redoing else [])]
+    head = [f"{'revision':<22}{status.revision}"] if status.revision else []
+    return [*head, *([f"{'to be done again':<22}{status.redoing}"] if status.redoing else [])]
 
 
-def _change(first: float | None, last: float | None) -> str:
-    return "none yet" if first is None or last is None else f"{first:.3f} -> {last:.3f}"
+def _change(change: Change) -> str:
+    if change.first is None or change.last is None:
+        return "none yet"
+    since = f" since iteration {change.since}" if change.apart else ""
+    return f"{change.first:.3f} -> {change.last:.3f}{since}"

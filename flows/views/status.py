@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from flows.views.changes import Changes, apart_lines
 from flows.views.history import PLOT, IterationRecord, evaluation_due, seconds_per_iteration
 from flows.views.newest import read_newest
 from flows.views.retrained import last_iteration, wanted_stages
@@ -50,16 +51,12 @@ class RunStatus(BaseModel):
     """The first iteration that is not complete; None if all are."""
     stages: tuple[StageStatus, ...]
     """The stages of `current`."""
-    first_reward: float | None
-    last_reward: float | None
-    first_accuracy: float | None
-    """Held-out pass rate before the first RL iteration (or of the first evaluation there is)."""
-    last_accuracy: float | None
-    """Held-out pass rate of the last evaluation."""
+    changes: Changes
+    """Mean reward, held-out mean reward and held-out pass rate, from the first value to the last that compare."""
     seconds_per_iteration: float | None
     """Median duration of the iterations in `history` after the second."""
     warnings: tuple[str, ...]
-    """Why the run may not learn, a line each, as far as `history` shows."""
+    """Why the run may not learn, as far as `history` shows, and what is not compared; a line each."""
     report: str | None
     """URL of the plot, once there is one."""
     history: tuple[IterationRecord, ...]
@@ -91,12 +88,12 @@ def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
         redoing=None if begun is None else f"{begun}, as revision {begun.revision} ({begun.reason})",
         current=found.first if going_on else None,
         stages=_stages(found.records, found.first, found.last, config) if going_on else (),
-        first_reward=found.rewards[0],
-        last_reward=found.rewards[1],
-        first_accuracy=found.accuracies[0],
-        last_accuracy=found.accuracies[1],
+        changes=found.changes,
         seconds_per_iteration=seconds_per_iteration(found.records),
-        warnings=run_troubles([(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]),
+        warnings=(
+            *run_troubles([(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]),
+            *apart_lines(found.changes),
+        ),
         report=f"{root.url}/{key}" if root.exists(key) else None,
         history=found.records,
     )

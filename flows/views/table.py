@@ -7,21 +7,28 @@ import csv
 import io
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from storage import layout
 from storage.backends.root import Root
 from storage.derived import GrowingFile
 from storage.manifest import Manifest
+from tasks.config.evaluation import ASKED, PASS, SCORED_BY
 from tasks.stages.names import Stage
 
 SECONDS = "seconds"
 """Column with the duration of the iteration, as `IterationRecord.seconds`."""
 
+EVALUATED_BY = "evaluated_by"
+TEXTS = (SCORED_BY, EVALUATED_BY, PASS)
+"""Columns of text: the reward that scored the samples; that of the evaluation, with what it asked; and the condition by
+which its answers pass. Values in rows with different texts are not comparable."""
+
 _FIXED = ("iteration", "finished")
+_SHOWN = 12  # characters of a digest
 
 
 class Row(BaseModel):
@@ -34,6 +41,8 @@ class Row(BaseModel):
     """When its last stage was made (UTC)."""
     values: dict[str, float]
     """By column, STAGE/METRIC; a metric that is missing or not finite has no entry."""
+    texts: dict[str, str] = {}
+    """By column, what values may be compared with; see TEXTS."""
 
 
 def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
@@ -47,7 +56,24 @@ def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
     }
     ordered = {name: values[name] for name in sorted(values, key=_place)}
     finished = manifests[-1].finished
-    return Row(iteration=manifests[0].iteration, finished=finished, values={SECONDS: seconds, **ordered})
+    return Row(
+        iteration=manifests[0].iteration,
+        finished=finished,
+        values={SECONDS: seconds, **ordered},
+        texts=_texts({one.stage: one.facts for one in manifests}),
+    )
+
+
+def _texts(facts: Mapping[str, Mapping[str, JsonValue]]) -> dict[str, str]:
+    scored, evaluated = facts.get(Stage.REWARD, {}), facts.get(Stage.EVALUATE, {})
+    asked = evaluated.get(ASKED)
+    limits = [f"{name} {value}" for name, value in asked.items()] if isinstance(asked, dict) else []
+    found = {
+        SCORED_BY: str(scored.get(SCORED_BY, ""))[:_SHOWN],
+        EVALUATED_BY: " ".join([str(evaluated.get(SCORED_BY, ""))[:_SHOWN], *limits]),
+        PASS: str(evaluated.get(PASS, "")),
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def _column(stage: str, metric: str) -> str:
@@ -66,9 +92,10 @@ def encode(rows: Sequence[Row]) -> bytes:
     return _line([*_FIXED, *columns]) + b"".join(_cells(row, columns) for row in rows)
 
 
-def columns_of(rows: Iterable[Row]) -> list[str]:
-    """The columns of some rows, in the order of work."""
-    return sorted({name for row in rows for name in row.values}, key=_place)
+def columns_of(rows: Sequence[Row]) -> list[str]:
+    """The columns of some rows: texts first, then numbers in the order of work."""
+    texts = [name for name in TEXTS if any(name in row.texts for row in rows)]
+    return [*texts, *sorted({name for row in rows for name in row.values}, key=_place)]
 
 
 def decode(data: bytes) -> list[Row]:
@@ -85,14 +112,16 @@ def _row(columns: Sequence[str], cells: Sequence[str]) -> Row | None:
         return None
     try:
         iteration, finished = int(cells[0]), datetime.fromisoformat(cells[1])
-        values = {name: float(cell) for name, cell in zip(columns, cells[2:], strict=True) if cell}
+        given = {name: cell for name, cell in zip(columns, cells[2:], strict=True) if cell}
+        texts = {name: given.pop(name) for name in TEXTS if name in given}
+        values = {name: float(cell) for name, cell in given.items()}
     except ValueError:
         return None
-    return Row(iteration=iteration, finished=finished, values=values)
+    return Row(iteration=iteration, finished=finished, values=values, texts=texts)
 
 
 def _cells(row: Row, columns: Sequence[str]) -> bytes:
-    values = [repr(row.values[name]) if name in row.values else "" for name in columns]
+    values = [repr(row.values[name]) if name in row.values else row.texts.get(name, "") for name in columns]
     return _line([str(row.iteration), row.finished.isoformat(), *values])
 
 
@@ -123,7 +152,7 @@ class MetricsFile:
 
     def add(self, row: Row) -> None:
         """Add the row of the next iteration. A column that is new makes the file be written again."""
-        if not set(row.values) <= set(self._columns):
+        if not {*row.values, *row.texts} <= set(self._columns):
             rows = [*decode(self._file.read()), row]
             self._columns = columns_of(rows)
             self._file.replace(encode(rows))

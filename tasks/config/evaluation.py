@@ -13,6 +13,18 @@ SETTINGS = "settings"
 """Name of the fact with what was asked."""
 
 
+COLDEST = 0.01
+"""The lowest temperature that vLLM samples at; it raises a lower one without a word that reaches the run."""
+
+
+EXACT = "reward == 1"
+"""The condition by which answers pass where none is given and the reward is only ever 0 or 1: its mean is the rate."""
+
+SCORED_BY, ASKED, PASS = "scored_by", "asked", "pass"
+"""Names of facts of an evaluation, and the first of a reward stage: identity of the reward, whose values are compared
+with no other's; what else the figures depend on; the condition by which answers pass."""
+
+
 class EvaluationSettings(Section):
     """How weights are evaluated. Two evaluations can be compared if these are equal."""
 
@@ -22,14 +34,14 @@ class EvaluationSettings(Section):
     """How many of them, from the first."""
     samples: int = Field(default=0, ge=0, le=4096)
     """Sampled answers to each prompt, beside the greedy one."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=COLDEST)
     """Of the sampled answers."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled answers."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Limit on the tokens of an answer; by default rollout.max_tokens of the run."""
-    pass_reward: float = 1.0
-    """An answer passes if its reward is at least this."""
+    passing: str | None = None
+    """Which answers pass, as `evaluate.pass`, which is the default."""
     seed: int = Field(default=0, ge=0)
     """Of the sampled answers: each has a seed of its own, from this one and its place."""
     prompts_per_part: int = Field(default=64, ge=1)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, create_model, field_validator, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
@@ -94,13 +94,31 @@ class SyncSection(Section):
     """Allowed largest |engine - trainer|, nat. By default 0.005 if both compute in fp32, else 0.1."""
 
 
-class EvaluateSection(Section):
+_PASS: dict[str, Any] = {  # a word of Python, too, which no attribute can be named
+    "pass": (
+        str | None,
+        Field(
+            default=None,
+            description="Which answers pass, as a condition over `reward` and the components of the reward: "
+            '`"right >= 1"`. By default those with the reward 1, if every reward is 0 or 1; else there is a mean '
+            "reward, and no pass rate.",
+        ),
+    )
+}
+
+
+class EvaluateSection(create_model("_Passing", __base__=Section, **_PASS)):
     """Greedy answers to held-out prompts."""
 
     every: int = Field(default=1, ge=0)
     """Evaluate every N iterations, and after the last; 0 disables it, as does a run without held-out prompts."""
     prompts: int = Field(default=256, ge=1)
     """Number of held-out prompts, counted from the first."""
+
+    @property
+    def passing(self) -> str | None:
+        """The value of `evaluate.pass`."""
+        return dict(self)["pass"]
 
 
 class EngineSection(Section):

@@ -11,6 +11,7 @@ from storage.manifest import Manifest
 from storage.parts import read_parts
 from storage.schema import PROMPTS
 from tasks.config.data import DataSource
+from tasks.config.evaluation import EvaluationSettings
 from tasks.config.run import RunConfig
 from tasks.data.files import opened, state
 from tasks.data.prompts import check_lengths
@@ -53,6 +54,25 @@ def check_stored_prompts(config: RunConfig, root: Root, prepared: Manifest) -> N
     for name, part in parts.items():
         table = read_parts(root, [part], PROMPTS, ["prompt_id", "prompt_tokens"])
         check_lengths(table, config.engine.max_model_len, config.rollout.max_tokens, name)
+
+
+def check_asked_prompts(config: RunConfig, root: Root, prepared: Manifest, settings: EvaluationSettings) -> None:
+    """Refuse an evaluation of prompts that the run does not have, or that leave no room for its answers.
+
+    Raises:
+        InputError: naming the table, or the first prompt.
+    """
+    name, table = f"{settings.table}.arrow", PROMPTS.empty_table()
+    if name in prepared.part_names:
+        table = read_parts(root, [prepared.part(name)], PROMPTS, ["prompt_id", "prompt_tokens"])
+    if not table.num_rows:
+        raise InputError(
+            f"run {prepared.run!r} has no {settings.table} prompts to evaluate on: give --table train, or begin a run "
+            "with data.held_out or data.hold_out"
+        )
+    limit = settings.max_tokens or config.rollout.max_tokens
+    asked = table.slice(0, settings.prompts)
+    check_lengths(asked, config.engine.max_model_len, limit, settings.table, "max_tokens of the evaluation")
 
 
 def _check_needed(config: RunConfig, tables: Collection[str], solved: bool) -> None:

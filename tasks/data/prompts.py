@@ -109,8 +109,13 @@ def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Tabl
     return _chosen(table, left), _chosen(table, held), left
 
 
-def check_lengths(table: pa.Table, context: int, max_tokens: int, where: str) -> None:
+def check_lengths(
+    table: pa.Table, context: int, max_tokens: int, where: str, setting: str = "rollout.max_tokens"
+) -> None:
     """Refuse a stored table with prompts that leave no room for a response.
+
+    Args:
+        setting: what limits a response, for the message.
 
     Raises:
         InputError: naming the first.
@@ -118,7 +123,7 @@ def check_lengths(table: pa.Table, context: int, max_tokens: int, where: str) ->
     lengths, room = _lengths(table["prompt_tokens"].combine_chunks()), Room(context, max_tokens)
     if (lengths + max_tokens > context).any():
         row = int((lengths + max_tokens > context).argmax())
-        raise InputError(_too_long(where, table["prompt_id"][row].as_py(), int(lengths[row]), room))
+        raise InputError(_no_room(where, table["prompt_id"][row].as_py(), int(lengths[row]), room, setting))
 
 
 def _batch(ids: list[str], rendered: list[Rendered], records: list[Record], codec: TextCodec) -> pa.RecordBatch:
@@ -181,14 +186,17 @@ def _check_known(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec)
 
 def _too_long(where: str, name: str, length: int, room: Room, solved: int | None = None) -> str:
     if length + room.max_tokens > room.context:
-        return (
-            f"{where}: prompt {name!r} is too long: {length} tokens, and with rollout.max_tokens = {room.max_tokens} "
-            f"it must fit into a context of {room.context}. Shorten it, lower rollout.max_tokens or raise "
-            "engine.max_model_len"
-        )
+        return _no_room(where, name, length, room, "rollout.max_tokens")
     return (
         f"{where}: prompt {name!r} is too long: {solved} tokens with its answer, but train.max_length = "
         f"{room.max_length}. Shorten it or raise train.max_length"
+    )
+
+
+def _no_room(where: str, name: str, length: int, room: Room, setting: str) -> str:
+    return (
+        f"{where}: prompt {name!r} is too long: {length} tokens, and with {setting} = {room.max_tokens} it must fit "
+        f"into a context of {room.context}. Shorten it, lower {setting} or raise engine.max_model_len"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from storage.manifest import Manifest
 from storage.upkeep.lineage import WeightsLineage
 from tasks.config.credentials import shown_text
+from tasks.config.evaluation import PASS
 from tasks.config.run import RunConfig
 from tasks.data.hub import hub_id, is_hub_id
 from tasks.stages.prepared import MODEL
@@ -74,8 +75,12 @@ def _rows(
     yield "configuration", f"`{trained.config_digest}`"
     yield "code", ", ".join(sorted({step.code_version for step in lineage.steps}))
     yield "finished", f"{trained.finished:%Y-%m-%d %H:%M} UTC"
-    if evaluated is not None and (accuracy := evaluated.metrics.get("accuracy")) is not None:
-        yield "held-out accuracy", f"{accuracy:.4f}"
+    if evaluated is not None:
+        passing = evaluated.facts.get(PASS)
+        named = {"reward_mean": "held-out mean reward", "pass_rate": f"held-out pass rate ({passing})"}
+        for metric, name in named.items():
+            if (value := evaluated.metrics.get(metric)) is not None:
+                yield name, f"{value:.4f}"
 
 
 def _inputs(prepared: Manifest) -> list[Any]:

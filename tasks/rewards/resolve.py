@@ -27,6 +27,7 @@ VERSIONS: Mapping[str, int] = {
 }
 """Our own functions. A change that makes one score differently raises its version."""
 
+_GRADED = {"tasks.rewards.match:characters"}
 _CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters"}
 
 
@@ -47,6 +48,11 @@ class Target:
     def version(self) -> int | None:
         """Of one of our own functions; None for others."""
         return VERSIONS.get(f"{self.place}:{self.attribute}")
+
+    @property
+    def graded(self) -> bool:
+        """Whether it is known to give more than 0 and 1."""
+        return f"{self.place}:{self.attribute}" in _GRADED
 
     @property
     def needs_process(self) -> bool:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from storage.schema import EVALUATION, fingerprint
+from tasks.config.evaluation import ASKED, PASS, SCORED_BY
 from tasks.engine.protocol import Sampling, token_rows
+from tasks.rewards.passing import condition_of, passing
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.scored import COLUMNS, SOURCE, accepted, columns, metrics, responses_of
+from tasks.stages.scored import COLUMNS, SOURCE, accepted, columns, metrics, responses_of, scored_by
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Evaluated, Prepared, Served
@@ -21,7 +23,8 @@ from tasks.workers.sampling import Batch, spread
 def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward.
 
-    `accuracy` is the mean over the answers that have a score; the others are counted beside it.
+    `reward_mean` is the mean over the answers that have a score; the others are counted beside it. `pass_rate` is the
+    share of the same answers that pass, if it is known which do: see `evaluate.pass`.
     """
     section = work.config.reward
     table = prompts(work.context, prepared, "held_out").slice(0, work.config.evaluate.prompts)
@@ -32,12 +35,22 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     responses = responses_of(answers, texts, records_of(table), work.iteration)
     scored = score_responses(section, responses)
     scores = accepted(scored.scores, responses, section.max_failures, f"evaluate of iteration {work.iteration}")
+    result = _table(answers, scores)
+    condition = condition_of(result, section, work.config.evaluate.passing)
+    asked = {"prompts": len(scores), "max_tokens": work.config.rollout.max_tokens}
+    own = {SOURCE: dict(scored.sources), SCORED_BY: scored_by(section, scored.sources), ASKED: asked}
+    figures = {"reward_mean": _mean(scores), **({} if condition is None else _passing(result, condition))}
     return StageOutput(
-        parts=(work.writer.write_table("answers.arrow", _table(answers, scores), EVALUATION),),
+        parts=(work.writer.write_table("answers.arrow", result, EVALUATION),),
         schema_fingerprint=fingerprint(EVALUATION),
-        facts={SOURCE: dict(scored.sources)},
-        metrics={"accuracy": _mean(scores), "prompts": float(len(scores)), **metrics(scores)},
+        facts={**own, **({} if condition is None else {PASS: condition})},
+        metrics={**figures, "prompts": float(len(scores)), **metrics(scores)},
     )
+
+
+def _passing(table: pa.Table, condition: str) -> dict[str, float]:
+    scored = len(table["reward"]) - table["reward"].null_count
+    return {"pass_rate": float(passing(table, condition).sum()) / scored}
 
 
 def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:

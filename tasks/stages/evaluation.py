@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from storage.attempts import begin
 from storage.digest import value_digest
-from storage.errors import InputError
 from storage.manifest import Manifest, Part, commit, find, finite_or_null
 from storage.parallel import each
 from storage.parts import PartWriter, read_parts
@@ -25,11 +24,13 @@ from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
 from tasks.config.code_version import code_version
-from tasks.config.evaluation import PREFIX, SETTINGS, EvaluationSettings
+from tasks.config.evaluation import PASS, PREFIX, SCORED_BY, SETTINGS, EvaluationSettings
 from tasks.config.run import RunConfig
 from tasks.config.stage_settings import settings_digest
+from tasks.data.checking import check_asked_prompts
 from tasks.data.files import name_of
 from tasks.engine.protocol import Sampling, token_rows
+from tasks.rewards.passing import check_passing, condition_of, passing
 from tasks.rewards.resolve import find_reward
 from tasks.rewards.scoring import score_responses
 from tasks.stages.context import Portion, RunContext
@@ -37,7 +38,7 @@ from tasks.stages.names import Stage
 from tasks.stages.passes import figures
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.rollout import response_tokens, sample_seed
-from tasks.stages.scored import COLUMNS, SOURCE, columns, responses_of
+from tasks.stages.scored import COLUMNS, SOURCE, columns, responses_of, scored_by
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.views import Evaluated, Performed, Prepared, Served
 from tasks.workers.engines import EngineHandle
@@ -50,13 +51,17 @@ def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings
     """Evaluate the weights of an iteration, or return the evaluation that is stored.
 
     Raises:
-        InputError: the run has no such prompts.
+        InputError: the run has no such prompts, they leave no room for answers, or a condition cannot be used.
         NotCommitted: the iteration is not complete.
         PartMissing: its state is not kept.
     """
     prepared = Prepared(context.need(0, Stage.PREPARE))
     served = Served(context.need(iteration, Stage.WEIGHT_SYNC))
-    settings = settings.model_copy(update={"max_tokens": settings.max_tokens or context.config.rollout.max_tokens})
+    defaults = {"max_tokens": context.config.rollout.max_tokens, "passing": context.config.evaluate.passing}
+    given = settings.model_dump(include=set(defaults), exclude_none=True)
+    settings = settings.model_copy(update={**defaults, **given})
+    check_passing(context.config.reward, settings.passing, "--pass")
+    check_asked_prompts(context.config, context.root, prepared.manifest, settings)
     work = partial(_perform, context, iteration, settings, prepared, served)
     view = context.performer(Stage.EVALUATE)(iteration, work, (prepared, served)).result()
     return Evaluated(view.manifest)
@@ -90,6 +95,8 @@ def _perform(
     asked = _Asked.of(context, settings, prepared, served, writer)
     parts, sources = asked.answer()
     table = read_parts(context.root, parts, EVALUATION_SAMPLES)
+    condition = condition_of(table, context.config.reward, settings.passing)
+    passes = None if condition is None else passing(table, condition, "--pass")
     manifest = Manifest(
         run=context.run,
         iteration=iteration,
@@ -103,10 +110,12 @@ def _perform(
         facts={
             SETTINGS: settings.model_dump(mode="json"),
             SOURCE: dict(sources),
+            SCORED_BY: scored_by(context.config.reward, sources),
             "weights_digest": served.weights_digest,
+            **({} if condition is None else {PASS: condition}),
         },
         metrics={
-            **finite_or_null(figures(table, settings.samples, settings.pass_reward)),
+            **finite_or_null(figures(table, settings.samples, passes)),
             "seconds": time.perf_counter() - clock,
         },
         attempt=attempt,
@@ -139,11 +148,6 @@ class _Asked:
     ) -> "_Asked":
         """Engines that hold the weights, and the prompts to answer."""
         table = prompts(context, prepared, settings.table).slice(0, settings.prompts)
-        if not table.num_rows:
-            raise InputError(
-                f"run {context.run!r} has no {settings.table} prompts to evaluate on: give --table train, or begin a "
-                "run with data.held_out or data.hold_out"
-            )
         engines = ensure_served(context, prepared, served)
         tokens = settings.max_tokens or context.config.rollout.max_tokens
         stop = text_codec(context, prepared).stop_tokens

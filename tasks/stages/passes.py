@@ -31,8 +31,8 @@ def ladder(samples: int) -> list[int]:
     return sorted({*(k for k in powers if k <= samples), *([samples] if samples else [])})
 
 
-def figures(table: pa.Table, samples: int, pass_reward: float) -> dict[str, float]:
-    """The metrics of an evaluation.
+def figures(table: pa.Table, samples: int, passes: NDArray[np.bool_] | None) -> dict[str, float]:
+    """The metrics of an evaluation: mean rewards, and if it is known which answers pass, pass@k.
 
     An answer without a score counts neither as passing nor as failing: it is counted apart. A prompt with fewer than k
     scored answers is left out of pass@k.
@@ -40,23 +40,28 @@ def figures(table: pa.Table, samples: int, pass_reward: float) -> dict[str, floa
     Args:
         table: EVALUATION_SAMPLES.
         samples: sampled answers that were asked for, to each prompt.
+        passes: which of them pass, (rows,).
     """
     kind = table["greedy"].to_numpy(zero_copy_only=False)
     greedy, sampled = table.filter(pa.array(kind)), table.filter(pa.array(~kind))
-    found = {**_of("greedy", greedy, pass_reward), "prompts": float(greedy.num_rows)}
+    first, other = (None, None) if passes is None else (passes[kind], passes[~kind])
+    found = {**_of("greedy", greedy, first), "prompts": float(greedy.num_rows)}
     if samples:
-        found |= _of("sampled", sampled, pass_reward) | _passes(sampled, samples, pass_reward)
+        found |= _of("sampled", sampled, other)
+        found |= {} if other is None else _passes(sampled, samples, other)
     return found
 
 
-def _of(kind: str, table: pa.Table, pass_reward: float) -> dict[str, float]:
+def _of(kind: str, table: pa.Table, passes: NDArray[np.bool_] | None) -> dict[str, float]:
     """Figures of the greedy or of the sampled answers, all of them and those of each source."""
     rewards = _rewards(table)
-    groups = {kind: rewards, **{f"{kind}/{name}": rewards[rows] for name, rows in _by_source(table)}}
+    groups = {kind: np.ones(len(rewards), np.bool_), **{f"{kind}/{name}": rows for name, rows in _by_source(table)}}
     found: dict[str, float] = {}
-    for name, scored in ((name, values[np.isfinite(values)]) for name, values in groups.items()):
-        if len(scored):
-            found |= {f"{name}/reward": float(scored.mean()), f"{name}/pass@1": float((scored >= pass_reward).mean())}
+    for name, rows in ((name, rows & np.isfinite(rewards)) for name, rows in groups.items()):
+        if rows.any():
+            found[f"{name}/reward"] = float(rewards[rows].mean())
+        if rows.any() and passes is not None:
+            found[f"{name}/pass@1"] = float(passes[rows].mean())
     reasons = table["reason"].to_pylist()
     return {
         **found,
@@ -72,16 +77,16 @@ def _by_source(table: pa.Table) -> Iterable[tuple[str, NDArray[np.bool_]]]:
     return [(name, sources == name) for name in names] if len(names) > 1 else []
 
 
-def _passes(sampled: pa.Table, samples: int, pass_reward: float) -> dict[str, float]:
+def _passes(sampled: pa.Table, samples: int, passes: NDArray[np.bool_]) -> dict[str, float]:
     """pass@k for more than one answer: the mean over prompts."""
     rewards = _rewards(sampled)
     groups: dict[str, list[int]] = {}
     for row, prompt in enumerate(sampled["prompt_id"].to_pylist()):
         groups.setdefault(prompt, []).append(row)
-    scored = [rewards[rows][np.isfinite(rewards[rows])] for rows in groups.values()]
+    scored = [passes[rows][np.isfinite(rewards[rows])] for rows in groups.values()]
     found: dict[str, float] = {}
     for k in ladder(samples):
-        rates = [pass_at_k(len(one), int((one >= pass_reward).sum()), k) for one in scored if len(one) >= k]
+        rates = [pass_at_k(len(one), int(one.sum()), k) for one in scored if len(one) >= k]
         if rates:
             found[f"sampled/pass@{k}"] = float(np.mean(rates))
     return found

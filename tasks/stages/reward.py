@@ -8,11 +8,12 @@ from pydantic import JsonValue
 
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
+from tasks.config.evaluation import SCORED_BY
 from tasks.rewards.scoring import score_responses
 from tasks.rewards.spread import equal_groups
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.scored import REPLACED, SOURCE, accepted, columns, metrics, responses_of
+from tasks.stages.scored import REPLACED, SOURCE, accepted, columns, metrics, responses_of, scored_by
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rewards, Rollouts
 
@@ -51,4 +52,5 @@ def _facts(work: Work, sources: Mapping[str, str]) -> dict[str, JsonValue]:
             f"reward function {name} has changed ({str(old)[:12]} -> {sources[name][:12]}): it applies from iteration "
             f"{work.iteration}, and earlier ones stay scored as they are"
         )
-    return {SOURCE: dict(sources), **({REPLACED: replaced} if replaced else {})}
+    own = {SOURCE: dict(sources), SCORED_BY: scored_by(work.config.reward, sources)}
+    return {**own, **({REPLACED: replaced} if replaced else {})}

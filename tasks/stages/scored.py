@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from storage.digest import value_digest
 from storage.errors import StageFailed
 from storage.reader import row_views
+from tasks.config.identity import meaning
+from tasks.config.reward import RewardSection
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import EXAMPLES, failures_allowed
@@ -37,6 +40,11 @@ def responses_of(
         Response(records[name], text, name, number, iteration, finish, tokens)
         for name, number, text, finish, tokens in rows
     ]
+
+
+def scored_by(section: RewardSection, sources: Mapping[str, str]) -> str:
+    """Identity of a reward: its functions as they were, their arguments and weights."""
+    return value_digest([meaning({"reward": section.model_dump(mode="json")})["reward"], dict(sources)])
 
 
 def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limit: float, what: str) -> list[Score]:

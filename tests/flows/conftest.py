@@ -1,8 +1,9 @@
 """Runs made of hand-written manifests on the real storage, and one real Prefect server for the whole folder."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -10,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server.temporary import TemporaryServer, drain
 from flows.views.history import stages_of
 from storage.backends.root import Root, open_root
-from storage.manifest import commit
+from storage.manifest import Manifest, commit
 from tasks.config.document import parse_config
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
@@ -30,14 +31,22 @@ def root(tmp_path: Path) -> Root:
 
 @pytest.fixture
 def make_run(root: Root, config: RunConfig) -> MakeRun:
-    """Store a run whose iterations 0 ... `complete` are done, and some stages of the next."""
+    """Store a run whose iterations 0 ... `complete` are done, with `more` in their manifests, and some stages of the
+    next."""
 
-    def make(run: str, complete: int, begun: tuple[Stage, ...] = (), unevaluated: tuple[int, ...] = ()) -> None:
+    def make(
+        run: str,
+        complete: int,
+        begun: tuple[Stage, ...] = (),
+        unevaluated: tuple[int, ...] = (),
+        more: Callable[[Manifest], dict[str, Any]] = lambda manifest: {},
+    ) -> None:
         digest = record_config(root, run, config)
         for iteration in range(complete + 1):
             for stage in stages_of(iteration):
                 if stage != Stage.EVALUATE or iteration not in unevaluated:
-                    commit(root, make_manifest(run, iteration, stage, config_digest=digest))
+                    one = make_manifest(run, iteration, stage, config_digest=digest)
+                    commit(root, one.model_copy(update=more(one)))
         for stage in begun:
             commit(root, make_manifest(run, complete + 1, stage, config_digest=digest))
 

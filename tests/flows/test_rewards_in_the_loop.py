@@ -9,11 +9,12 @@ import pytest
 from flows.iteration import begin, iterate, position_after
 from storage.backends.root import Root, open_root
 from storage.digest import bytes_digest
-from storage.errors import StageFailed
+from storage.errors import InputError, StageFailed
 from storage.manifest import Manifest, find, need
 from storage.parts import read_table
 from storage.schema import EVALUATION, REWARD
 from tasks.stages.names import Stage
+from tasks.stages.scored import scored_by
 from tests.small.config import HELD_OUT, PROMPTS, SAMPLES, small_config
 from tests.small.here import WorkersHere, context_here
 
@@ -92,7 +93,7 @@ def test_a_function_that_fails_too_often_is_repaired_and_the_run_goes_on(person:
     person.start(ONE_HALF)
     assert "generate" not in person.calls
     assert person.rewards(1).inputs["rollout"] == rollout.digest
-    assert person.rewards(1).facts == {"reward_source": {"my_reward.py:score": bytes_digest(ONE_HALF.encode())}}
+    assert person.rewards(1).facts["reward_source"] == {"my_reward.py:score": bytes_digest(ONE_HALF.encode())}
     assert person.column("reward") == [1.0, 0.5] * PROMPTS
     assert need(person.root, RUN, 1, Stage.TRAIN).inputs["reward"] == person.rewards(1).digest
 
@@ -142,10 +143,10 @@ def test_a_changed_function_applies_to_what_is_not_scored_yet_and_is_said(person
     person.start(ALWAYS, 3)
     assert person.rewards(1) == first
     old, new = (bytes_digest(text.encode()) for text in (ONE_HALF, ALWAYS))
-    assert person.rewards(3).facts == {
-        "reward_source": {"my_reward.py:score": new},
-        "reward_source_replaced": {"my_reward.py:score": old},
-    }
+    later = person.rewards(3).facts
+    assert later["reward_source"] == {"my_reward.py:score": new}
+    assert later["reward_source_replaced"] == {"my_reward.py:score": old}
+    assert later["scored_by"] != first.facts["scored_by"]
     (said,) = person.said
     assert f"my_reward.py:score has changed ({old[:12]} -> {new[:12]}): it applies from iteration 3" in said
     person.start(None, 4)
@@ -160,8 +161,40 @@ def test_an_answer_without_a_score_is_not_a_wrong_answer(person: Person):
     table = read_table(person.root, found, EVALUATION)
     assert table["reward"].to_pylist() == [None, *[0.25] * (HELD_OUT - 1)]
     assert table["detail"][0].as_py().startswith("ValueError: not this one")
-    assert (found.metrics["accuracy"], found.metrics["errors"], found.metrics["prompts"]) == (0.25, 1, HELD_OUT)
-    assert list(found.facts) == ["reward_source"]
+    assert (found.metrics["reward_mean"], found.metrics["errors"], found.metrics["prompts"]) == (0.25, 1, HELD_OUT)
+    assert "pass_rate" not in found.metrics
+    assert found.facts.keys() == {"reward_source", "scored_by", "asked"}
     assert np.isfinite([one for one in found.metrics.values() if one is not None]).all()
     with pytest.raises(StageFailed, match="evaluate of iteration 2: 1 of 2 responses have no score"):
         person.start(None, 2, "evaluate.every=2", "reward.max_failures=0.1")
+
+
+PARTS = (
+    "def score(record, response):\n    return {'right': float(response == '7'), 'format': 0.5 + 0.1 * len(response)}\n"
+)
+
+
+def test_consolation_is_a_mean_reward_and_no_pass_rate(person: Person):
+    person.start(PARTS, 1, "evaluate.every=1", "evaluate.pass=right >= 1")
+    found = need(person.root, RUN, 1, Stage.EVALUATE)
+    rows = read_table(person.root, found, EVALUATION)["components"].to_pylist()
+    assert found.metrics["pass_rate"] == np.mean([dict(row)["right"] for row in rows])
+    assert found.metrics["reward_mean"] == pytest.approx(np.mean([sum(dict(row).values()) for row in rows]))
+    assert found.metrics["reward_mean"] > found.metrics["pass_rate"] + 0.4
+    assert found.facts["pass"] == "right >= 1"
+
+
+def test_a_condition_may_be_corrected_and_begins_no_other_run(person: Person):
+    with pytest.raises(InputError, match=r"evaluate\.pass = 'rigth >= 1' names rigth, .* are format, right"):
+        person.start(PARTS, 1, "evaluate.every=1", "evaluate.pass=rigth >= 1")
+    person.start(PARTS, 1, "evaluate.every=1", "evaluate.pass=right >= 1")
+    assert "pass_rate" in need(person.root, RUN, 1, Stage.EVALUATE).metrics
+
+
+@pytest.mark.parametrize("setting", ["reward.arguments.more=2", "reward.weights.right=2"])
+def test_what_changes_the_values_is_another_reward(setting: str):
+    def by(*settings: str) -> str:
+        return scored_by(small_config(["reward.function=a.b:score", *settings]).reward, {"a.b:score": "1"})
+
+    assert by(setting) != by()
+    assert by("reward.deadline_s=9", "reward.processes=2", "reward.max_failures=0.2") == by()

@@ -48,8 +48,8 @@ def test_its_configuration_is_no_other_by_todays_rules(root: Root):
 def as_then(root: Root, scratch: Root) -> dict[str, str]:
     """Identities of iteration 2 as the version that stored the run gives them.
 
-    Its tables of scores had fewer columns, and it did not record what the reward function is made of; the rest is as
-    it was, so the identities of all that is made from them follow.
+    Its tables of scores had fewer columns, and it recorded neither what the reward function is made of nor what was
+    asked; the rest is as it was, so the identities of all that is made from them follow.
     """
     earlier: dict[str, str] = {}
     found: dict[str, str] = {}
@@ -60,12 +60,13 @@ def as_then(root: Root, scratch: Root) -> dict[str, str]:
             (part,) = now.parts
             rows = read_stored_table(root, now).select(old.names).cast(old)
             written = PartWriter(scratch, RUN, 2, now.stage).write_table(part.name, rows, old)
-            facts = {name: value for name, value in now.facts.items() if name != "reward_source"}
+            facts = {name: value for name, value in now.facts.items() if name not in _LATER}
             then = then.model_copy(update={"parts": (written,), "schema_fingerprint": fingerprint(old), "facts": facts})
         earlier[now.digest] = found[f"{now.stage}@2"] = then.digest
     return found
 
 
+_LATER = {"reward_source", "scored_by", "asked", "pass"}
 _TABLES = {"reward": "reward", "evaluate": "evaluation"}
 
 

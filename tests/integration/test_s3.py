@@ -94,7 +94,7 @@ def test_ctrl_c_leaves_nothing_running_and_says_how_to_go_on(interrupted):
 def test_it_ends_as_on_files(whole, on_s3):
     assert on_s3.code == 0, on_s3.err
     assert "Traceback" not in on_s3.err
-    for name in ("iterations", "first_accuracy", "last_accuracy"):
+    for name in ("iterations", "changes"):
         assert on_s3.json[name] == whole[1].json[name]
 
 
@@ -134,7 +134,7 @@ def test_a_process_of_its_own_reads_it(bucket, on_s3, home):
     assert verified.code == 0, verified.err + verified.out
     status = ratchet("status", RUN, "--root", URL, "--json", home=home)
     assert status.code == 0, status.err
-    assert status.json["last_accuracy"] == on_s3.json["last_accuracy"]
+    assert status.json["changes"] == on_s3.json["changes"]
 
 
 COMMANDS = {

@@ -24,7 +24,7 @@ from tests.small.here import WorkersHere
 @pytest.fixture
 def evaluated(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Root:
     """A run, and evaluations of it in this process."""
-    driver(root, small_config(), tmp_path / "scratch").drive()
+    driver(root, small_config(["evaluate.pass=reward >= 0.01"]), tmp_path / "scratch").drive()
 
     @contextmanager
     def here(run: str, root: Root, stored: Any) -> Iterator[RunContext]:

@@ -60,7 +60,7 @@ def test_artifact_keys_are_what_prefect_takes(run: str):
 def test_the_table_has_a_row_for_each_iteration(make_run: MakeRun, root: Root):
     make_run("a", 2)
     rows = iteration_table(read_history(root, "a"), root.url, "a")
-    assert [(row["iteration"], row["reward"], row["accuracy"]) for row in rows] == [
+    assert [(row["iteration"], row["reward"], row["held-out reward"]) for row in rows] == [
         (0, None, 0.5),
         (1, 0.5, 1.0),
         (2, 0.75, 1.5),

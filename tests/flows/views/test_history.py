@@ -68,7 +68,7 @@ def test_an_iteration_shows_its_figures():
     manifests = [make_manifest("a", 1, stage) for stage in (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)]
     record = record_of(manifests, None)
     assert (record.reward, record.kl, record.grad_norm, record.tokens_per_second) == (0.5, 2e-3, 3.0, 2000.0)
-    assert record.accuracy is None
+    assert (record.held_out_reward, record.pass_rate) == (None, None)
     assert record.done == (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
     assert record.seconds == 3.0
 

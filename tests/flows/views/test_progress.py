@@ -16,7 +16,7 @@ def test_an_iteration_is_one_line_with_every_figure(make_run: MakeRun, root: Roo
     make_run("a", 1)
     line = iteration_line(read_history(root, "a")[1], 20)
     assert line == (
-        "iteration  1/20 | reward 0.500 | held-out 1.000 | KL before||after 2.00e-03 | entropy 1.800 | "
+        "iteration  1/20 | reward 0.500 | held-out reward 1.000 | KL before||after 2.00e-03 | entropy 1.800 | "
         "grad norm 3.000 | tokens/s 2000 | 11.0 s (rollout 1.0 reward 1.0 train 1.0 weight-sync 1.0 evaluate 1.0)"
     )
 

@@ -101,9 +101,9 @@ def test_an_iteration_is_in_the_files_once_whatever_was_killed(root, tmp_path, s
 
 def test_an_evaluation_that_is_done_later_is_in_the_row(root, tmp_path):
     drive(root, tmp_path / "first", small_config(["evaluate.every=0"]), [])
-    assert b"evaluate/accuracy" not in root.read_bytes(CSV)
+    assert b"evaluate/reward_mean" not in root.read_bytes(CSV)
     drive(root, tmp_path / "second", small_config(["evaluate.every=1"]), [])
-    assert b"evaluate/accuracy" in root.read_bytes(CSV)
+    assert b"evaluate/reward_mean" in root.read_bytes(CSV)
     check_files(root)
 
 

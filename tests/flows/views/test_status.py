@@ -2,6 +2,7 @@
 
 import pytest
 
+from flows.views.changes import Change
 from flows.views.curves import store_plot
 from flows.views.status import read_status
 from storage.backends.root import Root
@@ -21,8 +22,9 @@ def test_a_run_in_work(make_run: MakeRun, root: Root):
         ("weight-sync", False),
         ("evaluate", False),
     ]
-    assert (status.first_reward, status.last_reward) == (0.5, 1.0)
-    assert (status.first_accuracy, status.last_accuracy) == (0.5, 1.5)
+    assert status.changes.reward == Change(first=0.5, last=1.0, since=1)
+    assert status.changes.held_out_reward == Change(first=0.5, last=1.5, since=0)
+    assert status.changes.pass_rate == Change()
     assert status.report is None
 
 
@@ -31,7 +33,7 @@ def test_a_run_that_has_just_begun(make_run: MakeRun, root: Root):
     status = read_status(root, "a")
     assert (status.iterations, status.current, status.complete, status.history) == (0, 0, False, ())
     assert [item.stage.value for item in status.stages] == ["prepare", "train", "weight-sync", "evaluate"]
-    assert status.first_accuracy is None
+    assert status.changes.held_out_reward == Change()
 
 
 @pytest.mark.parametrize("iterations", [4, 7])

@@ -59,7 +59,7 @@ def test_it_is_shown_where_people_look(make_run: MakeRun, root: Root):
     status = read_status(root, "a")
     (warning,) = status.warnings
     assert warning.startswith("1 of 2 iterations, last 2: every response was cut off")
-    assert f"warning             {warning}" in status_lines(status)
+    assert f"{'warning':<22}{warning}" in status_lines(status)
     assert f"**Warning:** {warning}" in summary(status)
     text = io.StringIO()
     Progress("a", 4, Console(file=text, width=300)).finished(status.history[2])

@@ -24,21 +24,59 @@ def root(tmp_path):
     return store
 
 
-def evaluate(root, scores):
-    for iteration, accuracy in scores.items():
-        commit(root, manifest(Stage.EVALUATE, iteration, metrics={"accuracy": accuracy}))
+RIGHT = {"scored_by": "one", "asked": {"prompts": 8, "max_tokens": 4}, "pass": "right >= 1"}
+
+
+def evaluate(root, scores, metric="pass_rate", **facts):
+    for iteration, score in scores.items():
+        given = {name: fact for name, fact in {**RIGHT, **facts}.items() if fact is not None}
+        commit(root, manifest(Stage.EVALUATE, iteration, metrics={metric: score}, facts=given))
 
 
 def test_the_last_a_given_and_the_best(root):
     evaluate(root, {0: 0.2, 1: 0.9, 2: 0.5, 3: 0.9, 4: None})
     assert choose(root, "run").iteration == 4
     assert choose(root, "run@2").iteration == 2
-    assert choose(root, "run@best").iteration == 3
+    best = choose(root, "run@best")
+    assert best.iteration == 3
+    assert best.why.startswith("the best of [0, 2, 3] by held-out pass rate (right >= 1): 0.9")
 
 
 def test_of_equal_ones_the_first(root):
     evaluate(root, {2: 0.5, 3: 0.9, 4: 0.9})
     assert choose(root, "run@best").iteration == 3
+
+
+@pytest.mark.parametrize(("measure", "metric"), [("reward", "reward_mean"), ("format", "reward/format")])
+def test_the_best_by_another_measure_is_asked_for_by_name(root, measure, metric):
+    """A mean reward is not taken for a pass rate, though it is there."""
+    evaluate(root, {2: 0.7, 3: 0.5, 4: 0.6}, metric, **{"pass": None})
+    with pytest.raises(InputError, match=r"run 'run' has no pass rate, .* name another measure, as run@best\.reward"):
+        choose(root, "run@best")
+    best = choose(root, f"run@best.{measure}")
+    assert best.iteration == 2
+    assert best.why == f"the best of [2, 3, 4] by held-out {metric}: 0.7"
+    with pytest.raises(InputError, match="has no other"):
+        choose(root, "run@best.other")
+
+
+@pytest.mark.parametrize(
+    "other", [{"scored_by": "another"}, {"asked": {"prompts": 9, "max_tokens": 4}}, {"pass": "right >= 0.5"}]
+)
+def test_values_that_cannot_be_compared_are_left_out(root, other):
+    """Only the evaluations like the newest are candidates, however high the others are."""
+    evaluate(root, {0: 0.9, 2: 0.8}, **other)
+    evaluate(root, {3: 0.4, 4: 0.3})
+    best = choose(root, "run@best")
+    assert best.iteration == 3
+    assert best.why.endswith("[0, 2] are judged by another reward function or condition, and not compared")
+
+
+def test_a_reward_that_was_only_once_0_or_1_has_no_best(root):
+    evaluate(root, {2: 0.4}, "reward_mean", **{"pass": None})
+    evaluate(root, {3: 0.5, 4: 0.6}, **{"pass": "reward == 1"})
+    with pytest.raises(InputError, match="it is not known which answers pass"):
+        choose(root, "run@best")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_the_card_names_run_and_digests(stored, tmp_path):
     (made,) = run_ranks(1, export_run, url, "run@0", str(tmp_path / "out"))
     card = (tmp_path / "out" / "README.md").read_text()
     root = open_root(url)
-    for fact in (made.weights_digest, need(root, "run", 0, Stage.TRAIN).digest, "| held-out accuracy | 0.2500 |"):
+    for fact in (made.weights_digest, need(root, "run", 0, Stage.TRAIN).digest, "| held-out mean reward | 0.2500 |"):
         assert fact in card
     for part in need(root, "run", 0, Stage.PREPARE).parts:
         assert part.digest in card

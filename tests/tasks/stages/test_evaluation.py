@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from flows.views.evaluations import evaluations
+from flows.views.evaluations import evaluation_lines, evaluations
 from storage.backends.root import Root, open_root
-from storage.errors import WorkerLost
+from storage.errors import InputError, WorkerLost
 from storage.manifest import need
 from storage.parts import read_table
 from storage.schema import EVALUATION_SAMPLES
 from storage.upkeep.catalog import names
 from tasks.config.evaluation import EvaluationSettings
+from tasks.config.run import RunConfig
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import Stage
 from tests.small.config import HELD_OUT, small_config
@@ -31,8 +32,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
     return root
 
 
-def evaluate(root: Root, scratch: Path, iteration: int, settings: EvaluationSettings = ASKED, **more: Any) -> Any:
-    with context_here(root, small_config(), scratch, RUN, **more) as context:
+def evaluate(
+    root: Root,
+    scratch: Path,
+    iteration: int,
+    settings: EvaluationSettings = ASKED,
+    config: RunConfig | None = None,
+    **more: Any,
+) -> Any:
+    with context_here(root, config or small_config(), scratch, RUN, **more) as context:
         return evaluation(context, iteration, settings).manifest
 
 
@@ -59,6 +67,63 @@ def test_what_decides_the_answers_makes_another_evaluation(root: Root, tmp_path:
     assert (first.before, second.before, third.before) == (None, 1, None)
     now, then = (one.figures["sampled/reward"] or 0.0 for one in (second, first))
     assert second.change["sampled/reward"] == now - then != 0
+
+
+def test_evaluations_by_two_rewards_are_not_compared(root: Root, tmp_path: Path):
+    """Their change would be that of the function; the one before that is alike is compared."""
+    asked = ASKED.model_copy(update={"seed": 3})
+    other = small_config(["reward.function=exact_match"])
+    made = [
+        evaluate(root, tmp_path / "0", 0, asked),
+        evaluate(root, tmp_path / "1", 1, asked, config=other),
+        evaluate(root, tmp_path / "2", 2, asked),
+    ]
+    found = {one.manifest: one for one in evaluations(root, RUN)}
+    first, second, third = (found[one.digest] for one in made)
+    assert (first.before, second.before, third.before) == (None, None, 0)
+    assert (first.apart, second.apart, third.apart) == (None, 0, 1)
+    assert second.change == {}
+    assert "not compared with iteration 0, which another reward function has scored" in evaluation_lines(second)[0]
+    assert third.change.keys() == third.figures.keys()
+
+
+@pytest.mark.parametrize(
+    ("more", "passing", "figures"),
+    [([], None, False), (["reward.function=exact_match"], "reward == 1", True), ([], "reward >= 0.5", True)],
+)
+def test_pass_at_k_is_there_where_it_is_known_which_answers_pass(
+    root: Root, tmp_path: Path, more: list[str], passing: str | None, figures: bool
+):
+    asked = ASKED.model_copy(update={"seed": 4, "passing": None if more else passing})
+    made = evaluate(root, tmp_path / "0", 1, asked, config=small_config(more))
+    assert made.facts.get("pass") == passing
+    assert {"greedy/pass@1" in made.metrics, "sampled/pass@2" in made.metrics} == {figures}
+    assert "greedy/reward" in made.metrics
+
+
+@pytest.mark.parametrize("settings", [["evaluate.pass=reward >= 0.5"], []])
+def test_the_condition_of_the_run_is_the_default(root: Root, tmp_path: Path, settings: list[str]):
+    asked = ASKED.model_copy(update={"seed": 5, "passing": None if settings else "reward >= 0.5"})
+    made = evaluate(root, tmp_path / "0", 1, asked, config=small_config(settings))
+    assert made.facts["settings"]["passing"] == "reward >= 0.5"
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"max_tokens": 126}, "held_out: prompt .* tokens, and with max_tokens of the evaluation = 126 it must fit"),
+        ({"max_tokens": 5000, "table": "train"}, "train: prompt .* lower max_tokens of the evaluation or raise engine"),
+        ({"passing": "right >= 1"}, "--pass = 'right >= 1' names right, which the reward does not give"),
+        ({"passing": "reward >="}, "--pass: filter 'reward >=', position 10"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_starts(root: Root, tmp_path: Path, asked: Any, words: str):
+    idle = WorkersHere(small_config())
+    before = list(root.keys(RUN))
+    with pytest.raises(InputError, match=words):
+        evaluate(root, tmp_path / "0", 1, ASKED.model_copy(update=asked), workers=idle)
+    assert idle.calls == []
+    assert list(root.keys(RUN)) == before
 
 
 def test_an_interrupted_evaluation_continues_with_the_next_part(root: Root, tmp_path: Path):

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 
 from storage.schema import EVALUATION_SAMPLES
+from tasks.rewards.passing import passing
 from tasks.stages.passes import figures, ladder, pass_at_k
 
 
@@ -56,7 +57,7 @@ def test_what_has_no_score_is_counted_apart():
             ("y/1", "y", False, None, "timeout"), ("y/1", "y", False, None, "non_finite"),
         ]
     )  # fmt: skip
-    found = figures(table, 4, 1.0)
+    found = figures(table, 4, passing(table, "reward >= 1"))
     assert found["prompts"] == 3
     assert (found["greedy/pass@1"], found["greedy/errors"], found["greedy/timeouts"]) == (0.5, 1, 0)
     assert (found["greedy/x/reward"], found["greedy/y/reward"], found["sampled/y/reward"]) == (1.0, 0.0, 1.0)
