@@ -54,7 +54,7 @@ def evaluate(
     Args:
         run: Id of the run.
         root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
-        iteration: Whose weights: last, best, best.reward (by the mean reward), or the number of an iteration whose state
+        iteration: Whose weights: last, best, best.reward (by mean reward), or the number of an iteration whose state
             is kept. It becomes that number when the flow run begins, so that a Retry evaluates the same.
         samples: Sampled answers to each prompt, beside the greedy one.
         temperature: Of the sampled answers.

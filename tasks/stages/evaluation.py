@@ -24,7 +24,7 @@ from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
 from tasks.config.code_version import code_version
-from tasks.config.evaluation import PASS, PREFIX, SCORED_BY, SETTINGS, EvaluationSettings
+from tasks.config.evaluation import EXACT, PASS, PREFIX, SCORED_BY, SETTINGS, EvaluationSettings
 from tasks.config.run import RunConfig
 from tasks.config.stage_settings import settings_digest
 from tasks.data.checking import check_asked_prompts
@@ -57,7 +57,7 @@ def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings
     """
     prepared = Prepared(context.need(0, Stage.PREPARE))
     served = Served(context.need(iteration, Stage.WEIGHT_SYNC))
-    defaults = {"max_tokens": context.config.rollout.max_tokens, "passing": context.config.evaluate.passing}
+    defaults = {"max_tokens": context.config.rollout.max_tokens, "passing": _passing(context, iteration)}
     given = settings.model_dump(include=set(defaults), exclude_none=True)
     settings = settings.model_copy(update={**defaults, **given})
     check_passing(context.config.reward, settings.passing, "--pass")
@@ -65,6 +65,13 @@ def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings
     work = partial(_perform, context, iteration, settings, prepared, served)
     view = context.performer(Stage.EVALUATE)(iteration, work, (prepared, served)).result()
     return Evaluated(view.manifest)
+
+
+def _passing(context: RunContext, iteration: int) -> str | None:
+    """The condition of the run's own evaluation of the iteration: `evaluate.pass` may have changed since the start."""
+    own = context.find(iteration, Stage.EVALUATE)
+    used = None if own is None else own.facts.get(PASS)
+    return used if isinstance(used, str) and used != EXACT else context.config.evaluate.passing
 
 
 def stage_name(settings: EvaluationSettings, prepared: str, served: str, config: RunConfig) -> str:
