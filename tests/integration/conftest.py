@@ -7,7 +7,7 @@ import pytest
 from tests.integration.command import PIECES, TINY, Finished, finish, run_tiny, start
 from tests.storage.s3 import BUCKET, s3_server
 
-KILLS = ["rollout@1:mid-part:engine-0", "train@1:mid-part:trainer-0", "train@2:upload:flow"]
+KILLS = ["rollout@1:mid-part:engine-0", "train@1:started:trainer-0", "train@2:upload:flow"]
 """One of each kind of process; every point of every stage: tests/faults/test_matrix.py."""
 EVERY_POINT = [
     "prepare@0:parts-done:flow",
@@ -61,21 +61,21 @@ class Proof:
     done: Finished
 
 
-EACH_PROCESS = (KILLS, ())
+EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
 
 
 @pytest.fixture(
     scope="session",
     params=[
         pytest.param(EACH_PROCESS, id="each-process"),
-        pytest.param((EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
+        pytest.param((None, EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
     ],
 )
-def proof(request, server, home) -> Proof:
-    """The tiny run with kills on the object store, where each of the two runs samples for itself."""
-    kills, layout = request.param
+def proof(request, server, home, tmp_path_factory) -> Proof:
+    """The tiny run with kills, where each of the two runs samples for itself: on the object store, or on files."""
+    url, kills, layout = request.param
+    url = url or str(tmp_path_factory.mktemp("proof"))
     settings = (PIECES[1], *layout)
-    url = f"s3://{BUCKET}/proof-{len(kills)}"
     words = ["--root", url, "--iterations", str(ITERATIONS), "--regenerate", "--json"]
     words += [word for kill in kills for word in ("--at", kill)]
     words += [word for setting in settings for word in ("--set", setting)]

@@ -10,6 +10,7 @@ from storage.schema import REWARD, ROLLOUT
 from tasks.stages.names import Stage
 from tests.integration.command import PIECES, RUN, TINY, committed, ratchet, run_tiny
 
+pytestmark = pytest.mark.slow
 KEYS = {
     "first_accuracy", "last_accuracy", "iterations", "seconds_total", "seconds_per_iteration", "peak_rss_gib", "run",
 }  # fmt: skip
@@ -80,10 +81,9 @@ def test_a_changed_meaning_is_refused_with_both_values(whole, home):
     assert "Traceback" not in refused.err
 
 
-@pytest.mark.slow
 def test_a_fork_with_another_learning_rate_and_layout_goes_its_own_way(whole, home):
     root, _ = whole
-    change = ["--set", "train.optimizer.learning_rate=5e-4"]
+    change = ["--set", "train.optimizer.learning_rate=1.02e-3"]
     forked = ratchet("fork", RUN, "--at", "1", "--run", "fork", "--root", str(root), *change, home=home)
     assert forked.code == 0, forked.err
     # as many samples share a step as in the run: on some processors that decides the last bits
@@ -99,9 +99,9 @@ def test_a_fork_with_another_learning_rate_and_layout_goes_its_own_way(whole, ho
     ours, theirs = (need(open_root(str(root)), run, 2, Stage.TRAIN) for run in (RUN, "fork"))
     # the previous weights, which two other ranks have loaded, are those that the engine has sampled with
     assert theirs.metrics["engine_logprob_diff_max"] < 1e-3
-    # one rank and two differ by rounding, and by the second of two steps, whose weights the learning rate has made
-    for name in ("loss", "grad_norm", "entropy", "kl_reference"):
-        assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=0.1, abs=5e-3), name
+    # two ranks do what one does, but for rounding and for the second step, before which the weights are 2 % apart
+    for name in ("loss", "grad_norm", "entropy"):
+        assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=0.05, abs=1e-3), name
     assert (ours.facts["rng"], theirs.facts["rng"]) == ("continued", "reseeded")
     ours, theirs = (need(open_root(str(root)), run, 2, Stage.WEIGHT_SYNC) for run in (RUN, "fork"))
     assert theirs.metrics["probe_diff_max"] < 1e-3
