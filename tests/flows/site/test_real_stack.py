@@ -72,13 +72,13 @@ def test_a_run_whose_engine_and_rank_are_killed(
 ):
     """Beyond the retries: red, and Retry makes it go on. Within: replaced in place. Then a person cancels."""
     store, real = open_root(root), client.read_deployment_by_name("train/real").id
-    beyond = plan(site, "rollout@1:started:engine-0", "rollout@1:mid-part:engine-0")
+    beyond = plan(site, "weight-sync@1:sent:engine-0", "weight-sync@1:served:engine-0")
     settings = ["evaluate.every=0", "run.retries=1"]
     given = {"run": "tiny", "root": root, "config": str(TINY), "iterations": ITERATIONS, "settings": settings}
     flow_run = client.create_flow_run_from_deployment(real, parameters=given)
     failed = ended(site, client, flow_run).state
     assert failed.is_failed(), failed
-    assert failed.message.startswith("During rollout of iteration 1: engine 0"), failed.message
+    assert failed.message.startswith("During weight-sync of iteration 1: engine 0"), failed.message
     assert sorted(beyond.delivered(), key=str) == sorted(beyond.planned(), key=str)
     open_flow_run(page, site, flow_run, pictures)
     page.get_by_text("Everything that was committed is kept").first.wait_for()
@@ -93,7 +93,8 @@ def test_a_run_whose_engine_and_rank_are_killed(
         assert "engine 0 died" in text_of(client, flow_run)
         assert len(seen) == 4, seen  # a rank and an engine, and one more of each: the other lives on
         assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 0
-        assert need(store, "tiny", 1, Stage.ROLLOUT).attempt == 2
+        assert need(store, "tiny", 1, Stage.ROLLOUT).attempt == 0
+        assert need(store, "tiny", 1, Stage.WEIGHT_SYNC).attempt == 2
 
         page.reload()
         page.get_by_role("button", name="Cancel").first.click()
