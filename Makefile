@@ -1,10 +1,10 @@
-# make setup | make demo | make test: each does the set-up itself; a second time that costs nothing.
+# make setup | make demo | make test | make prove: each does the set-up itself; a second time that costs nothing.
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
 VARIANT ?= auto
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-fast lint
+.PHONY: setup demo test test-fast prove lint
 setup:
 	@infra/setup.sh $(VARIANT)
 
@@ -18,7 +18,11 @@ lint: setup
 	$(PYTHON) -m pyright
 
 test: lint
-	$(PYTHON) -m pytest -n auto $(ARGS)
+	$(PYTHON) -m pytest -n auto -m "not full" $(ARGS)
 
 test-fast: setup
-	$(PYTHON) -m pytest -n auto -m "not slow" $(ARGS)
+	$(PYTHON) -m pytest -n auto -m "not slow and not full" $(ARGS)
+
+# by hand before a release: every cell of the matrices of kills, layouts and moves, and the benches
+prove: setup
+	$(PYTHON) -m pytest -n auto -m full $(ARGS)

@@ -103,7 +103,18 @@ def try_out(mutant: Mutant, copy: Path) -> Verdict:
 
 
 def _run_tests(mutant: Mutant, copy: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *mutant.tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "not slow and not full",
+        "-p",
+        "no:cacheprovider",
+        *mutant.tests,
+    ]
     try:
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.measures import Measures
 from trainer_core.collector import paused
 
 # Tests of one group run in one process, in their order: they share what is expensive to start, or are long. A group is
@@ -17,7 +18,6 @@ GROUPS = (
     "tests/trainer_core",
     "tests/flows/site",
     "tests/integration/test_loop.py",
-    "tests/integration/test_faults.py",
     "tests/tasks/workers/test_fleet.py",
     "tests/integration/test_tutorial.py",
     "tests/faults",
@@ -33,7 +33,8 @@ SHARES = {
     "tests/tasks/export/test_experts.py": "tests/trainer_core",
     "tests/tasks/export/test_export.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
-    "tests/integration/test_retrain.py": "tests/integration/test_loop.py",  # a whole run, as the one that follows
+    "tests/integration/test_faults.py": "tests/integration/test_loop.py",  # a whole run, as those that follow
+    "tests/integration/test_retrain.py": "tests/integration/test_loop.py",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
     "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # engines, as those that follow
@@ -84,6 +85,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     config.option.loadscopereorder = False  # not by the number of tests, but as `pytest_collection_modifyitems` says
     return Groups(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Measures())
 
 
 @pytest.hookimpl(wrapper=True)

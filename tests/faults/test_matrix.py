@@ -4,6 +4,7 @@ A cell is one run: killed once by SIGKILL, then started again, then compared wit
 are named victim-stage-point.
 """
 
+import itertools
 import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,35 @@ QUICK = {
     "engine-0-rollout-mid-part-retried",
     "trainer-0-train-upload-retried",
 }
-PARAMETERS = [pytest.param(name, id=name, marks=() if name in QUICK else pytest.mark.slow) for name in CELLS]
+
+
+def traits(wanted: Cell) -> set[tuple[object, object]]:
+    """Every two of: the victim, the stage, the point, and how the death is noticed."""
+    fault = wanted.fault
+    noticed = "replaced" if wanted.replaced else "retried" if wanted.retried else "restarted"
+    return set(itertools.combinations((fault.victim, (fault.stage, fault.iteration), fault.point, noticed), 2))
+
+
+def pairwise(begin: set[str]) -> set[str]:
+    """Cells in which every two traits meet that meet in some cell: those given, and few others."""
+    chosen, missing = set(begin), set().union(*map(traits, CELLS.values()))
+    missing -= set().union(*(traits(CELLS[name]) for name in begin))
+    while missing:
+        best = max(CELLS, key=lambda name: len(traits(CELLS[name]) & missing))
+        chosen.add(best)
+        missing -= traits(CELLS[best])
+    return chosen
+
+
+DAILY = pairwise(QUICK)
+"""What CI runs; `make prove` runs every cell."""
+
+
+def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if name in QUICK else (pytest.mark.slow,) if name in DAILY else (pytest.mark.full,)
+
+
+PARAMETERS = [pytest.param(name, id=name, marks=marks(name)) for name in CELLS]
 
 
 @dataclass(frozen=True)
@@ -140,6 +169,18 @@ def test_the_matrix_has_every_point_that_a_run_comes_by(whole):
     places += [(stage, iteration) for iteration in range(1, ITERATIONS + 1) for stage in rl]
     assert reached == {(stage, iteration, point) for stage, iteration in places for point in POINTS[stage]}
     assert len(KILLS) == len(VICTIMS) * sum(len(POINTS[stage]) for stage, _ in STAGES.values())
+
+
+def test_every_process_is_killed_in_every_stage_and_at_every_point_each_day():
+    assert QUICK <= DAILY
+    assert len(DAILY) < len(CELLS) / 3
+    daily = [CELLS[name] for name in DAILY]
+    for kills in (daily, CELLS.values()):
+        assert {(one.fault.victim, one.fault.stage) for one in kills} == set(itertools.product(VICTIMS, POINTS))
+        assert {(one.fault.stage, one.fault.point) for one in kills} == {
+            (stage, point) for stage, points in POINTS.items() for point in points
+        }
+    assert {(one.fault.victim, one.fault.point) for one in daily} == set(itertools.product(VICTIMS, Point))
 
 
 def test_a_run_that_nobody_interrupts_does_everything_once(whole):

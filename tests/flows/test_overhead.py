@@ -71,7 +71,7 @@ def test_a_gap_in_the_newest_iterations_is_found(make_run: MakeRun, root):
     assert read_status(root, "a").current == SHORT + 3 == read_status(root, "a", whole=True).current
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_bench_prints_what_it_has_measured():
     command = [sys.executable, "-m", "flows", "bench", "overhead", "--json", "--iterations=2", "--repeats=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)

@@ -17,6 +17,8 @@ from tasks.stages.names import Stage
 PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"
 DEADLINE_S = 280
+RUN = "proof"
+"""Id of the shared runs, which is that of the runs of `ratchet prove-resume`, so that they can be compared."""
 PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that it can be killed in the middle
 
 
@@ -52,11 +54,11 @@ def ratchet(*arguments: str, home: Path) -> Finished:
 
 
 def run_tiny(root: Path, home: Path, *arguments: str) -> Finished:
-    return ratchet("run", str(TINY), "--root", str(root), "--run", "tiny", "--json", *arguments, home=home)
+    return ratchet("run", str(TINY), "--root", str(root), "--run", RUN, "--json", *arguments, home=home)
 
 
 def committed(root: Path, iteration: int, stage: Stage) -> Manifest:
-    return need(open_root(str(root)), "tiny", iteration, stage)
+    return need(open_root(str(root)), RUN, iteration, stage)
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -1,6 +1,26 @@
+"""Runs of the real stack that the tests of this folder share: each start of it costs 40 s of processor."""
+
+from dataclasses import dataclass
+
 import pytest
 
-from tests.integration.command import PIECES, run_tiny
+from tests.integration.command import PIECES, TINY, Finished, finish, run_tiny, start
+from tests.storage.s3 import BUCKET, s3_server
+
+KILLS = ["rollout@1:mid-part:engine-0", "train@1:started:trainer-0", "train@2:upload:flow"]
+"""One of each kind of process; every point of every stage: tests/faults/test_matrix.py."""
+EVERY_POINT = [
+    "prepare@0:parts-done:flow",
+    "evaluate@0:started:engine-0",
+    "rollout@1:parts-done:flow",  # with all pieces there, one of which the next process samples again
+    "train@1:mid-part:trainer-0",
+    "weight-sync@1:sent:engine-0",
+    "weight-sync@1:served:flow",
+    "reward@2:committed:node",
+    "train@2:started:trainer-1",
+    "train@2:upload:flow",
+]
+ITERATIONS = 2
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +36,48 @@ def whole(tmp_path_factory, home):
     done = run_tiny(root, home, *PIECES)
     assert done.code == 0, done.err
     return root, done
+
+
+@pytest.fixture(scope="session")
+def server():
+    """An object store that new processes find in their environment."""
+    with s3_server() as server, pytest.MonkeyPatch.context() as environment:
+        client = server.options["client_kwargs"]
+        environment.setenv("AWS_ENDPOINT_URL", client["endpoint_url"])
+        environment.setenv("AWS_DEFAULT_REGION", client["region_name"])
+        environment.setenv("AWS_ACCESS_KEY_ID", server.options["key"])
+        environment.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret"])
+        yield server
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A finished `ratchet prove-resume`."""
+
+    kills: list[str]
+    settings: tuple[str, ...]
+    url: str
+    """The folder of both runs, `whole` and `interrupted`."""
+    done: Finished
+
+
+EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(EACH_PROCESS, id="each-process"),
+        pytest.param((None, EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
+    ],
+)
+def proof(request, server, home, tmp_path_factory) -> Proof:
+    """The tiny run with kills, where each of the two runs samples for itself: on the object store, or on files."""
+    url, kills, layout = request.param
+    url = url or str(tmp_path_factory.mktemp("proof"))
+    settings = (PIECES[1], *layout)
+    words = ["--root", url, "--iterations", str(ITERATIONS), "--regenerate", "--json"]
+    words += [word for kill in kills for word in ("--at", kill)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    done = finish(start("prove-resume", str(TINY), *words, home=home), deadline_s=1700)
+    return Proof(kills, settings, url, done)

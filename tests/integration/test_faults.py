@@ -1,7 +1,6 @@
-"""Tier 2 of the fault matrix: real processes of the real stack are killed, one after another, in one run.
+"""Processes of the real stack are killed, one after another, in one run on an object store.
 
-Every kind of process, every stage and every named point is covered at least once. The run is the tiny one over two
-pipeline ranks; `ratchet prove-resume` compares the result of the killed run with that of the uninterrupted run.
+`ratchet prove-resume` compares the result with that of an uninterrupted run, and a test with that of a run on files.
 """
 
 import json
@@ -21,60 +20,35 @@ from storage.schema import ROLLOUT
 from storage.upkeep.verify import verify
 from tasks.config.document import load_config
 from tasks.stages.names import LOOP, Stage
-from tests.integration.command import TINY, Finished, finish, start
+from tests.integration.command import TINY
+from tests.integration.conftest import EACH_PROCESS, EVERY_POINT, ITERATIONS, KILLS, Proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-ITERATIONS = 2
-CELLS = [
-    "prepare@0:parts-done:flow",
-    "evaluate@0:started:engine-0",
-    "rollout@1:parts-done:flow",  # with all pieces there, one of which the next process samples again
-    "train@1:mid-part:trainer-0",
-    "weight-sync@1:sent:engine-0",
-    "weight-sync@1:served:flow",
-    "reward@2:committed:node",
-    "train@2:started:trainer-1",
-    "train@2:upload:flow",
-]
-GROUPS_PER_PIECE = 4
-LAYOUT = ["--set", "train.parallel.pipeline=2", "--set", f"rollout.groups_per_part={GROUPS_PER_PIECE}"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("proof")
-
-
-@pytest.fixture(scope="module")
-def proof(place: Path) -> Finished:
-    """The command, with every cell in one run, and each run sampling for itself."""
-    points = [word for cell in CELLS for word in ("--at", cell)]
-    arguments = ["--root", str(place / "runs"), "--iterations", str(ITERATIONS), "--regenerate", "--json"]
-    process = start("prove-resume", str(TINY), *arguments, *points, *LAYOUT, home=place / "prefect")
-    return finish(process, deadline_s=1700)
+SAMPLES_PER_PIECE = 2 * 8
 
 
 @pytest.fixture
-def roots(place: Path, proof: Finished) -> tuple[Root, Root]:
-    assert proof.out, proof.err
-    whole, interrupted = (open_root(str(place / "runs" / name)) for name in ("whole", "interrupted"))
+def roots(proof: Proof) -> tuple[Root, Root]:
+    assert proof.done.out, proof.done.err
+    whole, interrupted = (open_root(f"{proof.url}/{name}") for name in ("whole", "interrupted"))
     return whole, interrupted
 
 
-def test_the_cells_meet_every_process_every_stage_and_every_point():
-    faults = [Fault.parse(cell) for cell in CELLS]
+def test_the_kills_meet_every_kind_of_process_and_by_hand_every_stage_and_point():
+    assert {Fault.parse(kill).victim for kill in KILLS} == {"flow", "trainer-0", "engine-0"}
+    faults = [Fault.parse(kill) for kill in EVERY_POINT]
     assert {fault.stage for fault in faults} == set(LOOP)
     assert {fault.point for fault in faults} == set(Point)
     assert {fault.victim for fault in faults} == {"flow", "node", "trainer-0", "trainer-1", "engine-0"}
 
 
-def test_the_killed_run_comes_to_the_same_bit_for_bit(proof: Finished):
-    assert proof.code == 0, proof.err + proof.out
-    report = proof.json
-    assert report["points"] == CELLS, "every kill was delivered"
+def test_the_killed_run_comes_to_the_same_bit_for_bit(proof: Proof):
+    assert proof.done.code == 0, proof.done.err + proof.done.out
+    report = proof.done.json
+    assert report["points"] == proof.kills, "every kill was delivered"
     assert report["identical"] is True
-    assert report["starts"] > sum(cell.endswith(":flow") for cell in CELLS)
+    assert report["starts"] == 1 + sum(kill.endswith((":flow", ":node")) for kill in proof.kills)
     assert report["done_twice"] == report["orphans"] == report["differences"] == []
     assert report["manifests"] == 4 + 5 * ITERATIONS
     assert report["states"] == 1 + ITERATIONS
@@ -95,7 +69,7 @@ def test_no_row_is_there_twice_and_everything_stored_is_sound(roots: tuple[Root,
 def test_a_rollout_that_went_on_says_that_the_engine_repeated_itself(roots: tuple[Root, Root]):
     whole, interrupted = roots
     metrics = need(interrupted, RUN, 1, Stage.ROLLOUT).metrics
-    assert metrics["sampled_again"] == metrics["sampled_again_equal"] == GROUPS_PER_PIECE * 8
+    assert metrics["sampled_again"] == metrics["sampled_again_equal"] == SAMPLES_PER_PIECE
     assert "sampled_again" not in need(whole, RUN, 1, Stage.ROLLOUT).metrics
 
 
@@ -103,6 +77,15 @@ def test_attempts_are_counted(roots: tuple[Root, Root]):
     whole, interrupted = roots
     assert need(whole, RUN, 1, Stage.ROLLOUT).attempt == 0
     assert need(interrupted, RUN, 1, Stage.ROLLOUT).attempt == 1
+
+
+@pytest.mark.parametrize("proof", [EACH_PROCESS], indirect=True)  # another layout rounds otherwise
+def test_the_object_store_has_the_manifests_of_a_run_on_files(whole, roots: tuple[Root, Root]):
+    files, (_, interrupted) = open_root(str(whole[0])), roots
+    comparison = Pair(files, interrupted, RUN).compare(ITERATIONS, 1)
+    assert comparison.differences == ()
+    assert comparison.manifests == 4 + 5 * ITERATIONS
+    assert min(comparison.weights, comparison.optimizer, comparison.rng, comparison.rows, comparison.metrics) > 0
 
 
 def test_one_bit_is_found_by_name(roots: tuple[Root, Root]):
@@ -115,10 +98,10 @@ def test_one_bit_is_found_by_name(roots: tuple[Root, Root]):
     assert "1 of " in found.what
 
 
-def test_with_a_planted_bit_the_verdict_is_a_failure_that_names_it(roots: tuple[Root, Root], tmp_path: Path, capfd):
+def test_with_a_planted_bit_the_verdict_is_a_failure_that_names_it(proof: Proof, roots, tmp_path: Path, capfd):
     folder = FaultFolder(tmp_path)
     folder.plan([])
-    config = load_config(str(TINY), LAYOUT[1::2])
+    config = load_config(str(TINY), proof.settings)
     order = ProofOrder(config, str(TINY), (), str(tmp_path), kills=0, seed=0, regenerate=True, plant=True)
     with Output(json=True) as output:
         assert judge(order, *roots, folder, 1, output) == 1

@@ -5,13 +5,14 @@ import pytest
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
-from tests.integration.command import ratchet
+from tests.integration.command import RUN, ratchet
 
 
 @pytest.mark.slow
 def test_stored_samples_are_trained_on_and_the_model_is_exported(whole, home, tmp_path):
     root, _ = whole
-    given = ["--from", "tiny@1", "--select", "tiny", "--where", "length(response_tokens) > 1", "--samples", "64"]
+    given = ["--from", f"{RUN}@1", "--select", RUN, "--where", "length(response_tokens) > 1", "--samples", "64"]
+    given += ["--set", "train.parallel.pipeline=2"]
     done = ratchet("retrain", "again", *given, "--root", str(root), "--json", home=home)
     assert done.code == 0, done.err
     assert done.json["iterations"] >= 2

@@ -34,6 +34,7 @@ def test_it_listens_on_the_loopback_interface_only(prefect_server: TemporaryServ
     assert listening(prefect_server.pid) == {("127.0.0.1", port)}
 
 
+@pytest.mark.slow
 def test_it_ends_when_its_parent_is_killed(prefect_home: Path):
     code = (
         "import time; from flows.server import temporary as t; print(t.TemporaryServer().pid, flush=1); time.sleep(600)"
@@ -51,6 +52,7 @@ def test_it_ends_when_its_parent_is_killed(prefect_home: Path):
     assert not alive
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server_module, "_STARTS", 1)
     database = tmp_path / "missing" / "prefect.db"

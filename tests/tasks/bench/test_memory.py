@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tasks.bench.cases import CASES
 from tests.trainer_core.ranks import run_ranks
 
+pytestmark = pytest.mark.full
 SWITCHES = ("offload_parameters", "drop_gradients", "offload_optimizer")
 
 

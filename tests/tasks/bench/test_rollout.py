@@ -14,7 +14,7 @@ from tasks.bench.rollout import _requests, bench_rollout
 KEYS = {"tokens_per_s", "bare_tokens_per_s", "ratio", "mixed_ratio", "generate_tokens_per_s"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_prints_one_object_and_the_engine_is_not_slow():
     done = subprocess.run(
         [sys.executable, "-m", "flows", "bench", "rollout", "--json", "--case=tiny", "--pairs=3"],

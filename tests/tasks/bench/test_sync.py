@@ -20,7 +20,7 @@ from trainer_core.config import check_stages
 KEYS = {"seconds", "stock_seconds", "kept_plan_seconds", "probe_s", "bytes", "unverified_pause_s", "sample_difference"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "transport"), [("cpu-tied", "collective"), ("cpu-experts", "auto")])
 def test_an_update_takes_one_exchange_and_no_collective_of_objects(case, transport):
     options = ["--json", f"--case={case}", "--pairs=3", f"--transport={transport}"]

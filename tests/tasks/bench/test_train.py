@@ -16,6 +16,7 @@ TINY = CASES["tiny"]
 KEYS = {"tokens_per_s", "plain_tokens_per_s", "ratio", "packed_ratio", "mfu", "peak_gib", "save_critical_s"}
 
 
+@pytest.mark.full
 def test_the_command_prints_one_object_and_the_step_is_not_slow():
     done = subprocess.run(
         [sys.executable, "-m", "flows", "bench", "train", "--json", "--case=tiny", "--pairs=15"],
@@ -69,6 +70,7 @@ def both_losses(rank, world_size, store, folder):
     return -float(ours), plain
 
 
+@pytest.mark.full
 def test_both_sides_compute_the_same(tmp_path):
     ((ours, plain),) = run_ranks(1, both_losses, str(tmp_path))
     assert ours == pytest.approx(plain, rel=1e-5)

@@ -48,6 +48,7 @@ def started():
         yield cluster
 
 
+@pytest.mark.slow
 def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
     with Cluster(LOCAL) as cluster:
         cluster.start()
@@ -75,6 +76,7 @@ def test_a_handler_of_sigterm_is_kept_and_else_that_of_ray_lets_the_process_clea
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_an_earlier_ray_of_this_machine_is_left_alone():
     # `ray start` leaves its address behind even when it has ended; Ray would attach to it
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # short: paths of sockets may have 107 characters
@@ -104,6 +106,7 @@ def test_a_fork_server_outlives_a_ray_that_was_started_after_it(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
 
 
+@pytest.mark.slow
 def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):
     code = (
         "from tests.tasks.workers.test_cluster import LOCAL, Cluster, start_actor\n"
@@ -113,6 +116,7 @@ def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_a_dead_ray_is_told_once_and_then_started_anew(started, victim):
     started.check_alive()
@@ -160,6 +164,7 @@ def attach(address, token):
     return done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_process_attaches_with_the_token_and_a_second_ray_in_one_process_is_refused(started):
     address = ray.get_runtime_context().gcs_address
     assert attach(address, os.environ["RAY_AUTH_TOKEN"]) == "attached"

@@ -68,7 +68,7 @@ def kill(group):
     victim.wait(10)
 
 
-@pytest.mark.slow
+@pytest.mark.full  # daily: tests/integration/test_faults.py
 def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_path):
     config = config_of(model, pipeline=2)
     with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
@@ -111,8 +111,10 @@ def gone(processes):
     return not psutil.wait_procs(processes, timeout=20)[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "victim"), [(1, "VLLM::EngineCore"), (2, None)])
+@pytest.mark.parametrize(
+    ("tensor", "victim"),
+    [pytest.param(1, "VLLM::EngineCore", marks=pytest.mark.full), pytest.param(2, None, marks=pytest.mark.slow)],
+)
 def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, tensor, victim):
     """It computes what one in one process does, listens nowhere else, and dies as a whole: `victim`, or the actor."""
     config = config_of(model)

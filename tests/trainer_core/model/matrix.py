@@ -91,6 +91,20 @@ QUICK = {
     ("qwen3-moe", "dp2-ep2"), ("deepseek-v3", SINGLE), ("deepseek-v3", "tp2-sp"), ("deepseek-v3", "cp2"),
 }  # fmt: skip
 """What the quick suite runs."""
+_OF_EXPERTS = (
+    "tp2-sp-uneven-ep2-etp1", "tp2-sp-pp2-vpp2-ep2-etp1", "tp2-sp-cp2-ep2-etp1", "tp2-sp-dp2-ep2-etp1",
+    "uneven-cp2-ep2", "uneven-dp2-ep2", "uneven-vpp2", "pp2-vpp2-cp2-ep2", "pp2-vpp2-dp2-ep2", "cp2-dp2-ep4",
+)  # fmt: skip
+DAILY = QUICK | {
+    *(("qwen3", name) for name in (
+        "tp2-sp-pp2-vpp2", "tp2-sp-dp2", "tp2-sp-uneven", "uneven-cp2", "uneven-dp2", "uneven-vpp2", "pp2-vpp2-cp2",
+        "pp2-vpp2-dp2", "cp2-dp2",
+    )),
+    *zip(itertools.cycle(("qwen3-moe", "deepseek-v3")), _OF_EXPERTS),
+    ("llama", SINGLE), ("llama", "tp2-sp-uneven"),
+    ("deepseek-v3-without-q-lora", SINGLE), ("deepseek-v3-without-q-lora", "cp2-ep2"),
+}  # fmt: skip
+"""What CI runs: every pair of settings for a dense model, and for one of the two families with experts."""
 
 
 def layers(layout: ParallelConfig) -> int:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.model.matrix import (
+    DAILY,
     DENSE,
     EXPERTS,
     MATRIX,
@@ -31,8 +32,15 @@ from trainer_core.batches.flat import flatten
 from trainer_core.batches.sharing import Limits, share
 from trainer_core.config import ExpertsConfig, ParallelConfig
 
+
+def marks(family, layout):
+    if (family, layout) in QUICK:
+        return []
+    return [pytest.mark.slow if (family, layout) in DAILY else pytest.mark.full]
+
+
 CASES = [
-    pytest.param(family, layout, marks=[] if (family, layout) in QUICK else [pytest.mark.slow])
+    pytest.param(family, layout, marks=marks(family, layout))
     for family, layouts in MATRIX.items()
     for layout in layouts
 ]
@@ -99,6 +107,9 @@ def test_every_two_settings_that_fit_meet_in_a_layout(layouts, experts):
     wanted = pairs(fitting(experts))
     assert len(wanted) == (36 if experts else 21)  # all of those with experts, and without EP and ETP
     assert pairs(ParallelConfig(**given) for given in layouts.values()) >= wanted
+    families = {"qwen3-moe", "deepseek-v3"} if experts else {"qwen3"}
+    daily = [MATRIX[family][layout] for family, layout in DAILY if family in families]
+    assert pairs(iter(daily)) >= wanted
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)

@@ -1,0 +1,122 @@
+"""Costs of a run of the tests: its slowest files, processor time, and starts of the real stack as they happen."""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+_LOOK_S = 1.0
+_SLOWEST = 10
+
+
+@dataclass
+class Starts:
+    """Processes of the real stack that this machine has started since `begin`, as a thread sees them in /proc.
+
+    A process counts once, by its id and time of creation. An actor of Ray is an engine if vLLM is mapped into it, and a
+    trainer rank if torch is and vLLM is not. What lives for less than a second may be missed.
+    """
+
+    kinds: dict[tuple[int, float], str] = field(default_factory=dict)
+    nodes: dict[tuple[int, float], set[str]] = field(default_factory=dict)
+    """Kinds of the actors below each local Ray."""
+
+    def begin(self) -> None:
+        """Begin to look."""
+        self._over = threading.Event()
+        self._before = {_identity(one) for one in psutil.process_iter()}
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._over.set()
+        self._thread.join()
+
+    def complete(self) -> int:
+        """Rays that had an engine and a trainer rank."""
+        return sum(kinds >= {"engine", "rank"} for kinds in self.nodes.values())
+
+    def partial(self) -> int:
+        """Rays that had only engines or only trainer ranks."""
+        return sum(len(kinds & {"engine", "rank"}) == 1 for kinds in self.nodes.values())
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            for process in psutil.process_iter(["pid", "name", "create_time"]):
+                identity = _identity(process)
+                if identity not in self._before and identity not in self.kinds:
+                    self._look(process, identity)
+
+    def _look(self, process: psutil.Process, identity: tuple[int, float]) -> None:
+        try:
+            kind = _kind(process)
+            if kind in ("engine", "rank") and (node := process.parent()) is not None:
+                self.nodes.setdefault(_identity(node), set()).add(kind)
+        except (psutil.Error, OSError):
+            return
+        if kind:
+            self.kinds[identity] = kind
+
+
+def _identity(process: psutil.Process) -> tuple[int, float]:
+    try:
+        return process.pid, process.create_time()
+    except psutil.NoSuchProcess:
+        return process.pid, 0.0
+
+
+def _kind(process: psutil.Process) -> str:
+    """The kind of a process; empty while it is none, or not yet known."""
+    name = process.name()
+    if name == "raylet":
+        return "Ray"
+    if name.startswith("ray::Host"):
+        mapped = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
+        return "engine" if "/vllm/" in mapped else "rank" if "/megatron/" in mapped or "libtorch_cpu" in mapped else ""
+    if name.startswith(("python", "uvicorn")) and "prefect.server.api.server:create_app" in " ".join(process.cmdline()):
+        return "Prefect server"
+    return ""
+
+
+class Measures:
+    """The plugin. Only the process that reports has one."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+        self._starts = Starts()
+
+    def pytest_sessionstart(self) -> None:
+        self._clock, self._processor = time.monotonic(), _processor_seconds()
+        self._starts.begin()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        self._starts.end()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        say, counts = terminalreporter.write_line, Counter(self._starts.kinds.values())
+        terminalreporter.section("costs")
+        for file, seconds in self._seconds.most_common(_SLOWEST):
+            say(f"{seconds:7.1f} s  {file}")
+        minutes, processor = (time.monotonic() - self._clock) / 60, _processor_seconds() - self._processor
+        say(
+            f"{minutes:.1f} minutes; {processor:.0f} s of processor on this machine, with all that ran beside the tests"
+        )
+        say(
+            f"starts of the real stack: {self._starts.complete()} complete (a Ray with an engine and a trainer rank), "
+            f"{self._starts.partial()} of one of the two alone; {counts['Ray']} Rays, {counts['engine']} engines, "
+            f"{counts['rank']} ranks, {counts['Prefect server']} Prefect servers"
+        )
+
+
+def _processor_seconds() -> float:
+    """Of all processes since the machine was started."""
+    spent = psutil.cpu_times()
+    return spent.user + spent.nice + spent.system
