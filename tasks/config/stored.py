@@ -65,18 +65,7 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
         InputError: there is no such run.
         SchemaMismatch: this version cannot read it.
     """
-    key = layout.run_config_key(run)
-    try:
-        data = root.read_bytes(key)
-    except NotCommitted:
-        raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
-    where = f"{root.url}/{key}"
-    document = _document(records.unseal_older(data, where), where)
-    if "imported" in document:
-        raise InputError(
-            f"run {run!r} holds imported samples, and no model or configuration: `ratchet retrain NEW --select {run} "
-            "--from RUN@ITERATION` trains on them"
-        )
+    document, where = _document(root, run)
     rules = _rules(document.pop("rules", FIRST_RULES), where)
     document.pop("request", None)
     first = meaning_digest(document, rules)
@@ -197,11 +186,14 @@ def _record(run: str, config: RunConfig, request: str | None = None) -> ConfigRe
 def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
     """Whether no manifest was made under the stored record, so that `record` may take its place.
 
-    If a holder that has lost the lease replaces the record of its successor, the successor's manifests show it: then
+    The record of imported samples never gives way: it is refused. If a holder that has lost the lease replaces the record of its successor, the successor's manifests show it: then
     the record that they were made under may return.
     """
+    _document(root, run)
     made = {load(root, key).config_digest for key in names(root, run, 0).manifests if not layout.revision_of(key)}
-    return not made or (made == {record.digest} and read_config(root, run).first != record.digest)
+    if not made:  # iteration 0 is committed first, but it may be lost
+        return not names(root, run).manifests
+    return made == {record.digest} and read_config(root, run).first != record.digest
 
 
 def _continued(root: Root, run: str, config: RunConfig) -> str:
@@ -221,14 +213,24 @@ def _continued(root: Root, run: str, config: RunConfig) -> str:
     return stored.digest
 
 
-def _document(text: bytes, where: str) -> dict[str, JsonValue]:
+def _document(root: Root, run: str) -> tuple[dict[str, JsonValue], str]:
+    """The content of a run's `run.json`, and where that is. Raises as `read_config`."""
+    key = layout.run_config_key(run)
+    where = f"{root.url}/{key}"
     try:
-        document = json.loads(text)
+        document = json.loads(records.unseal_older(root.read_bytes(key), where))
+    except NotCommitted:
+        raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
     except ValueError as error:
         raise SchemaMismatch(f"{where} is not JSON: {error}. Restore the object from a copy") from None
     if not isinstance(document, dict):
         raise SchemaMismatch(f"{where} is a {type(document).__name__}, not a configuration")
-    return document
+    if "imported" in document:
+        raise InputError(
+            f"run {run!r} holds imported samples, and no model or configuration: `ratchet retrain NEW --select {run} "
+            "--from RUN@ITERATION` trains on them. A new run needs another name (--run)"
+        )
+    return document, where
 
 
 def _rules(stored: JsonValue, where: str) -> int:

@@ -1,5 +1,6 @@
 """A start that failed before anything was committed does not bind the run's name to its configuration."""
 
+import json
 import tomllib
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from storage.ownership.process import this_process
 from tasks.config.document import apply_override, parse_config
 from tasks.config.run import RunConfig
 from tasks.config.stored import check_record, read_config, record_config, stored_config
+from tasks.importing.rows import ImportOrder
+from tasks.importing.samples import import_samples
 from tasks.stages.names import Stage
 from tests.flows.runs import make_manifest
 from tests.tasks.config.test_run import MINIMAL
@@ -64,6 +67,31 @@ def test_one_manifest_binds_the_run(root):
     with hold(root, "run", "ratchet run") as lease:
         record_config(root, "run", config_with("run.iterations=9"), lease)
     assert root.read_bytes(KEY) == before
+
+
+def test_a_later_iteration_binds_the_run_if_the_first_is_lost(root):
+    commit(root, make_manifest("run", 1, Stage.ROLLOUT, config_digest=read_config(root, "run").digest))
+    before = root.read_bytes(KEY)
+    with hold(root, "run", "ratchet run") as lease, pytest.raises(InputError, match="different settings"):
+        record_config(root, "run", OTHER, lease)
+    assert root.read_bytes(KEY) == before
+
+
+@pytest.mark.parametrize("committed", [True, False], ids=["committed", "killed"])
+def test_imported_samples_never_become_a_run_that_samples(tmp_path, committed):
+    """Their iterations begin with 1, and a killed import has a record and no manifests."""
+    root = open_root(str(tmp_path / "imports"))
+    row = {"prompt_tokens": [1], "response_tokens": [2], "logprobs": [-1.0], "reward": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    import_samples(root, ImportOrder((str(tmp_path / "rows.jsonl"),), "run", {}, 1.0))
+    for key in () if committed else root.keys("run/manifests"):
+        root.remove(key)
+    before = {key: root.read_bytes(key) for key in root.keys("run")}
+    with hold(root, "run", "ratchet run") as lease:
+        for check in (check_record, lambda *given: record_config(*given, lease)):
+            with pytest.raises(InputError, match=r"holds imported samples.* needs another name"):
+                check(root, "run", FIRST)
+        assert before.items() <= {key: root.read_bytes(key) for key in root.keys("run")}.items()
 
 
 def test_without_the_lease_nothing_is_replaced(root):
