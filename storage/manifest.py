@@ -279,9 +279,13 @@ def find(root: Root, run: str, iteration: int, stage: str, revisions: Revisions 
         return None
 
 
-def revisions(root: Root, run: str, iteration: int, stage: str) -> Iterator[Manifest]:
-    """All revisions of a stage's manifest, from the first, whether or not they belong to the head."""
-    every = read_revisions(root, run)
+def revisions(root: Root, run: str, iteration: int, stage: str, seen: Revisions | None = None) -> Iterator[Manifest]:
+    """All revisions of a stage's manifest, from the first, whether or not they belong to the head.
+
+    Args:
+        seen: the run's revisions; by default they are read.
+    """
+    every = read_revisions(root, run) if seen is None else seen
     for number in sorted({every.seen(one).of(iteration, stage) for one in every.numbers}):
         try:
             yield load(root, layout.manifest_key(run, iteration, stage, number))

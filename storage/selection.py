@@ -12,7 +12,8 @@ from storage.errors import StorageError
 from storage.ids import Workflow
 from storage.manifest import Manifest, Part, find, revisions
 from storage.parts import PartWriter, read_part, read_parts, read_table
-from storage.schema import REWARD, ROLLOUT, SELECTION
+from storage.revisions import Revisions
+from storage.schema import PROMPTS, REWARD, ROLLOUT, SELECTION
 
 SOURCES = "sources.json"
 """Name of the part that lists the sources of a selection."""
@@ -42,6 +43,12 @@ class Source(BaseModel):
     """Identity of the rollout's manifest."""
     reward: str | None
     """Identity of the manifest of its scores; None if it was not scored."""
+    head: int
+    """The head of its run when it was selected: all rollouts of one run were seen from the same revision."""
+    prepare: str | None
+    """Identity of the manifest of the prompts that it answers; None if it was imported."""
+    stop_tokens: tuple[int, ...] | None
+    """Token ids that end its responses; None if its run did not record them."""
     rows: int
     """Samples of the rollout."""
     selected: int
@@ -70,10 +77,36 @@ def read_sources(root: Root, selection: Manifest) -> list[Source]:
     return [Source.model_validate(one) for one in json.loads(read_part(root, selection.part(SOURCES)))]
 
 
-def scores_of(root: Root, workflow: Workflow, rollout: Manifest) -> Manifest | None:
-    """The newest scores that were made from this very rollout, or None."""
-    head = find(root, rollout.run, rollout.iteration, workflow.scores)
-    made = revisions(root, rollout.run, rollout.iteration, workflow.scores)
+def write_prompts(writer: PartWriter, prepare: str, prompts: pa.Table) -> Part:
+    """Store the selected ones of the prompts of a manifest `prepare`, so that no other run is needed to score answers.
+
+    The part counts no rows: the tables with rows are the samples.
+    """
+    part = writer.write_table(_prompts_name(prepare), prompts, PROMPTS)
+    return part.model_copy(update={"rows": None})
+
+
+def read_prompts(root: Root, selection: Manifest, prepare: str) -> pa.Table:
+    """What `write_prompts` stored.
+
+    Raises:
+        StorageError: the selection was made without prompts.
+    """
+    return read_parts(root, [selection.part(_prompts_name(prepare))], PROMPTS)
+
+
+def _prompts_name(prepare: str) -> str:
+    return f"prompts-{prepare}.arrow"
+
+
+def scores_of(root: Root, workflow: Workflow, rollout: Manifest, seen: Revisions | None = None) -> Manifest | None:
+    """The newest scores that were made from this very rollout, or None.
+
+    Args:
+        seen: the run's revisions, whose head counts first; by default they are read.
+    """
+    head = find(root, rollout.run, rollout.iteration, workflow.scores, seen)
+    made = revisions(root, rollout.run, rollout.iteration, workflow.scores, seen)
     for one in [*([head] if head else []), *reversed(list(made))]:
         if rollout.digest in one.inputs.values():
             return one

@@ -16,7 +16,7 @@ from storage.upkeep.catalog import names, require_run
 from tasks.checks import check_branch
 from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
-from tasks.config.retrain import RetrainSection, moment_before, place_of, state_of
+from tasks.config.retrain import RetrainSection, absolute, moment_before, place_of, state_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
 from tasks.stages.names import WORKFLOW, Stage
@@ -79,7 +79,7 @@ def start_of(root: Root, run: str, text: str) -> str:
     Raises:
         InputError: the run has none.
     """
-    place = place_of(text)
+    text, place = absolute(text), place_of(text)
     if "@" in text:
         return text
     if root.exists(layout.run_config_key(check_run_name(run))):

@@ -301,9 +301,9 @@ def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] |
     Raises:
         InputError: the backend cannot publish a manifest exactly once.
     """
-    protocol = url.split("://", 1)[0] if "://" in url else "file"
-    if protocol in ("file", "local"):
-        path = os.path.abspath(url.split("://", 1)[-1])
+    protocol = _protocol(url)
+    if protocol == "file":
+        path = absolute_url(url).removeprefix("file://")
         return Root(f"file://{path}", fsspec.filesystem("file"), path, "file")
     if protocol == "memory" and not allow_memory:
         raise InputError(
@@ -318,7 +318,17 @@ def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] |
     # an object written by another process must be seen at once: no listing cache
     remote = {"use_listings_cache": False, "config_kwargs": objects.CLIENT_CONFIG}
     fs = fsspec.filesystem(protocol, **({} if protocol == "memory" else remote) | (options or {}))
-    return Root(url.rstrip("/"), fs, fs._strip_protocol(url).rstrip("/"), protocol)
+    return Root(absolute_url(url), fs, fs._strip_protocol(url).rstrip("/"), protocol)
+
+
+def absolute_url(url: str) -> str:
+    """The URL that the root at `url` has from whatever folder; a relative path is one of the working directory."""
+    return f"file://{os.path.abspath(url.split('://', 1)[-1])}" if _protocol(url) == "file" else url.rstrip("/")
+
+
+def _protocol(url: str) -> str:
+    protocol = url.split("://", 1)[0] if "://" in url else "file"
+    return "file" if protocol == "local" else protocol
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
+from storage.backends.root import absolute_url
 from storage.errors import InputError
 from storage.ids import check_run_name
 from tasks.config.section import Section, without_credentials
@@ -47,6 +48,16 @@ def place_of(text: str) -> Place:
     return Place(root or None, check_run_name(found["run"]), first, last)
 
 
+def absolute(text: str) -> str:
+    """A place with the absolute URL of its root, if it names one: a relative path is resolved when it is written down.
+
+    Raises:
+        InputError: it has another form.
+    """
+    place, (root, _, rest) = place_of(text), text.rpartition("//")
+    return text if place.root is None else f"{absolute_url(root)}//{rest}"
+
+
 def state_of(text: str) -> Place:
     """Parse `[ROOT//]RUN@ITERATION`, which names one train state.
 
@@ -76,7 +87,8 @@ class RetrainSection(Section):
     """A run that trains on stored samples and samples none: `ratchet retrain` writes this table."""
 
     start: str
-    """The state to start from, as [ROOT//]RUN@ITERATION. Its model and prompts become the run's own."""
+    """The state to start from, as [ROOT//]RUN@ITERATION. Its model and prompts become the run's own. A relative ROOT is
+    recorded as the absolute path that it is when the run begins, here and in `select`."""
     select: tuple[str, ...] = Field(min_length=1)
     """Whose samples, each as [ROOT//]RUN[@FROM-TO]; without a root it is the run's own root."""
     where: str = ""
@@ -129,6 +141,6 @@ def _usable(text: str, key: str, parse: Callable[[str], Place], info: Validation
     without_credentials(text, key, info)
     try:
         parse(text)
+        return absolute(text)
     except InputError as error:
         raise ValueError(str(error)) from None
-    return text

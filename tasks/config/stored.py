@@ -186,7 +186,9 @@ def _record(run: str, config: RunConfig, request: str | None = None) -> ConfigRe
 def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
     """Whether no manifest was made under the stored record, so that `record` may take its place.
 
-    The record of imported samples never gives way: it is refused. If a holder that has lost the lease replaces the record of its successor, the successor's manifests show it: then
+    The record of imported samples never gives way: it is refused.
+
+    If a holder that has lost the lease replaces the record of its successor, the successor's manifests show it: then
     the record that they were made under may return.
     """
     _document(root, run)

@@ -234,12 +234,29 @@ def score_in_processes(
                 if future.done():
                     future.result()
         except Refused as reason:
-            raise StageFailed(f"reward function {order.target.name!r} cannot be used: {reason}") from None
+            raise _unusable(order, reason) from None
         finally:
             work.stop.set()
     if len(work.sources) > 1:
         raise StageFailed(f"the file of reward function {order.target.name!r} has changed while it was scoring")
     return Scored(work.scores, next(iter(work.sources), ""))
+
+
+def source_in_process(order: ScoringOrder) -> str:
+    """The digest of the file that a function is from, found by importing it in a process of its own.
+
+    Raises:
+        StageFailed: the function cannot be imported.
+    """
+    try:
+        with Worker(order) as worker:
+            return worker.source
+    except Refused as reason:
+        raise _unusable(order, reason) from None
+
+
+def _unusable(order: ScoringOrder, reason: Refused) -> StageFailed:
+    return StageFailed(f"reward function {order.target.name!r} cannot be used: {reason}")
 
 
 class _Work:

@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from storage.digest import bytes_digest
 from tasks.config.environment import without_secrets
 from tasks.config.reward import RewardFunction, RewardSection
 from tasks.rewards.calling import Caller
-from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processes
+from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processes, source_in_process
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score, failed
 from tasks.rewards.value import NotFinite, weighted
@@ -40,11 +41,38 @@ def score_responses(section: RewardSection, responses: Sequence[Response], patie
     """
     allowed = None if patient else max(failures_allowed(section.max_failures, len(responses)), EXAMPLES - 1)
     found = {part.name: _scored(section, part, responses, allowed) for part in section.parts}
-    sources = {find_reward(part.function).name: found[part.name].source for part in section.parts}
+    sources = _by_function(section, {name: one.source for name, one in found.items()})
     if not section.functions:
         return Scores(found[""].scores, sources)
     together = zip(*(found[part.name].scores for part in section.parts), strict=True)
     return Scores([_summed(section.parts, scores) for scores in together], sources)
+
+
+def sources_of(section: RewardSection) -> dict[str, str]:
+    """What the functions are made of now, by name, as scores made now would name it. Only packages are imported.
+
+    Raises:
+        InputError: a function cannot be found, or a secret is not set.
+        StageFailed: a function cannot be imported.
+    """
+    return _by_function(section, {part.name: _source(order_of(section, part)) for part in section.parts})
+
+
+def _source(order: ScoringOrder) -> str:
+    if order.target.version is not None:
+        return f"version {order.target.version}"
+    return source_in_process(order) if order.target.text is None else bytes_digest(order.target.text.encode())
+
+
+def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str, str]:
+    """The sources by the names of functions; of two files with one name the second has that of its part before it."""
+    named = [(find_reward(part.function).name, part.name) for part in section.parts]
+    found: dict[str, str] = {}
+    for name, part in named:
+        other = found.setdefault(name, sources[part])
+        if other != sources[part]:
+            found[f"{part}: {name}"] = sources[part]
+    return found
 
 
 def failures_allowed(share: float, responses: int) -> int:

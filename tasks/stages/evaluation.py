@@ -8,6 +8,7 @@ evaluation asked for twice is one, and one that was interrupted continues with t
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -31,14 +32,13 @@ from tasks.data.checking import check_asked_prompts
 from tasks.data.files import name_of
 from tasks.engine.protocol import Sampling, token_rows
 from tasks.rewards.passing import check_passing, condition_of, passing
-from tasks.rewards.resolve import find_reward
-from tasks.rewards.scoring import score_responses
+from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.context import Portion, RunContext
 from tasks.stages.names import Stage
 from tasks.stages.passes import figures
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.rollout import response_tokens, sample_seed
-from tasks.stages.scored import COLUMNS, SOURCE, columns, responses_of, scored_by
+from tasks.stages.scored import COLUMNS, SOURCE, columns, responses_of, scored_by, unchanged
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.views import Evaluated, Performed, Prepared, Served
 from tasks.workers.engines import EngineHandle
@@ -74,15 +74,20 @@ def _passing(context: RunContext, iteration: int) -> str | None:
     return used if isinstance(used, str) and used != EXACT else context.config.evaluate.passing
 
 
-def stage_name(settings: EvaluationSettings, prepared: str, served: str, config: RunConfig) -> str:
-    """The name of an evaluation: equal for two that give the same answers and scores."""
-    rewards = [find_reward(part.function) for part in config.reward.parts]
+def stage_name(
+    settings: EvaluationSettings, prepared: str, served: str, config: RunConfig, made_of: Mapping[str, str]
+) -> str:
+    """The name of an evaluation: equal for two that give the same answers and scores.
+
+    Args:
+        made_of: what the reward functions are made of. Of parts with other scores none is found under this name.
+    """
     decides = [
         settings.model_dump(mode="json"),
         prepared,
         served,
         settings_digest(config.model_dump(mode="json"), Stage.EVALUATE),
-        [[one.name, one.version, one.text] for one in rewards],
+        dict(made_of),
     ]
     return PREFIX + value_digest(decides)[:_NAME].translate(_LETTERS)
 
@@ -90,7 +95,8 @@ def stage_name(settings: EvaluationSettings, prepared: str, served: str, config:
 def _perform(
     context: RunContext, iteration: int, settings: EvaluationSettings, prepared: Prepared, served: Served
 ) -> Performed:
-    name = stage_name(settings, prepared.digest, served.digest, context.config)
+    made_of = sources_of(context.config.reward)
+    name = stage_name(settings, prepared.digest, served.digest, context.config, made_of)
     revision = context.revisions.of(iteration, name)
     done = find(context.root, context.run, iteration, name, context.revisions)
     if done is not None:
@@ -99,8 +105,7 @@ def _perform(
     started, clock = datetime.now(UTC), time.perf_counter()
     attempt = begin(context.root, context.run, iteration, name, process, revision)
     writer = PartWriter(context.root, context.run, iteration, name, revision)
-    asked = _Asked.of(context, settings, prepared, served, writer)
-    parts, sources = asked.answer()
+    parts = _Asked.of(context, settings, prepared, served, made_of, writer).answer()
     table = read_parts(context.root, parts, EVALUATION_SAMPLES)
     condition = condition_of(table, context.config.reward, settings.passing)
     passes = None if condition is None else passing(table, condition, "--pass")
@@ -116,8 +121,8 @@ def _perform(
         code_version=code_version(),
         facts={
             SETTINGS: settings.model_dump(mode="json"),
-            SOURCE: dict(sources),
-            SCORED_BY: scored_by(context.config.reward, sources),
+            SOURCE: dict(made_of),
+            SCORED_BY: scored_by(context.config.reward, made_of),
             "weights_digest": served.weights_digest,
             **({} if condition is None else {PASS: condition}),
         },
@@ -130,8 +135,36 @@ def _perform(
         started=started,
         finished=datetime.now(UTC),
     )
-    require_run(context.root, context.run)  # no lease is held: it may have been removed meanwhile
-    return Performed(Evaluated(commit(context.root, manifest)), reused=False)
+    return Performed(Evaluated(_published(context, manifest)), reused=False)
+
+
+def _published(context: RunContext, manifest: Manifest) -> Manifest:
+    """Commit an evaluation, unless what it is of is gone. No lease is held: its run may be removed at any time.
+
+    A removal writes its record before it lists what there is, so either it sees the manifest, or we see the record.
+    """
+    _check_there(context, manifest)
+    published = commit(context.root, manifest)
+    try:
+        _check_there(context, manifest)
+    except InputError:
+        context.root.remove(published.key)
+        raise
+    return published
+
+
+def _check_there(context: RunContext, manifest: Manifest) -> None:
+    """Refuse an evaluation whose inputs are not there any more: another run may have its run's name by now."""
+    require_run(context.root, context.run)
+    places = {"prepare": (0, Stage.PREPARE), "weights": (manifest.iteration, Stage.WEIGHT_SYNC)}
+    for role, (iteration, stage) in places.items():
+        there = context.find(iteration, stage)
+        if there is None or there.digest != manifest.inputs[role]:
+            raise InputError(
+                f"the evaluation of iteration {manifest.iteration} of run {context.run!r} is not stored: {stage} of "
+                f"iteration {iteration} is {there.digest if there else 'gone'} now, and it was made from "
+                f"{manifest.inputs[role]}. The run was removed meanwhile: evaluate what is there now"
+            )
 
 
 @dataclass(frozen=True)
@@ -147,11 +180,19 @@ class _Asked:
     greedy: Sampling
     sampled: Sampling
     prepared: Prepared
+    made_of: Mapping[str, str]
+    """What the reward functions are made of."""
     clock: float
 
     @classmethod
     def of(
-        cls, context: RunContext, settings: EvaluationSettings, prepared: Prepared, served: Served, writer: PartWriter
+        cls,
+        context: RunContext,
+        settings: EvaluationSettings,
+        prepared: Prepared,
+        served: Served,
+        made_of: Mapping[str, str],
+        writer: PartWriter,
     ) -> "_Asked":
         """Engines that hold the weights, and the prompts to answer."""
         table = prompts(context, prepared, settings.table).slice(0, settings.prompts)
@@ -161,30 +202,31 @@ class _Asked:
         greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=stop)
         sampled = greedy.model_copy(update={"temperature": settings.temperature, "top_p": settings.top_p})
         clock = time.perf_counter()
-        return cls(context, writer.iteration, settings, writer, engines, table, greedy, sampled, prepared, clock)
+        return cls(
+            context, writer.iteration, settings, writer, engines, table, greedy, sampled, prepared, made_of, clock
+        )
 
-    def answer(self) -> tuple[tuple[Part, ...], dict[str, str]]:
-        """Every answer with its score, part by part, and what the reward functions were made of."""
+    def answer(self) -> tuple[Part, ...]:
+        """Every answer with its score, part by part."""
         starts = range(0, self.table.num_rows, self.settings.prompts_per_part)
         made = each(
             lambda index: self._part(self.engines[index % len(self.engines)], starts[index]),
             range(len(starts)),
             len(self.engines),
         )
-        sources = {name: source for _, found in made for name, source in found.items()}
-        return tuple(part for part, _ in made), sources
+        return tuple(made)
 
-    def _part(self, engine: EngineHandle, start: int) -> tuple[Part, dict[str, str]]:
+    def _part(self, engine: EngineHandle, start: int) -> Part:
         rows = self.table.slice(start, self.settings.prompts_per_part)
         name = f"{start:06d}-{start + rows.num_rows:06d}"
         kept = find_piece(self.writer, name)
         if kept is not None:
-            return kept, {}
+            return kept
         answers = self._generated(engine, rows, start)
-        table, sources = self._scored(answers, rows)
+        table = self._scored(answers, rows)
         part = self.writer.write_table(f"answers-{name}.arrow", table, EVALUATION_SAMPLES)
         self._told(start + rows.num_rows, table)
-        return keep_piece(self.writer, name, part), sources
+        return keep_piece(self.writer, name, part)
 
     def _told(self, prompts_done: int, table: pa.Table) -> None:
         each_of, tokens = 1 + self.settings.samples, response_tokens(table)
@@ -225,10 +267,11 @@ class _Asked:
             }
         )
 
-    def _scored(self, answers: pa.Table, rows: pa.Table) -> tuple[pa.Table, dict[str, str]]:
+    def _scored(self, answers: pa.Table, rows: pa.Table) -> pa.Table:
         texts = text_codec(self.context, self.prepared).decode_column(answers["response_tokens"])
         responses = responses_of(answers, texts, records_of(rows), self.iteration)
-        scored = score_responses(self.context.config.reward, responses, patient=True)
+        what = f"evaluation of iteration {self.iteration}"
+        scored = unchanged(score_responses(self.context.config.reward, responses, patient=True), self.made_of, what)
         scores = [score for score in scored.scores if score is not None]
         every = {
             **{name: answers[name].combine_chunks() for name in answers.column_names},
@@ -237,8 +280,7 @@ class _Asked:
             "iteration": pa.repeat(pa.scalar(self.iteration, pa.int32()), len(scores)),
             "source": pa.array(self._sources(answers["prompt_id"].to_pylist()), pa.string()),
         }
-        table = pa.Table.from_arrays([every[name] for name in EVALUATION_SAMPLES.names], schema=EVALUATION_SAMPLES)
-        return table, dict(scored.sources)
+        return pa.Table.from_arrays([every[name] for name in EVALUATION_SAMPLES.names], schema=EVALUATION_SAMPLES)
 
     def _sources(self, prompt_ids: list[str]) -> list[str]:
         """The data source of each prompt: with several sources, its name goes before the prompt's."""

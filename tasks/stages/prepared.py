@@ -32,10 +32,10 @@ def model_directory(context: RunContext, prepared: Prepared) -> Path:
     return folder
 
 
-def text_codec(context: RunContext, prepared: Prepared) -> TextCodec:
-    """The tokenizer of the run's base model, with the stop tokens that the run was prepared with."""
+def text_codec(context: RunContext, prepared: Prepared, stop: tuple[int, ...] | None = None) -> TextCodec:
+    """The tokenizer of the run's base model, with other stop tokens or those that the run was prepared with."""
     directory = model_directory(context, prepared)
-    stop = prepared.stop_tokens
+    stop = prepared.stop_tokens if stop is None else stop
     return TextCodec.from_directory(directory, configured_stop_tokens(directory) if stop is None else stop)
 
 

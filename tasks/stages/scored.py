@@ -14,7 +14,7 @@ from tasks.config.identity import meaning
 from tasks.config.reward import RewardSection
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
-from tasks.rewards.scoring import EXAMPLES, failures_allowed
+from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed
 
 COLUMNS = ("reward", "status", "detail", "reason", "components")
 """Of a table of scores, in this order in `columns`."""
@@ -45,6 +45,21 @@ def responses_of(
 def scored_by(section: RewardSection, sources: Mapping[str, str]) -> str:
     """Identity of a reward: its functions as they were, their arguments and weights."""
     return value_digest([meaning({"reward": section.model_dump(mode="json")})["reward"], dict(sources)])
+
+
+def unchanged(scored: Scores, sources: Mapping[str, str], what: str) -> Scores:
+    """The scores, if the functions that gave them are made of `sources`, so that a stage never mixes two versions.
+
+    Raises:
+        StageFailed: a function has changed since the stage began.
+    """
+    if scored.sources != sources:
+        changed = [name for name in scored.sources if scored.sources[name] != sources.get(name)]
+        raise StageFailed(
+            f"{what}: the reward function {', '.join(changed)} has changed while it scored. Nothing was committed: "
+            "start again, and everything is scored by the new one"
+        )
+    return scored
 
 
 def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limit: float, what: str) -> list[Score]:

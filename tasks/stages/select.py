@@ -1,19 +1,24 @@
 """Stage `select`: the stored samples to train on, copied into the run, so that training on them can be repeated."""
 
 import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from storage.errors import InputError
-from storage.manifest import Manifest, find
+import pyarrow as pa
+
+from storage.backends.root import Root
+from storage.errors import InputError, told
+from storage.manifest import Manifest, Part
 from storage.parts import read_part
 from storage.schema import SELECTION, fingerprint
-from storage.selection import write_sources
-from tasks.config.retrain import RetrainSection
+from storage.selection import write_prompts, write_sources
+from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Selected
-from trainer_core.policy import check_sampling
+from trainer_core.policy import PolicyConfig, check_sampling
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
@@ -25,29 +30,59 @@ def select(work: Work, prepared: Prepared) -> StageOutput:
     Raises:
         InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with.
     """
-    section = work.config.retrain
-    if section is None:
-        raise InputError("the run has no [retrain], so there is nothing to select: start it with `ratchet retrain`")
-    selecting, ranges, parts, checked = Selecting(section), Ranges(), [], set[tuple[str, str]]()
-    for rollout in rollouts(work.root, section):
-        if (place := (rollout.root.url, rollout.manifest.run)) not in checked:
-            _check_tokenizer(prepared, rollout)
-            checked.add(place)
-        for share in selecting.add(rollout):
-            ranges.add(share)
-            parts.append(work.writer.write_table(f"samples-{len(parts):06d}.arrow", share, SELECTION))
-        if selecting.full:
-            break
-    for share in selecting.rest():
-        ranges.add(share)
+    parts: list[Part] = []
+
+    def store(share: pa.Table) -> None:
         parts.append(work.writer.write_table(f"samples-{len(parts):06d}.arrow", share, SELECTION))
-    _check_content(work, prepared, selecting, ranges)
+
+    try:
+        selecting, ranges = examine(work.config, work.root, prepared, work.root, store)
+    except InputError as error:
+        raise InputError(
+            f"{told(error)}\nWhen run {work.context.run!r} began this was otherwise. Nothing is trained yet: remove "
+            f"it with `ratchet rm {work.context.run}`, and begin it again"
+        ) from error
+    prompts = [write_prompts(work.writer, prepare, one.read()) for prepare, one in selecting.answered.items()]
+    temperature = _temperature(work.config.train.policy, ranges)
     return StageOutput(
-        parts=(*parts, write_sources(work.writer, selecting.sources)),
+        parts=(*parts, *prompts, write_sources(work.writer, selecting.sources)),
         schema_fingerprint=fingerprint(SELECTION),
-        facts={"samples": selecting.rows, "temperature": _temperature(work, ranges), "shares": len(parts)},
+        facts={"samples": selecting.rows, "temperature": temperature, "shares": len(parts)},
         metrics=_metrics(selecting, ranges),
     )
+
+
+def examine(
+    config: RunConfig, own: Root, prepared: Prepared, home: Root, store: Callable[[pa.Table], object]
+) -> tuple[Selecting, Ranges]:
+    """Go through everything that [retrain] selects; each share is given to `store`.
+
+    Args:
+        own: the root of the run, which a place without a root means.
+        prepared: the model that is to be trained, which is stored in `home`.
+
+    Raises:
+        InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with.
+    """
+    section = config.retrain
+    if section is None:
+        raise InputError("the run has no [retrain], so there is nothing to select: start it with `ratchet retrain`")
+    selecting, ranges = Selecting(section), Ranges()
+    for share in _shares(own, prepared, selecting):
+        ranges.add(share)
+        store(share)
+    _check_content(config, selecting, ranges)
+    _check_fit(config, json.loads(read_part(home, prepared.manifest.part(f"{MODEL}config.json"))), ranges)
+    return selecting, ranges
+
+
+def _shares(own: Root, prepared: Prepared, selecting: Selecting) -> Iterator[pa.Table]:
+    for rollout in rollouts(own, selecting.section):
+        _check_tokenizer(prepared, rollout)
+        yield from selecting.add(rollout)
+        if selecting.full:
+            break
+    yield from selecting.rest()
 
 
 def _metrics(selecting: Selecting, ranges: Ranges) -> dict[str, float]:
@@ -65,11 +100,10 @@ def _metrics(selecting: Selecting, ranges: Ranges) -> dict[str, float]:
 
 def _check_tokenizer(prepared: Prepared, rollout: Rollout) -> None:
     """Refuse samples whose token ids mean something else."""
-    theirs = find(rollout.root, rollout.manifest.run, 0, Stage.PREPARE)
-    if theirs is None:
+    if rollout.prepared is None:
         return  # imported: only the range of its token ids can be checked
-    ours = _tokenizer(prepared.manifest)
-    differing = [name for name, digest in _tokenizer(theirs).items() if ours.get(name, digest) != digest]
+    ours, theirs = _tokenizer(prepared.manifest), _tokenizer(rollout.prepared.manifest)
+    differing = [name for name, digest in theirs.items() if ours.get(name, digest) != digest]
     if differing:
         raise InputError(
             f"the samples of run {rollout.manifest.run!r} were made with another tokenizer than that of the model to "
@@ -82,9 +116,8 @@ def _tokenizer(manifest: Manifest) -> dict[str, str]:
     return {name: names[name] for name in _TOKENIZER if name in names}
 
 
-def _check_content(work: Work, prepared: Prepared, selecting: Selecting, ranges: Ranges) -> None:
-    section, policy = work.config.retrain, work.config.train.policy
-    assert isinstance(section, RetrainSection)
+def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> None:
+    section, policy = selecting.section, config.train.policy
     if not selecting.rows:
         raise InputError(
             f"nothing is selected: {selecting.examined} samples were examined, and retrain.where {section.where!r}, "
@@ -96,17 +129,17 @@ def _check_content(work: Work, prepared: Prepared, selecting: Selecting, ranges:
             'without which only train.policy.loss.type "sft" and "dpo" train: set one of these, or select others'
         )
     check_sampling(policy, ranges.least_top_p, "top_p of the selected samples")
-    _check_fit(work, prepared, ranges)
+    _temperature(policy, ranges)
 
 
-def _check_fit(work: Work, prepared: Prepared, ranges: Ranges) -> None:
-    vocabulary = json.loads(read_part(work.root, prepared.manifest.part(f"{MODEL}config.json")))["vocab_size"]
+def _check_fit(config: RunConfig, model: Mapping[str, Any], ranges: Ranges) -> None:
+    vocabulary = model["vocab_size"]
     if ranges.largest_token >= vocabulary:
         raise InputError(
             f"the selected samples hold token id {ranges.largest_token}, but the model to be trained has "
             f"{vocabulary} tokens: they were made with another tokenizer"
         )
-    longest = work.config.train.max_length
+    longest = config.train.max_length
     if ranges.longest > longest:
         raise InputError(
             f"a selected sample has {ranges.longest} tokens, but train.max_length is {longest}: raise it, or add "
@@ -114,10 +147,10 @@ def _check_fit(work: Work, prepared: Prepared, ranges: Ranges) -> None:
         )
 
 
-def _temperature(work: Work, ranges: Ranges) -> float:
+def _temperature(policy: PolicyConfig, ranges: Ranges) -> float:
     """By which the trainer divides its logits: that of the samples; 1 if it only makes them more likely."""
     found = sorted(ranges.temperatures)
-    if work.config.train.policy.loss.type == "sft":
+    if policy.loss.type == "sft":
         return 1.0
     if len(found) > 1:
         raise InputError(

@@ -1,10 +1,11 @@
 """From stored rollouts to a selection: joined, filtered, without duplicates, in shares of whole prompt groups.
 
 Only the kept samples of one rollout and of one share are in memory at a time. What grows with the selection are the
-names of its parts and sources and, if duplicates are dropped, eight bytes for each kept sample.
+names of its parts and sources, eight bytes for each kept sample if duplicates are dropped, and the ids of the prompts
+if samples are scored again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -18,12 +19,14 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.filters import parse_filter
 from storage.manifest import Manifest, find, revisions
+from storage.parts import read_parts
 from storage.reader import flat, row_views
-from storage.schema import SELECTION
+from storage.schema import PROMPTS, SELECTION
 from storage.selection import OFFERED, Source, offered, scores_of
-from storage.upkeep.catalog import names, require_run
+from storage.upkeep.catalog import Names, names, require_run
 from tasks.config.retrain import Place, RetrainSection, place_of
 from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.views import Prepared
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,46 @@ class Rollout:
     """URL of its root; None is the run's own."""
     manifest: Manifest
     reward: Manifest | None
+    prepared: Prepared | None
+    """The prompts that it answers; None if it was imported."""
+    head: int
+    """The head of its run, from which all of its rollouts are seen."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that is selected from, as it is when its first rollout is looked for: one revision of everything."""
+
+    root: Root
+    run: str
+    recorded: Names
+    prepared: Manifest | None
+
+    @classmethod
+    def of(cls, root: Root, run: str) -> "_Run":
+        recorded = names(root, run)
+        return cls(root, run, recorded, find(root, run, 0, Stage.PREPARE, recorded.revisions))
+
+    def rollouts(self, iteration: int, *, every_revision: bool) -> Iterator[Manifest]:
+        seen = self.recorded.revisions
+        if every_revision:
+            yield from revisions(self.root, self.run, iteration, Stage.ROLLOUT, seen)
+        elif (head := find(self.root, self.run, iteration, Stage.ROLLOUT, seen)) is not None:
+            yield head
+
+    def prompts_of(self, rollout: Manifest) -> Prepared | None:
+        """What a rollout was made from, compared by digest: the run's name may be another's by now."""
+        made_from = rollout.inputs.get("prepare")
+        if made_from is None:
+            return None
+        if self.prepared is None or self.prepared.digest != made_from:
+            there = "none is there" if self.prepared is None else f"{self.prepared.digest} is there"
+            raise InputError(
+                f"the rollout of iteration {rollout.iteration} of run {rollout.run!r} in {self.root.url} answers the "
+                f"prompts of prepare {made_from}, but {there} now. Restore it from a copy, or leave the run out of "
+                "retrain.select"
+            )
+        return Prepared(self.prepared)
 
 
 def open_place(own: Root, place: Place) -> Root:
@@ -54,39 +97,58 @@ def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
     A rollout that is not scored yet is left out, unless all are scored again.
 
     Raises:
-        InputError: a run does not exist, or none of its rollouts is in the given iterations.
+        InputError: a run does not exist, none of its rollouts is in the given iterations, or what they answer is gone.
     """
     seen: set[str] = set()
+    known: dict[tuple[str, str], _Run] = {}
     for text in section.select:
         place = place_of(text)
         root = open_place(own, place)
-        where = None if root.url == own.url else root.url
-        there = sorted(set(names(root, place.run).of_stage(Stage.ROLLOUT).values()))
-        last = max(there, default=0) if place.last is None else place.last
-        wanted = [iteration for iteration in there if place.first <= iteration <= last]
-        if not wanted:
-            span = f"those of iterations {there[0]} to {there[-1]}" if there else "none at all"
-            raise InputError(f"retrain.select {text!r}: the run has no such rollouts, only {span}")
-        for manifest in _manifests(root, place.run, wanted, section.revisions == "all"):
-            origin = manifest.digest if manifest.origin is None else manifest.origin.digest
-            if origin in seen or not _is_since(manifest, section.since):
-                continue
-            seen.add(origin)
-            reward = scores_of(root, WORKFLOW, manifest)
-            if reward is not None or section.rescore:
-                yield Rollout(root, where, manifest, reward)
+        if (root.url, place.run) not in known:
+            known[root.url, place.run] = _Run.of(root, place.run)
+        source = known[root.url, place.run]
+        for iteration in _wanted(source, place, text):
+            for manifest in source.rollouts(iteration, every_revision=section.revisions == "all"):
+                origin = manifest.digest if manifest.origin is None else manifest.origin.digest
+                if origin not in seen and _is_since(manifest, section.since):
+                    seen.add(origin)
+                    yield from _offered(own, source, manifest, section.rescore)
 
 
-def _manifests(root: Root, run: str, iterations: Sequence[int], all_revisions: bool) -> Iterator[Manifest]:
-    for iteration in iterations:
-        if all_revisions:
-            yield from revisions(root, run, iteration, Stage.ROLLOUT)
-        elif (head := find(root, run, iteration, Stage.ROLLOUT)) is not None:
-            yield head
+def _wanted(source: _Run, place: Place, text: str) -> list[int]:
+    there = sorted(set(source.recorded.of_stage(Stage.ROLLOUT).values()))
+    last = max(there, default=0) if place.last is None else place.last
+    wanted = [iteration for iteration in there if place.first <= iteration <= last]
+    if not wanted:
+        span = f"those of iterations {there[0]} to {there[-1]}" if there else "none at all"
+        raise InputError(f"retrain.select {text!r}: the run has no such rollouts, only {span}")
+    return wanted
+
+
+def _offered(own: Root, source: _Run, manifest: Manifest, rescore: bool) -> Iterator[Rollout]:
+    revisions = source.recorded.revisions
+    reward = scores_of(source.root, WORKFLOW, manifest, revisions)
+    if reward is not None or rescore:
+        where = None if source.root.url == own.url else source.root.url
+        yield Rollout(source.root, where, manifest, reward, source.prompts_of(manifest), revisions.head)
 
 
 def _is_since(manifest: Manifest, since: datetime | None) -> bool:
     return since is None or manifest.finished >= since
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The prompts of one run of which answers were selected."""
+
+    root: Root
+    prepared: Prepared
+    ids: set[str] = field(default_factory=set)
+
+    def read(self) -> pa.Table:
+        """Their table, in the schema PROMPTS."""
+        table = read_parts(self.root, [self.prepared.manifest.part("train.arrow")], PROMPTS)
+        return table.filter(pc.is_in(table["prompt_id"], value_set=pa.array(sorted(self.ids), pa.string())))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass
@@ -95,6 +157,8 @@ class Selecting:
 
     section: RetrainSection
     sources: list[Source] = field(default_factory=list)
+    answered: dict[str, Answered] = field(default_factory=dict)
+    """By the digest of their stage `prepare`, if they are to be scored again."""
     examined: int = 0
     duplicates: int = 0
     groups: int = 0
@@ -120,6 +184,7 @@ class Selecting:
         self.examined += rows
         if kept.num_rows:
             self.sources.append(_source(rollout, rows, kept.num_rows))
+            self._remember(rollout, kept)
             self.rows += kept.num_rows
             self._waiting.append(kept)
         yield from self._shares(self.section.samples + self.section.samples // 2)
@@ -130,6 +195,19 @@ class Selecting:
         if self._waiting:
             yield pa.concat_tables(self._waiting)
             self._waiting = []
+
+    def _remember(self, rollout: Rollout, kept: pa.Table) -> None:
+        if not self.section.rescore:
+            return
+        prepared = rollout.prepared
+        if prepared is None:
+            raise InputError(
+                f"the samples of run {rollout.manifest.run!r} cannot be scored again, because their prompts' records "
+                "are not stored: it was imported. Import them with a score (--map reward=COLUMN), and leave "
+                "retrain.rescore false"
+            )
+        answered = self.answered.setdefault(prepared.digest, Answered(rollout.root, prepared))
+        answered.ids.update(pc.unique(kept["prompt_id"]).to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
 
     def _kept(self, table: pa.Table) -> pa.Table:
         found = table if self._condition is None else table.filter(self._condition)
@@ -246,6 +324,9 @@ def _source(rollout: Rollout, rows: int, selected: int) -> Source:
         key=manifest.key,
         rollout=manifest.digest,
         reward=None if reward is None else reward.digest,
+        head=rollout.head,
+        prepare=None if rollout.prepared is None else rollout.prepared.digest,
+        stop_tokens=None if rollout.prepared is None else rollout.prepared.stop_tokens,
         rows=rows,
         selected=selected,
     )
