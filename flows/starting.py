@@ -7,6 +7,20 @@ from storage.errors import InputError
 from tasks.checks import check_config, prepared_stage
 from tasks.config.run import RunConfig
 from tasks.config.stored import check_record
+from tasks.retraining import begin_retraining
+
+
+def begin_on_samples(name: str, root: Root, config: RunConfig, request: str | None = None) -> None:
+    """Make a run that trains on stored samples, unless it exists; what cannot work is refused first.
+
+    Args:
+        request: identity of the flow run that begins it.
+
+    Raises:
+        InputError: the configuration, the state to start from or the selection cannot be used.
+    """
+    check_trackers(config.report)
+    begin_retraining(root, name, config, request)
 
 
 def check_start(name: str, root: Root, config: RunConfig) -> None:
@@ -16,10 +30,10 @@ def check_start(name: str, root: Root, config: RunConfig) -> None:
         InputError: the configuration cannot be used, or the run was started with another meaning.
         StorageUnavailable: the root cannot be written.
     """
+    check_trackers(config.report)
     if config.retrain is not None and not root.exists(layout.run_config_key(name)):
         raise InputError(
             f"run {name!r} has [retrain] and does not exist yet: begin it with `ratchet retrain {name} --config FILE`"
         )
     check_config(config, root, prepared_stage(root, name))
-    check_trackers(config.report)
     check_record(root, name, config)

@@ -23,6 +23,7 @@ from infra.mutants_families import FAMILIES
 from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
 from infra.mutants_memory import MEMORY
+from infra.mutants_origins import ORIGINS
 from infra.mutants_pages import PAGES
 from infra.mutants_plan import PLAN
 from infra.mutants_retrain import RETRAIN
@@ -46,6 +47,7 @@ MUTANTS = (
     *FAMILIES,
     *INPUTS,
     *MEMORY,
+    *ORIGINS,
     *PAGES,
     *PLAN,
     *RETRAIN,

@@ -69,8 +69,8 @@ RETRAIN = (
         "select-any-tokenizer",
         "token ids beyond the model's vocabulary are trained on, and responses that are too long",
         "tasks/stages/select.py",
-        "    _check_fit(work, prepared, ranges)\n",
-        "",
+        "    _check_fit(config, json.loads(",
+        "    _ignored = (config, json.loads(",
         _LOOP,
     ),
     Mutant(
@@ -95,14 +95,6 @@ RETRAIN = (
         "tasks/retraining.py",
         "        since = recorded.since if recorded is not None and recorded.since is not None else since\n",
         "",
-        _LOOP,
-    ),
-    Mutant(
-        "rescore-old-scores",
-        "a share that was scored by another function keeps those scores",
-        "tasks/stages/rescore.py",
-        "value_digest([part.digest, _functions(self.work.config.reward)])",
-        "value_digest([part.digest])",
         _LOOP,
     ),
     Mutant(

@@ -15,7 +15,7 @@ from storage.parts import read_part
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
-from tasks.continued import check_continued
+from tasks.continued import check_continued, check_model
 from tasks.data.checking import check_prompts, check_sources, check_stored_prompts
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
@@ -50,7 +50,8 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     if prepared is None:
         check_content(config)
     else:
-        _check_stored(config, root, Prepared(prepared), _device(config))
+        check_continued(config, root, Prepared(prepared))
+        _check_kept(config, root, prepared, "the run's model")
 
 
 def check_content(config: RunConfig) -> None:
@@ -68,8 +69,9 @@ def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
     Raises:
         InputError: as `check_config`.
     """
-    facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
-    _check_settings(config, facts, _device(config), f"the model of run {prepared.run!r}")
+    if config.model.source is not None:
+        check_model(config, source, Prepared(prepared))
+    _check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
 
 
 def prepared_stage(root: Root, run: str) -> Manifest | None:
@@ -118,13 +120,12 @@ def _check_content(document: str, device: Device) -> None:
     check_prompts(config)
 
 
-def _check_stored(config: RunConfig, root: Root, prepared: Prepared, device: Device) -> None:
-    """The same checks of what the run has stored, and that the sources are still what it was made from."""
-    check_continued(config, root, prepared)
-    check_sources(config, prepared.manifest)
-    facts = json.loads(read_part(root, prepared.manifest.part(f"{MODEL}config.json")))
-    _check_settings(config, facts, device, "the run's model")
-    check_stored_prompts(config, root, prepared.manifest)
+def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -> None:
+    """The same checks of what a run has stored, and that the sources are still what it was made from."""
+    check_sources(config, prepared)
+    facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
+    _check_settings(config, facts, _device(config), where)
+    check_stored_prompts(config, root, prepared)
 
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:

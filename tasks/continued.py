@@ -36,7 +36,7 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
     run = prepared.manifest.run
     _check_settings(config, root, run)
     if config.model.source is not None:
-        _check_model(config, root, prepared)
+        check_model(config, root, prepared)
 
 
 def fork_command(root: Root, run: str, changes: dict[str, JsonValue]) -> str | None:
@@ -79,7 +79,12 @@ def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
     return found
 
 
-def _check_model(config: RunConfig, root: Root, prepared: Prepared) -> None:
+def check_model(config: RunConfig, root: Root, prepared: Prepared) -> None:
+    """Refuse a model that is not the one that was stored. One that cannot be read any more is no matter.
+
+    Raises:
+        InputError: naming a file that differs.
+    """
     try:
         folder = find_model(config.model)
         there = folder.files()

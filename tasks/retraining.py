@@ -20,7 +20,9 @@ from tasks.config.retrain import RetrainSection, absolute, moment_before, place_
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
 from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.select import examine
 from tasks.stages.selecting import open_place
+from tasks.stages.views import Prepared
 
 _QUIET: dict[str, Any] = {"evaluate": {"every": 0}, "report": {"examples": 0}}
 """What needs an engine, or samples of the run's own."""
@@ -95,7 +97,9 @@ def start_of(root: Root, run: str, text: str) -> str:
 
 
 def begin_retraining(root: Root, run: str, config: RunConfig, request: str | None = None) -> Branched | None:
-    """Make the run, unless it exists; what cannot work is refused first.
+    """Make the run, unless it exists; what cannot work is refused first, and nothing is stored then.
+
+    All that is selected is read once for this, and once more by the stage.
 
     Args:
         request: identity of the flow run that begins it.
@@ -113,6 +117,7 @@ def begin_retraining(root: Root, run: str, config: RunConfig, request: str | Non
     if prepared is None:
         raise InputError(f"run {place.run!r} holds no model, so no run can begin from it: name another with --from")
     check_branch(config, source, prepared)
+    examine(config, root, Prepared(prepared), source, lambda _share: None)  # before anything is stored
     record = ConfigRecord.of(config, request)
     return branch(source, WORKFLOW, place.run, place.first, root, run, record.digest, record)
 

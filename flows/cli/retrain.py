@@ -63,7 +63,8 @@ def retrain_command(
         Id of the new run. An existing one needs no further options.
     """
     # imports the hub's library, which reads the environment then
-    from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
+    from flows.starting import begin_on_samples
+    from tasks.retraining import retrain_config, since_of, start_of
 
     store = open_root(root)
     check_run_name(run)
@@ -81,7 +82,7 @@ def retrain_command(
     given = {key: value for key, value in table.items() if value is not None}
     resolved = retrain_config(store, run, given, config, settings)
     prepare_process()
-    begin_retraining(store, run, resolved)
+    begin_on_samples(run, store, resolved)
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = shlex.join(["ratchet", "retrain", run, f"--root={shown_text(root)}", *(["--json"] if json else [])])

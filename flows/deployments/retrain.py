@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 
 from flows.deployments.attempt import Asked, attempt, check_places, fix
 from flows.deployments.train import Minutes, Positive, begin, is_complete, waiting
+from flows.starting import begin_on_samples
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
@@ -25,7 +26,7 @@ from storage.upkeep.catalog import names
 from tasks.config.retrain import place_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by
-from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
+from tasks.retraining import retrain_config, since_of, start_of
 
 
 def named() -> str:
@@ -203,7 +204,7 @@ def configured(
     store = open_root(root)
     table = {key: value for key, value in given.items() if value is not None}
     resolved = retrain_config(store, run, table, config, settings)
-    begin_retraining(store, run, resolved, here.identity)
+    begin_on_samples(run, store, resolved, here.identity)
     if begun_by(store, run) != here.identity and (here.is_scheduled or is_complete(store, run, resolved)):
         raise InputError(f"run {run!r} in {store.url} is another's, and complete: give the new run another name")
     return resolved

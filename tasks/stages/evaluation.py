@@ -106,6 +106,8 @@ def _perform(
     attempt = begin(context.root, context.run, iteration, name, process, revision)
     writer = PartWriter(context.root, context.run, iteration, name, revision)
     parts = _Asked.of(context, settings, prepared, served, made_of, writer).answer()
+    inputs = {"prepare": prepared.digest, "weights": served.digest}
+    _check_there(context, iteration, inputs)
     table = read_parts(context.root, parts, EVALUATION_SAMPLES)
     condition = condition_of(table, context.config.reward, settings.passing)
     passes = None if condition is None else passing(table, condition, "--pass")
@@ -116,7 +118,7 @@ def _perform(
         revision=revision,
         schema_fingerprint=fingerprint(EVALUATION_SAMPLES),
         parts=parts,
-        inputs={"prepare": prepared.digest, "weights": served.digest},
+        inputs=inputs,
         config_digest=context.config_digest,
         code_version=code_version(),
         facts={
@@ -143,27 +145,25 @@ def _published(context: RunContext, manifest: Manifest) -> Manifest:
 
     A removal writes its record before it lists what there is, so either it sees the manifest, or we see the record.
     """
-    _check_there(context, manifest)
     published = commit(context.root, manifest)
     try:
-        _check_there(context, manifest)
+        _check_there(context, manifest.iteration, manifest.inputs)
     except InputError:
         context.root.remove(published.key)
         raise
     return published
 
 
-def _check_there(context: RunContext, manifest: Manifest) -> None:
+def _check_there(context: RunContext, iteration: int, inputs: Mapping[str, str]) -> None:
     """Refuse an evaluation whose inputs are not there any more: another run may have its run's name by now."""
     require_run(context.root, context.run)
-    places = {"prepare": (0, Stage.PREPARE), "weights": (manifest.iteration, Stage.WEIGHT_SYNC)}
-    for role, (iteration, stage) in places.items():
-        there = context.find(iteration, stage)
-        if there is None or there.digest != manifest.inputs[role]:
+    for role, stage, of in (("prepare", Stage.PREPARE, 0), ("weights", Stage.WEIGHT_SYNC, iteration)):
+        there = context.find(of, stage)
+        if there is None or there.digest != inputs[role]:
             raise InputError(
-                f"the evaluation of iteration {manifest.iteration} of run {context.run!r} is not stored: {stage} of "
-                f"iteration {iteration} is {there.digest if there else 'gone'} now, and it was made from "
-                f"{manifest.inputs[role]}. The run was removed meanwhile: evaluate what is there now"
+                f"the evaluation of iteration {iteration} of run {context.run!r} is not stored: it was made from "
+                f"{stage} {inputs[role]}, and {there.digest if there else 'none'} is there now. The run was removed "
+                "meanwhile: evaluate what has its name now"
             )
 
 

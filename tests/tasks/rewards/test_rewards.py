@@ -17,7 +17,7 @@ from tasks.rewards import match, math
 from tasks.rewards.match import characters, exact_match, regex
 from tasks.rewards.pool import Response
 from tasks.rewards.resolve import VERSIONS, find_reward
-from tasks.rewards.scoring import notices, score_responses
+from tasks.rewards.scoring import notices, score_responses, sources_of
 from tests.tasks.rewards.misbehaving import RETURNED
 from tests.tasks.rewards.orders import HELPERS, RECORD, order, responses, scores
 
@@ -344,6 +344,25 @@ def test_a_pattern_that_takes_for_ever_does_not_hold_up_the_run():
     section = RewardSection(function="regex", arguments={"pattern": "(a+)+$"}, deadline_s=0.5)
     (score,) = score_responses(section, responses(["a" * 27 + "b"]), patient=True).scores
     assert (score.reward, score.reason) == (None, "timeout")
+
+
+def test_what_functions_are_made_of_is_known_before_they_score(tmp_path, monkeypatch):
+    """Also of a package, which is imported for that, and of two files of one name."""
+    text = "def score(record, response):\n    return 1\n"
+    for number, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my.py").write_text(f"{text}# {number}\n")
+    (tmp_path / "made_of.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    named = {"one": f"{tmp_path}/a/my.py:score", "two": f"{tmp_path}/b/my.py:score", "three": "made_of:score"}
+    document = {
+        "functions": [{"name": name, "function": given} for name, given in {**named, "own": "exact_match"}.items()]
+    }
+    section = RewardSection.model_validate(document)
+    found = sources_of(section)
+    assert dict(score_responses(section, responses(["42"])).sources) == found
+    assert set(found) == {"my.py:score", "two: my.py:score", "made_of:score", "exact_match"}
+    assert len(set(found.values())) == 4
 
 
 def test_a_source_is_the_file_the_function_is_from(own, monkeypatch):

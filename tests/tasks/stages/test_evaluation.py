@@ -1,17 +1,23 @@
 """An evaluation of stored weights: repeatable, continued after an interruption, and no part of the run's chain."""
 
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows.views.evaluations import evaluation_lines, evaluations
+from storage import layout
 from storage.backends.root import Root, open_root
-from storage.errors import InputError, WorkerLost
+from storage.errors import InputError, StageFailed, WorkerLost
 from storage.manifest import need
+from storage.ownership.lease import hold
 from storage.parts import read_table
 from storage.schema import EVALUATION_SAMPLES
 from storage.upkeep.catalog import names
+from storage.upkeep.removal import forget, remove
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.run import RunConfig
 from tasks.stages.evaluation import evaluation
@@ -147,6 +153,116 @@ def test_an_interrupted_evaluation_continues_with_the_next_part(root: Root, tmp_
     tables = [read_table(root, one, EVALUATION_SAMPLES) for one in (made, undisturbed)]
     order = [("prompt_id", "ascending"), ("greedy", "ascending"), ("sample_id", "ascending")]
     assert tables[0].sort_by(order).equals(tables[1].sort_by(order))
+
+
+class Asking(SmallEngine):
+    """Does something before it answers for the last time."""
+
+    calls = 0
+    before_the_last: Callable[[], object]
+
+    def generate(self, *given: Any) -> Any:
+        type(self).calls += 1
+        if type(self).calls == 2 * HELD_OUT:  # greedy answers and samples of each part
+            type(self).before_the_last()
+        return super().generate(*given)
+
+
+def asking(before_the_last: Callable[[], object]) -> WorkersHere:
+    return WorkersHere(
+        small_config(), engine=type("Now", (Asking,), {"before_the_last": staticmethod(before_the_last)})
+    )
+
+
+def stopped() -> None:
+    raise WorkerLost("the engine died")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module that a scoring process can import; its name does not change with its content."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # two versions within a second look alike to its cache
+    return tmp_path / "evaluated_package.py"
+
+
+def scored_by(package: Path, number: int) -> RunConfig:
+    package.write_text(f"def score(record, response):\n    return {number}.0\n")
+    return small_config([f"reward.function={package.stem}:score"])
+
+
+def test_an_interruption_is_not_seen_in_an_evaluation(root: Root, tmp_path: Path, package: Path):
+    """Nor are scores of two versions of a function: those of another version are another evaluation."""
+    asked = ASKED.model_copy(update={"seed": 8})
+    shutil.copytree(root.path, tmp_path / "twin")
+    twin = open_root(str(tmp_path / "twin"))
+    config = scored_by(package, 1)
+    whole = evaluate(root, tmp_path / "whole", 1, asked, config=config)
+    with pytest.raises(WorkerLost):
+        evaluate(twin, tmp_path / "first", 1, asked, config=config, workers=asking(stopped))
+    continued = evaluate(twin, tmp_path / "second", 1, asked, config=config)
+    assert (continued.digest, continued.stage) == (whole.digest, whole.stage)
+    assert list(continued.facts["reward_source"]) == ["evaluated_package:score"]
+    scored_by(package, 2)
+    other = evaluate(root, tmp_path / "other", 1, asked, config=config)
+    assert other.stage != whole.stage
+    assert set(read_table(root, other, EVALUATION_SAMPLES)["reward"].to_pylist()) == {2.0}
+
+
+def test_a_function_that_changes_in_an_evaluation_is_refused(root: Root, tmp_path: Path, package: Path):
+    asked, config = ASKED.model_copy(update={"seed": 9}), scored_by(package, 1)
+    before = names(root, RUN).manifests
+    workers = asking(lambda: scored_by(package, 2))
+    with pytest.raises(StageFailed, match="evaluated_package:score has changed while it scored"):
+        evaluate(root, tmp_path / "first", 1, asked, config=config, workers=workers)
+    assert names(root, RUN).manifests == before
+    made = evaluate(root, tmp_path / "second", 1, asked, config=config)
+    assert set(read_table(root, made, EVALUATION_SAMPLES)["reward"].to_pylist()) == {2.0}
+
+
+UNASKED = ASKED.model_copy(update={"seed": 10})
+"""What no other test has asked."""
+
+
+@pytest.fixture
+def own(root: Root, tmp_path: Path) -> Root:
+    """A copy of the root."""
+    shutil.copytree(root.path, tmp_path / "own")
+    return open_root(str(tmp_path / "own"))
+
+
+def removed(root: Root) -> None:
+    with hold(root, RUN, "test") as lease:
+        remove(root, RUN, lease)
+    forget(root, RUN)
+
+
+def replaced(root: Root) -> None:
+    removed(root)
+    driver(root, small_config(["run.seed=5"]), Path(f"{root.path}-scratch"), run=RUN).drive()
+
+
+@pytest.mark.parametrize(("change", "words"), [(removed, "no run 'small'"), (replaced, "it was made from prepare")])
+def test_an_evaluation_of_a_removed_run_is_not_stored(own: Root, tmp_path: Path, change, words):
+    with pytest.raises(InputError, match=words):
+        evaluate(own, tmp_path / "scratch", 2, UNASKED, workers=asking(lambda: change(own)))
+    assert not [key for key in names(own, RUN).manifests if "evaluation-" in key]
+
+
+def test_a_removal_that_begins_at_the_commit_leaves_no_evaluation(own: Root, tmp_path: Path):
+    """It lists what there is before the manifest is there, and its record is there by then."""
+
+    @dataclass(frozen=True)
+    class Removing(Root):
+        def put_if_absent(self, key: str, data: Any, durable: bool = True) -> bool:
+            if layout.is_manifest(key):
+                removed(own)
+            return super().put_if_absent(key, data, durable)
+
+    removing = Removing(own.url, own.fs, own.path, own.protocol)
+    with pytest.raises(InputError, match="no run 'small'"):
+        evaluate(removing, tmp_path / "scratch", 2, UNASKED)
+    assert names(own, RUN).manifests == ()
 
 
 def test_a_live_run_is_not_disturbed(tmp_path: Path):

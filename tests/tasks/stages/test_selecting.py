@@ -18,12 +18,13 @@ from storage.schema import REWARD, ROLLOUT, SELECTION
 from storage.upkeep.fork import fork
 from tasks.config.retrain import RetrainSection
 from tasks.stages.names import WORKFLOW, Stage
-from tasks.stages.selecting import SeenHashes, Selecting, rollouts
+from tasks.stages.selecting import SeenHashes, Selecting, hashes_of, rollouts
 from tests.storage.revised import choice, rerun
 from tests.storage.runs import DOCUMENT, GROUPS, SAMPLES, make_iteration, make_run, reward_table
 from tests.storage.tables import list_column, rollout_table, scored_table
 
 PER_ITERATION = GROUPS * SAMPLES
+NAMES = ("prompt_tokens", "response_tokens")
 
 
 @pytest.fixture
@@ -144,11 +145,44 @@ def test_the_head_revision_counts_and_all_if_asked(root: Root):
     assert set(both.filter(pc.field("revision") == 1)["reward"].to_pylist()) == {9.0}
 
 
+@pytest.mark.parametrize(("select", "revisions"), [(("run",), "head"), (("run@1", "run"), "head"), (("run",), "all")])
+def test_a_choice_meanwhile_does_not_mix_revisions(root: Root, select: tuple[str, ...], revisions: str):
+    """All rollouts of a run, and all scores, are seen from the head that there was when the first was looked for."""
+    make_run(root, iterations=3)
+    for iteration in (1, 2, 3):
+        redone(root, iteration)
+    before = selected(root, section(*select, revisions=revisions))[1].sources
+    selecting = Selecting(section(*select, revisions=revisions))
+    for number, rollout in enumerate(rollouts(root, selecting.section)):
+        if number == 0:
+            chosen(root, 1, Stage.ROLLOUT)
+        list(selecting.add(rollout))
+    assert selecting.sources == before
+    assert {(one.revision, one.head) for one in before} == {(0, 0)}
+    after = selected(root, section(*select, revisions=revisions))[1].sources
+    assert {one.head for one in after} == {1}
+    assert {one.revision for one in after} == ({1} if revisions == "head" else {0, 1})
+
+
+def redone(root: Root, iteration: int) -> None:
+    """A rollout and its scores as revision 1, which no choice has made the head yet."""
+    before, scored = (need(root, "run", iteration, stage) for stage in (Stage.ROLLOUT, Stage.REWARD))
+    made = commit(root, before.model_copy(update={"revision": 1, "facts": {**before.facts, "again": 1}}))
+    commit(root, scored.model_copy(update={"revision": 1, "inputs": {**scored.inputs, "rollout": made.digest}}))
+
+
 def test_equal_samples_are_taken_once(root: Root):
     make_run(root, iterations=1)
     again(root, 1, seed=1)  # the same tokens as revision 0
     table, selecting = selected(root, section(revisions="all", deduplicate=True))
     assert (sum(map(len, table)), selecting.duplicates) == (PER_ITERATION, PER_ITERATION)
+
+
+def test_tokens_that_are_divided_elsewhere_are_not_equal():
+    lists = pa.list_(pa.int32())
+    split = [([1, 2], [3]), ([1], [2, 3]), ([1, 2], [3])]
+    columns = {name: pa.array([one[place] for one in split], lists) for place, name in enumerate(NAMES)}
+    assert SeenHashes().add(hashes_of(pa.table(columns))).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(1, 0), (5, 3), (18, 18), (99, 36)])

@@ -1,0 +1,183 @@
+"""What a retraining is made from is compared by digest: other runs may come and go, and functions may change."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage import records
+from storage.backends.root import Root, open_root
+from storage.errors import InputError, StageFailed
+from storage.kill_points import Point
+from storage.manifest import need
+from storage.ownership.lease import hold
+from storage.parts import read_parts, read_table
+from storage.schema import REWARD, SELECTION
+from storage.selection import read_prompts, read_sources
+from storage.upkeep.removal import forget, remove
+from tasks.retraining import begin_retraining, retrain_config
+from tasks.stages.names import Stage
+from tasks.stages.views import Selected
+from tests.flows.test_given_prompts import config_of
+from tests.small.driving import RUN, Killed, driver, killing
+
+
+def prompts(path: Path, shift: int) -> str:
+    """Eight prompts, whose answers are shifted."""
+    lines = [f'{{"id": "s{n}", "prompt": "{n:04d}+1=", "answer": "{n + shift}"}}\n' for n in range(8)]
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def sample(root: Root, run: str, file: str, *settings: str) -> None:
+    driver(root, config_of({"train": file}, "run.iterations=1", *settings), Path(file).parent / run, run=run).drive()
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a reward function that returns answers, and a root with two runs over the same prompts."""
+    folder = tmp_path_factory.mktemp("sampled")
+    (folder / "my.py").write_text("def score(record, response):\n    return float(record['answer'])\n")
+    file = prompts(folder / "a.jsonl", 1)
+    for run in (RUN, "other"):
+        sample(open_root(str(folder / "runs")), run, file)
+    return folder
+
+
+@pytest.fixture
+def root(sampled: Path, tmp_path: Path) -> Root:
+    """A copy of that root."""
+    shutil.copytree(sampled / "runs", tmp_path / "runs")
+    return open_root(str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def function(sampled: Path) -> str:
+    return f"{sampled}/my.py:score"
+
+
+def retrain(root: Root, run: str, function: str, at: Any = None, **given: Any) -> None:
+    table = {"start": "other@1", "select": [RUN], "samples": 4, "rescore": True, **given}
+    config = retrain_config(root, run, table, None, (f"reward.function={function}",))
+    begin_retraining(root, run, config)
+    driver(root, config, Path(f"{root.path}-scratch") / run, run=run, at=at).drive()
+
+
+def rewards(root: Root, run: str) -> list[float]:
+    return read_table(root, need(root, run, 0, Stage.RESCORE), REWARD)["reward"].to_pylist()
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_rescore_needs_no_other_run(root: Root, tmp_path: Path, function: str, replaced: bool):
+    retrain(root, "plain", function)
+    with pytest.raises(Killed):
+        retrain(root, "killed", function, killing(Stage.RESCORE, 0, Point.STARTED))
+    with hold(root, RUN, "test") as lease:
+        remove(root, RUN, lease)
+    forget(root, RUN)
+    if replaced:
+        sample(root, RUN, prompts(tmp_path / "b.jsonl", 1000), "run.seed=7")
+    retrain(root, "killed", function)
+    assert rewards(root, "killed") == rewards(root, "plain")
+    assert all(1 <= one <= 8 for one in rewards(root, "killed"))
+
+
+def test_a_selection_holds_the_prompts_that_a_rescore_needs(root: Root, function: str):
+    retrain(root, "few", function, limit=2)
+    selection, prepared = need(root, "few", 0, Stage.SELECT), need(root, RUN, 0, Stage.PREPARE)
+    (source,) = read_sources(root, selection)
+    assert (source.prepare, list(source.stop_tokens or ())) == (prepared.digest, prepared.facts["stop_tokens"])
+    samples = read_parts(root, Selected(selection).shares, SELECTION)
+    assert samples.num_rows == 2
+    copied = read_prompts(root, selection, prepared.digest)["prompt_id"].to_pylist()
+    assert copied == samples["prompt_id"].unique().to_pylist()
+    retrain(root, "as-scored", function, rescore=False)
+    names = need(root, "as-scored", 0, Stage.SELECT).part_names
+    assert not any(name.startswith("prompts") for name in names)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["lost", "replaced"])
+def test_rollouts_whose_prompts_are_not_there_are_not_selected(root: Root, tmp_path: Path, function: str, there: bool):
+    prepared = need(root, RUN, 0, Stage.PREPARE)
+    root.remove(prepared.key)
+    if there:
+        sample(root, "third", prompts(tmp_path / "b.jsonl", 1000))
+        other = need(root, "third", 0, Stage.PREPARE).model_copy(update={"run": RUN, "origin": prepared.origin})
+        records.publish(root, prepared.key, other.model_copy(update={"parts": prepared.parts}))
+    before = root.keys("")
+    said = rf"answers the prompts of prepare {prepared.digest}, but {'[0-9a-f]+' if there else 'none'} is there now"
+    with pytest.raises(InputError, match=said):
+        retrain(root, "never", function, rescore=False)
+    assert root.keys("") == before
+
+
+@pytest.mark.parametrize("point", [Point.STARTED, Point.MID_PART, Point.PARTS_DONE, Point.COMMITTED])
+def test_a_killed_rescore_ends_in_the_same_digest(root: Root, tmp_path: Path, function: str, point: Point):
+    """Facts included, and with them what is trained on it: they do not say which process scored."""
+    shutil.copytree(root.path, tmp_path / "twin")
+    twin = open_root(str(tmp_path / "twin"))
+    retrain(root, "re", function)
+    with pytest.raises(Killed):
+        retrain(twin, "re", function, killing(Stage.RESCORE, 0, point))
+    retrain(twin, "re", function)
+    for place in ((0, Stage.SELECT), (0, Stage.RESCORE), (1, Stage.TRAIN), (2, Stage.TRAIN)):
+        assert need(twin, "re", *place).digest == need(root, "re", *place).digest
+    assert list(need(twin, "re", 0, Stage.RESCORE).facts["reward_source"]) == ["my.py:score"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module that a scoring process can import; its name does not change with its content."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # two versions within a second look alike to its cache
+    return tmp_path / "scoring_package.py"
+
+
+def version(package: Path, number: int) -> None:
+    package.write_text(f"def score(record, response):\n    return {number}.0\n")
+
+
+def test_two_versions_of_a_package_never_score_one_selection(root: Root, package: Path, monkeypatch):
+    """Not even if each attempt scores what the one before has left."""
+    monkeypatch.setattr("tasks.stages.rescore._TOGETHER", 1)  # a process for each share
+    version(package, 1)
+    for number in (1, 2):
+        version(package, number)
+        with pytest.raises(Killed):
+            retrain(root, "re", "scoring_package:score", killing(Stage.RESCORE, 0, Point.MID_PART, 1))
+    retrain(root, "re", "scoring_package:score")
+    assert set(rewards(root, "re")) == {2.0}
+    assert len(root.keys("re/manifests/000000/rescore.r0.pieces")) == 1 + 2
+
+
+def test_a_package_that_changes_between_two_shares_is_refused(root: Root, package: Path, monkeypatch):
+    monkeypatch.setattr("tasks.stages.rescore._TOGETHER", 1)
+    version(package, 1)
+
+    def change(_context: Any, point: Point, key: str) -> None:
+        if point is Point.MID_PART and "/rescore/" in key:
+            version(package, 2)
+
+    with pytest.raises(StageFailed, match=r"scoring_package:score has changed while it scored.*start again"):
+        retrain(root, "re", "scoring_package:score", change)
+    retrain(root, "re", "scoring_package:score")
+    assert set(rewards(root, "re")) == {2.0}
+
+
+def test_a_relative_root_is_resolved_once(root: Root, tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch):
+    for place in ("a", "b"):
+        shutil.copytree(root.path, tmp_path / place / "old")
+    shutil.rmtree(tmp_path / "b" / "old" / RUN / "manifests" / "000001")
+    given = {"start": "old//other@1", "select": [f"old//{RUN}", f"file://./old//{RUN}@1"], "rescore": False}
+    monkeypatch.chdir(tmp_path / "a")
+    with pytest.raises(Killed):
+        retrain(root, "re", function, killing(Stage.SELECT, 0, Point.STARTED), **given)
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(InputError, match=r"retrain\.select: the run was started with \['file://\S*/a/old//"):
+        retrain(root, "re", function, **given)
+    config = retrain_config(root, "re", {})
+    assert config.retrain is not None
+    assert config.retrain.start == f"file://{tmp_path}/a/old//other@1"
+    driver(root, config, tmp_path / "re", run="re").drive()
+    assert {one.root for one in read_sources(root, need(root, "re", 0, Stage.SELECT))} == {f"file://{tmp_path}/a/old"}
