@@ -90,9 +90,7 @@ def documents(root: Root, run: str, revisions: Revisions) -> dict[str, Document]
 
 def begun_by(root: Root, run: str) -> JsonValue:
     """The flow run that began a run that there is; None if a command did. Raises as `read_config`."""
-    key = layout.run_config_key(run)
-    where = f"{root.url}/{key}"
-    return _document(records.unseal_older(root.read_bytes(key), where), where).get("request")
+    return _document(root, run)[0].get("request")
 
 
 def stored_config(root: Root, run: str) -> RunConfig:
