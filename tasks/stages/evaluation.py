@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from storage.attempts import begin
 from storage.digest import value_digest
+from storage.errors import InputError
 from storage.manifest import Manifest, Part, commit, find, finite_or_null
 from storage.parallel import each
 from storage.parts import PartWriter, read_parts
