@@ -4,6 +4,9 @@ from infra.mutants_known import Mutant
 
 _CALLING = ("tests/tasks/rewards/test_calling.py",)
 _SECRETS = ("tests/tasks/rewards/test_secrets.py",)
+_ANSWERS = ("tests/tasks/rewards/test_answers.py",)
+_TRYING = ("tests/tasks/rewards/test_trying.py",)
+_CHECK = ("tests/flows/cli/test_check.py",)
 _LAZY = (
     "tests/tasks/rewards/test_isolation.py::test_what_the_first_call_loads_is_charged_to_no_sample_also_after_a_restart"
 )
@@ -90,6 +93,78 @@ SCORING = (
         "_ROOM = 8 * LONGEST",
         "_ROOM = LONGEST",
         _SECRETS,
+    ),
+    Mutant(
+        "gold-read-as-prose",
+        "a gold answer in bare LaTeX is what its first number is",
+        "tasks/rewards/answers.py",
+        'found = parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)',
+        "found = parse(text, parsing_timeout=None)",
+        _ANSWERS,
+    ),
+    Mutant(
+        "words-are-products",
+        "a word is the product of its letters, in any order",
+        "tasks/rewards/answers.py",
+        "    if _is_text(bare, plain):\n",
+        "    if False:\n",
+        _ANSWERS,
+    ),
+    Mutant(
+        "unreadable-gold-is-wrong",
+        "a gold answer that cannot be read scores 0",
+        "tasks/rewards/math.py",
+        "    gold = gold_answer(record, field)\n",
+        "    try:\n        gold = gold_answer(record, field)\n    except ValueError:\n        return 0.0\n",
+        _ANSWERS,
+    ),
+    Mutant(
+        "units-are-no-matter",
+        "12 m is 12 cm",
+        "tasks/rewards/answers.py",
+        "    if name in _KNOWN and other in _KNOWN and (name, power) != (other, its):\n",
+        "    if False:\n",
+        _ANSWERS,
+    ),
+    Mutant(
+        "golds-are-not-read",
+        "a gold answer that cannot be read is found when it is sampled for",
+        "tasks/checks.py",
+        "    check_golds(config.reward,",
+        "    check_golds(RewardSection(),",
+        _CHECK,
+    ),
+    Mutant(
+        "reward-is-not-called",
+        "a reward that scores nothing is found after minutes",
+        "tasks/checks.py",
+        "    _check_content(config.model_dump_json(), _device(config))\n    reward_calls(config)\n",
+        "    _check_content(config.model_dump_json(), _device(config))\n",
+        _CHECK,
+    ),
+    Mutant(
+        "stored-records-are-not-tried",
+        "a run is continued with a reward that scores nothing",
+        "tasks/checks.py",
+        "    if config.retrain is None and",
+        "    if False and",
+        ("tests/tasks/test_continued.py",),
+    ),
+    Mutant(
+        "no-wrong-answer-is-tried",
+        "a reward is called with right answers alone",
+        "tasks/rewards/trying.py",
+        "[*texts, (False, WRONG)]",
+        "texts",
+        _TRYING,
+    ),
+    Mutant(
+        "try-is-not-obeyed",
+        "a reward that costs or acts is called before the run in spite of reward.try = false",
+        "tasks/rewards/trying.py",
+        "    if not section.tried:\n",
+        "    if False:\n",
+        _TRYING,
     ),
 )
 """Each breaks a promise of docs/rewards.md or docs/operations.md."""

@@ -5,25 +5,31 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
 from storage.manifest import Manifest, find
-from storage.parts import read_part
+from storage.parts import read_part, read_parts
+from storage.schema import PROMPTS
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
+from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.continued import check_continued, check_model
 from tasks.data.checking import check_prompts, check_sources, check_stored_prompts
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
+from tasks.data.sources import text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.rewards.check import check_reward
 from tasks.rewards.passing import check_passing
+from tasks.rewards.resolve import find_reward
+from tasks.rewards.trying import Call, call_reward, check_golds
 from tasks.stages.names import Stage
-from tasks.stages.prepared import MODEL
+from tasks.stages.prepared import MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.placement import placement, transport
 from trainer_core.config import Device
@@ -52,6 +58,10 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     else:
         check_continued(config, root, Prepared(prepared))
         _check_kept(config, root, prepared, "the run's model")
+        if config.retrain is None and "train.arrow" in prepared.part_names:
+            _call_stored(
+                _Stored(config.reward.model_dump_json(), _texts(config.reward), prepared.digest, root, prepared)
+            )
 
 
 def check_content(config: RunConfig) -> None:
@@ -61,6 +71,16 @@ def check_content(config: RunConfig) -> None:
         InputError: as `check_config`.
     """
     _check_content(config.model_dump_json(), _device(config))
+    reward_calls(config)
+
+
+def reward_calls(config: RunConfig) -> tuple[Call, ...]:
+    """Calls of a new run's reward on a few of its records; none if `reward.try` is false.
+
+    Raises:
+        InputError: too many have no score.
+    """
+    return _reward_calls(config.model_dump_json(), _texts(config.reward))
 
 
 def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
@@ -117,7 +137,19 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
-    check_prompts(config)
+    tables = check_prompts(config).tables
+    check_golds(config.reward, [tables[name] for name in ("train", "held_out") if name in tables])
+
+
+def _texts(section: RewardSection) -> tuple[str | None, ...]:
+    return tuple(find_reward(part.function, part.key).text for part in section.parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _reward_calls(document: str, _: tuple[str | None, ...]) -> tuple[Call, ...]:
+    config = RunConfig.model_validate_json(document)
+    codec = text_codec(config.model, config.rollout.stop_tokens)
+    return tuple(call_reward(config.reward, check_prompts(config).tables["train"], codec))
 
 
 def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -> None:
@@ -126,6 +158,23 @@ def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -
     facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
     _check_settings(config, facts, _device(config), where)
     check_stored_prompts(config, root, prepared)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    reward: str
+    texts: tuple[str | None, ...]
+    digest: str
+    root: Root = field(compare=False)
+    prepared: Manifest = field(compare=False)
+
+
+@functools.lru_cache(maxsize=1)
+def _call_stored(stored: _Stored) -> None:
+    part = stored.prepared.part("train.arrow")
+    prompts = read_parts(stored.root, [part], PROMPTS, ["prompt_id", "answer", "record"])
+    codec = stored_codec(stored.root, Prepared(stored.prepared))
+    call_reward(RewardSection.model_validate_json(stored.reward), prompts, codec)
 
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.views.needs import Needs, needs_of
 from flows.views.trackers import check_trackers
-from tasks.checks import advice, check_content, check_scratch, model_facts
+from tasks.checks import advice, check_content, check_scratch, model_facts, reward_calls
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
 from tasks.data.checking import check_prompts
@@ -15,6 +15,7 @@ from tasks.data.parameters import count_parameters
 from tasks.data.sources import Prompts, text_codec
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.scoring import notices
+from tasks.rewards.trying import blind, shown
 
 _GIB = 1 << 30
 _SHOWN_TOKENS = 400
@@ -67,6 +68,8 @@ class Checked(BaseModel):
     """Longest sequence, prompt and response, in tokens."""
     stop_tokens: tuple[Token, ...]
     sources: tuple[SourceCount, ...]
+    reward: tuple[str, ...]
+    """The reward's calls on a few records: their own answer and a wrong one. None if reward.try is false."""
     notes: tuple[str, ...]
     """What may be a mistake."""
     needs: Needs
@@ -91,7 +94,14 @@ def checked(config: RunConfig) -> Checked:
         context=min(config.engine.max_model_len, codec.context),
         stop_tokens=_tokens(codec.stop_tokens, codec),
         sources=_counts(prompts),
-        notes=(*_notes(config, codec), *_unsolved(prompts), *advice(config), *notices(config.reward)),
+        reward=tuple(map(shown, reward_calls(config))),
+        notes=(
+            *_notes(config, codec),
+            *_unsolved(prompts),
+            *advice(config),
+            *notices(config.reward),
+            *blind(reward_calls(config)),
+        ),
         needs=needs_of(config, Settings.from_environment().device(config.device.kind), parameters, size),
     )
 
@@ -114,6 +124,8 @@ def lines_of(found: Checked) -> list[str]:
             f"    {one.table:9} {one.prompts:8} from {one.source}" + (f", {one.dropped} dropped" if one.dropped else "")
             for one in found.sources
         ),
+        *(["the reward on records of the run:"] if found.reward else []),
+        *(f"    {call}" for call in found.reward),
         *_needs(found.needs),
         *(f"note: {note}" for note in found.notes),
         "the configuration can be run",

@@ -48,7 +48,7 @@ _RUNTIME_2 = {
         "micro_batch_tokens": True,
         "policy": {"kl_sample": True},
     },
-    "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True},
+    "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True, "try": True},
 }
 # the engine's precision decides what is sampled
 _RUNTIME_3 = {

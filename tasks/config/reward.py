@@ -1,8 +1,16 @@
 """The table `[reward]`: how responses are scored."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    JsonValue,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from tasks.config.credentials import literal_secrets
 from tasks.config.section import FROM_STORAGE, Section
@@ -40,7 +48,16 @@ class RewardFunction(Section):
         return _by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}", info)
 
 
-class RewardSection(Section):
+_TRY = (
+    "Call the reward before the run, in `ratchet check` and at each start, on a few records with their own answer and "
+    "with a wrong one. Set it to false for a reward that costs or acts."
+)
+# a keyword of Python cannot be written as a field
+_FIELDS: Any = {"try": (bool, Field(default=True, description=_TRY))}
+_Tried = create_model("_Tried", __base__=Section, **_FIELDS)
+
+
+class RewardSection(_Tried):
     """How responses are scored: by a function `(record, response)`, or `(record, response, sample)`, which returns a
     number or a table of named numbers."""
 
@@ -88,6 +105,11 @@ class RewardSection(Section):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"reward.functions has two functions with the name {twice!r}: give each its own")
         return self
+
+    @property
+    def tried(self) -> bool:
+        """The setting `try`."""
+        return vars(self)["try"]
 
     @property
     def parts(self) -> tuple[RewardFunction, ...]:

@@ -23,7 +23,7 @@ VERSIONS: Mapping[str, int] = {
     "tasks.rewards.match:exact_match": 2,
     "tasks.rewards.match:characters": 2,
     "tasks.rewards.match:regex": 2,
-    "tasks.rewards.math:math_verify": 1,
+    "tasks.rewards.math:math_verify": 2,
 }
 """Our own functions. A change that makes one score differently raises its version."""
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from storage.parts import materialize, read_parts
 from storage.schema import PROMPTS
 from tasks.config.data import DataSection
 from tasks.data.drawing import Share
+from tasks.data.model_files import is_weights
 from tasks.data.tokenizer import TextCodec, configured_stop_tokens
 from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
@@ -37,6 +39,13 @@ def text_codec(context: RunContext, prepared: Prepared, stop: tuple[int, ...] | 
     directory = model_directory(context, prepared)
     stop = prepared.stop_tokens if stop is None else stop
     return TextCodec.from_directory(directory, configured_stop_tokens(directory) if stop is None else stop)
+
+
+def stored_codec(root: Root, prepared: Prepared) -> TextCodec:
+    """The same without a process of the run: its files are read, and none is kept."""
+    with tempfile.TemporaryDirectory(prefix="ratchet-tokenizer-") as folder:
+        materialize(root, prepared.manifest, Path(folder), MODEL, lambda name: not is_weights(name))
+        return TextCodec.from_directory(Path(folder), prepared.stop_tokens)
 
 
 def prompts(context: RunContext, prepared: Prepared, table: str) -> pa.Table:

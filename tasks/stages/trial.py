@@ -1,9 +1,7 @@
 """Trying a reward on stored samples: what it would score, beside what is stored. Writes nothing."""
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,16 +10,14 @@ from pydantic import BaseModel, ConfigDict
 from storage.backends.root import Root
 from storage.errors import InputError
 from storage.manifest import find, need
-from storage.parts import materialize, read_parts, read_table
+from storage.parts import read_parts, read_table
 from storage.schema import PROMPTS, REWARD, ROLLOUT
 from tasks.config.reward import RewardSection
-from tasks.data.model_files import is_weights
-from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses
 from tasks.stages.names import Stage
-from tasks.stages.prepared import MODEL, records_of
+from tasks.stages.prepared import records_of, stored_codec
 from tasks.stages.scored import metrics, responses_of, too_many
 from tasks.stages.views import Prepared
 
@@ -111,10 +107,7 @@ def _stored_responses(root: Root, run: str, iteration: int) -> list[Response]:
     prepared = need(root, run, 0, Stage.PREPARE)
     table = read_table(root, rollout, ROLLOUT, _NEEDED)
     records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
-    with tempfile.TemporaryDirectory(prefix="ratchet-reward-") as folder:
-        materialize(root, prepared, Path(folder), MODEL, lambda name: not is_weights(name))
-        codec = TextCodec.from_directory(Path(folder), Prepared(prepared).stop_tokens)
-        texts = codec.decode_column(table["response_tokens"])
+    texts = stored_codec(root, Prepared(prepared)).decode_column(table["response_tokens"])
     return responses_of(table, texts, records, iteration)
 
 

@@ -27,6 +27,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "reward.processes": (0, 1),
     "reward.max_failures": (0.1, 0.0),
     "reward.start_deadline_s": (60.0, 90.0),
+    "reward.try": (True, False),
     "train.parallel.tensor": (1, 2),
     "train.parallel.pipeline": (1, 2),
     "train.parallel.data": (1, 2),

@@ -3,6 +3,7 @@
 import os
 import shlex
 
+import pyarrow as pa
 import pytest
 
 from flows.cli.app import execute
@@ -10,6 +11,7 @@ from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.manifest import Part, commit
 from storage.parts import PartWriter
+from storage.schema import PROMPTS
 from tasks.checks import check_config, prepared_stage
 from tasks.config.document import load_config
 from tasks.config.stored import record_config
@@ -19,13 +21,18 @@ from tests.bad_input.test_models import CONFIG
 from tests.storage.tables import manifest
 
 RUN = "run"
+PROMPT = {"prompt": "1+1=", "prompt_tokens": [1], "answer": "2", "record": '{"answer": "2"}'}
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A run with three iterations, whose model was read from `model`."""
+    return made(tmp_path)
+
+
+def made(tmp_path, more=""):
     models.make(tmp_path / "model")
-    (tmp_path / "run.toml").write_text(CONFIG + "[evaluate]\nevery = 0\n")
+    (tmp_path / "run.toml").write_text(f"{CONFIG}[evaluate]\nevery = 0\n{more}")
     root, config = open_root(str(tmp_path / "runs")), load_config(str(tmp_path / "run.toml"))
     digest = record_config(root, RUN, config)
     writer = PartWriter(root, RUN, 0, Stage.PREPARE)
@@ -35,6 +42,8 @@ def folder(tmp_path):
         return part.model_copy(update={"name": f"model/{name}"})
 
     parts = tuple(stored(path.name) for path in sorted((tmp_path / "model").iterdir()))
+    train = pa.Table.from_pylist([{**PROMPT, "prompt_id": name} for name in "ab"], PROMPTS)
+    parts += (writer.write_table("train.arrow", train, PROMPTS),)
     prepared = commit(root, manifest(Stage.PREPARE, 0, parts, config_digest=digest, facts={"cursor": 0}))
     for iteration in range(3):
         inputs = {"prepare": prepared.digest}
@@ -118,3 +127,13 @@ def test_the_command_makes_the_fork_that_has_the_setting(folder, setting, values
 def test_a_fork_cannot_change_what_iteration_0_fixed(folder):
     with pytest.raises(InputError, match="or start a new run with another --run"):
         check(folder, "warmup.steps=7", "rollout.top_p=0.9")
+
+
+def test_the_reward_is_called_on_the_stored_records(tmp_path):
+    (tmp_path / "own.py").write_text("def score(record, response):\n    return float(response == record['answer'])\n")
+    folder = made(tmp_path, '[reward]\nfunction = "own.py:score"\n')
+    check(folder)
+    (tmp_path / "own.py").write_text("def score(record, response):\n    return record['solution']\n")
+    with pytest.raises(InputError, match="was called on 2 records before the run, and 4 of 4 calls have no score"):
+        check(folder)
+    check(folder, "reward.try=false")

@@ -80,3 +80,43 @@ def test_what_processes_take():
     assert needs.rank_bytes == 500 * (2 + 4 + 12 / 4)
     assert needs.engine_bytes == 2000 + (3 << 20)
     assert (needs.stored_bytes, needs.state_bytes, needs.states_kept) == (2007, 14_000, 2)
+
+
+OWN = """
+def parts(record, response):
+    return {"right": response == record["answer"], "brief": len(response) < 3}
+
+def of_another_field(record, response):
+    return response in record["solution"]
+"""
+
+
+def test_the_reward_is_called_on_records_and_shown(checked, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    said = checked("--set=reward.function=own.py:parts", "--set=reward.weights.brief=0.5")
+    assert "the reward on records of the run:" in said
+    assert said.count("its own answer") == said.count("a wrong answer 'I do not know.': 0 (right 0, brief 0)") == 3
+    assert said.count(": 1.5 (right 1, brief 1)") == 3
+    assert "note: reward.try is false" in checked(
+        "--set=reward.function=own.py:of_another_field", "--set=reward.try=false"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["function=own.py:parts", "weights.rihgt=0.5"], ["6 of 6 calls", "there is a weight for rihgt"]),
+        (["function=own.py:of_another_field"], ["KeyError: 'solution' (own.py, line 6)", "reward.try = false"]),
+        (
+            ["function=math_verify"],
+            ["cannot read the answers of 1 records", "prompt 'odd'", "a brace that is not closed"],
+        ),
+    ],
+)
+def test_a_reward_that_cannot_score_the_records_is_refused(checked, tmp_path, capfd, settings, words):
+    (tmp_path / "own.py").write_text(OWN)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"id": "odd", "prompt": "1/2=", "answer": "\\frac{1}{"}) + "\n")
+    assert execute(["check", "run.toml", *(f"--set=reward.{setting}" for setting in settings)]) == 2
+    said = capfd.readouterr().err
+    assert all(word in said for word in words), said

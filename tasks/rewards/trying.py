@@ -1,0 +1,157 @@
+"""Calling a run's reward on real records, and reading their gold answers, before anything expensive starts."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from storage.errors import InputError, StageFailed
+from tasks.config.reward import RewardFunction, RewardSection
+from tasks.data.tokenizer import TextCodec
+from tasks.rewards.pool import Response, score_in_processes
+from tasks.rewards.resolve import Target, find_reward
+from tasks.rewards.sample import Score
+from tasks.rewards.scoring import failures_allowed, order_of, score_responses
+
+WRONG = "I do not know."
+"""The response that is wrong for every record."""
+
+_RECORDS = 3
+_SHOWN = 3
+_EXCERPT = 60
+_READS_GOLD = ("tasks.rewards.math", "reads_gold")
+_MOST_PROCESSES = 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the reward."""
+
+    prompt_id: str
+    own: bool
+    """Whether the response is the record's own answer."""
+    response: str
+    score: Score
+
+
+def call_reward(section: RewardSection, prompts: pa.Table, codec: TextCodec) -> list[Call]:
+    """Call the reward on a few records, with the record's own answer and with a wrong one; none if it is left out.
+
+    Args:
+        prompts: a table of the prompt schema, or its columns `prompt_id`, `answer` and `record`.
+        codec: the run's tokenizer, for functions that look at tokens.
+
+    Raises:
+        InputError: more calls than `reward.max_failures` have no score, or the function cannot be used.
+    """
+    if not section.tried:
+        return []
+    rows = sorted({int(row) for row in np.linspace(0, len(prompts) - 1, _RECORDS)})
+    asked = [one for row in rows for one in _responses(*_row(prompts, row), codec)]
+    try:
+        found = score_responses(section, [response for _, response in asked], patient=True).scores
+    except StageFailed as reason:
+        raise InputError(f"{reason}. Fix it, or name another one") from None
+    pairs = zip(asked, found, strict=True)
+    calls = [Call(one.prompt_id, own, one.text, score) for (own, one), score in pairs if score is not None]
+    failed = [call for call in calls if call.score.reward is None]
+    if len(failed) > failures_allowed(section.max_failures, len(calls)) or len(failed) == len(calls):
+        raise InputError(
+            f"{_named(section)} was called on {len(rows)} records before the run, and {_said(failed, calls)}"
+        )
+    return calls
+
+
+def shown(call: Call) -> str:
+    """A call in one line."""
+    which = "its own answer" if call.own else "a wrong answer"
+    text = call.response if len(call.response) <= _EXCERPT else f"{call.response[:_EXCERPT]}..."
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in (call.score.components or {}).items())
+    score = call.score
+    result = f"{score.reason}: {score.detail}" if score.reward is None else f"{score.reward:.4g}"
+    return f"prompt {call.prompt_id!r}, {which} {text!r}: {result}{f' ({parts})' if parts else ''}"
+
+
+def blind(calls: Sequence[Call]) -> list[str]:
+    """A note if no record's own answer scores more than a wrong one."""
+    own = {call.prompt_id: call.score.reward for call in calls if call.own and call.score.reward is not None}
+    other = {call.prompt_id: call.score.reward for call in calls if not call.own and call.score.reward is not None}
+    if not own or any(own[name] > other.get(name, float("-inf")) for name in own):
+        return []
+    return ["the reward gives no record's own answer more than a wrong one: is it what you mean?"]
+
+
+def check_golds(section: RewardSection, tables: Iterable[pa.Table]) -> None:
+    """Refuse records with an answer that `math_verify` cannot read, which would be no score.
+
+    Raises:
+        InputError: naming the first such records.
+    """
+    fields = {str(part.arguments.get("field", "answer")): part for part in section.parts if _reads_gold(part)}
+    golds = [one for table in tables for one in _golds(table, fields)] if fields else []
+    for field, part in fields.items():
+        _check_golds(section, part, field, [response for name, response in golds if name == field])
+
+
+def _check_golds(section: RewardSection, part: RewardFunction, field: str, golds: Sequence[Response]) -> None:
+    different = {json.dumps(one.record): one for one in reversed(golds)}
+    responses = list(reversed(different.values()))
+    target = Target(f"{part.function} of {field}", *_READS_GOLD)
+    order = replace(order_of(section, part), target=target, arguments={"field": field}, weights={}, batch=False)
+    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    found = score_in_processes(order, responses, processes).scores
+    bad = [(one, score) for one, score in zip(responses, found, strict=True) if score is None or score.reward is None]
+    if bad:
+        lines = [f"  prompt {one.prompt_id!r}: {'' if score is None else score.detail}" for one, score in bad[:_SHOWN]]
+        more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise InputError(
+            f"{part.key} {part.function!r} cannot read the answers of {len(bad)} records, which would have no score:\n"
+            + "\n".join(lines)
+            + f"{more}\nFix or remove these records, or name a reward that reads them"
+        )
+
+
+def _reads_gold(part: RewardFunction) -> bool:
+    target = find_reward(part.function, part.key)
+    return (target.place, target.attribute) == ("tasks.rewards.math", "math_verify")
+
+
+def _golds(table: pa.Table, fields: Iterable[str]) -> Iterator[tuple[str, Response]]:
+    rows = zip(table["prompt_id"].to_pylist(), table["record"].to_pylist(), strict=True)
+    for name, text in rows:
+        record = json.loads(text)
+        for field in fields:
+            kept = {field: record[field]} if field in record else {}
+            yield field, Response(kept, "", name)
+
+
+def _row(prompts: pa.Table, row: int) -> tuple[str, str | None, dict[str, Any]]:
+    name, answer, record = (prompts[column][row].as_py() for column in ("prompt_id", "answer", "record"))
+    return name, answer, json.loads(record)
+
+
+def _responses(
+    name: str, answer: str | None, record: Mapping[str, Any], codec: TextCodec
+) -> Iterator[tuple[bool, Response]]:
+    own = record.get("answer") if answer is None else answer
+    texts = [(True, str(own))] if isinstance(own, str | int | float) else []
+    for number, (is_own, text) in enumerate([*texts, (False, WRONG)]):
+        tokens = codec.closed(codec.encode_batch([text])[0])
+        yield is_own, Response(record, text, name, number, 1, "stop", tokens)
+
+
+def _said(failed: Sequence[Call], calls: Sequence[Call]) -> str:
+    lines = "".join(f"  {shown(call)}\n" for call in failed[:_SHOWN])
+    allowed = "" if len(failed) == len(calls) else "allow failures with reward.max_failures, "
+    return (
+        f"{len(failed)} of {len(calls)} calls have no score:\n{lines}Nothing was started. Fix the function, its "
+        f"arguments or its weights, {allowed}or leave these calls out with reward.try = false"
+    )
+
+
+def _named(section: RewardSection) -> str:
+    return " and ".join(f"{part.key} {find_reward(part.function, part.key).name!r}" for part in section.parts)
