@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _SOURCES = ("tests/flows/test_retraining_sources.py",)
 _SELECTING = ("tests/tasks/stages/test_selecting.py",)
 _EVALUATION = ("tests/tasks/stages/test_evaluation.py",)
+_CONTINUING = ("tests/flows/cli/test_continuing.py",)
 _START = ("tests/tasks/config/test_failed_start.py",)
 
 ORIGINS = (
@@ -127,6 +128,54 @@ ORIGINS = (
         '            found[f"{part}: {name}"] = sources[part]\n',
         "            pass\n",
         ("tests/tasks/rewards/test_rewards.py",),
+    ),
+    Mutant(
+        "continue-without-settings",
+        "settings that are given for a run that is continued by its name are passed over",
+        "flows/cli/continuing.py",
+        "    apply_overrides(document, settings)\n",
+        "",
+        _CONTINUING,
+    ),
+    Mutant(
+        "continue-as-another",
+        "--run with another name than the run's is without effect",
+        "flows/cli/continuing.py",
+        "    if other not in (None, run):\n",
+        "    if False:\n",
+        _CONTINUING,
+    ),
+    Mutant(
+        "file-or-run",
+        "a file that has the name of a run is passed over",
+        "flows/cli/continuing.py",
+        "    if there and file:\n",
+        "    if False:\n",
+        _CONTINUING,
+    ),
+    Mutant(
+        "fork-advice-of-the-parent",
+        "what a fork prints continues its parent",
+        "flows/cli/printing.py",
+        "{continued_by(root, made.run)}",
+        "{continued_by(root, made.parent)}",
+        _CONTINUING,
+    ),
+    Mutant(
+        "printed-without-a-table",
+        "tables within tables are missing in a printed configuration",
+        "tasks/config/written.py",
+        "        yield from written(value, (*path, key))\n",
+        "        yield from () if path else written(value, (*path, key))\n",
+        ("tests/tasks/config/test_written.py",),
+    ),
+    Mutant(
+        "printed-as-json",
+        "a printed text has the escapes of JSON, pairs of surrogates among them",
+        "tasks/config/written.py",
+        "ensure_ascii=False",
+        "ensure_ascii=True",
+        ("tests/tasks/config/test_written.py",),
     ),
     Mutant(
         "retrain-begins-on-nothing",

@@ -17,7 +17,7 @@ from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
-from tasks.config.stored import read_config
+from tasks.config.stored import continued_by, read_config
 from tasks.data.model_files import is_weights
 from tasks.data.models import ModelFolder, find_model
 from tasks.stages.names import Stage
@@ -63,7 +63,7 @@ def _check_settings(config: RunConfig, root: Root, run: str) -> None:
     raise InputError(
         f"run {run!r} exists in {root.url} and was started with different settings:\n"
         + "\n".join(f"  {line}" for line in lines)
-        + f"\nContinue it with its own configuration, or {repair}"
+        + f"\nContinue it with its own configuration ({continued_by(root.url, run)}), or {repair}"
     )
 
 

@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 
 from flows.cli import again, check_sync, evaluate, report, retrain, reward, samples, site, store, upkeep
 from flows.cli.check import check_command
+from flows.cli.continuing import names_a_run, of_file, of_stored
 from flows.cli.export import export_command
 from flows.cli.init import init_command
 from flows.cli.maintain import maintain_command
@@ -24,12 +25,13 @@ from flows.views.progress import status_lines
 from flows.views.status import read_status
 from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError, told
-from storage.ids import check_run_name
 from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config
 from tasks.config.environment import prepare_process, without_secrets
+from tasks.config.run import RunConfig
+from tasks.config.written import written
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -78,7 +80,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 
 @app.command(name="run")
 def run_command(
-    config: str,
+    which: str,
     /,
     *,
     iterations: Iterations = None,
@@ -87,14 +89,18 @@ def run_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Start the run that a configuration describes, or continue it.
+    """Start the run that a configuration describes, or continue it; or continue a run from what it was recorded with.
 
     Parameters
     ----------
-    config
-        Path or URL of a TOML file.
+    which
+        Path or URL of a TOML file, or the id of a run that there is.
     """
-    return _carry_out(["run", config], config, run, settings, {"run.iterations": iterations}, root, json)
+    store, replaced = open_root(root), {"run.iterations": iterations}
+    if not names_a_run(which, store):
+        return _from_file(["run", which], which, run, settings, replaced, root, json)
+    config = of_stored(which, run, [*settings, *_overrides(replaced)], store)
+    return _carry_out(which, config, continuing_command(["run", which], settings, replaced, root, json), root, json)
 
 
 @app.command
@@ -112,7 +118,7 @@ def demo(
         raise InputError(f"{DEMO_CONFIG} does not exist: run the demo from a checkout of Ratchet")
     name = run or new_name("demo")
     replaced = {"run.seed": seed, "run.iterations": iterations}
-    return _carry_out(["demo"], str(DEMO_CONFIG), name, settings, replaced, root, json)
+    return _from_file(["demo"], str(DEMO_CONFIG), name, settings, replaced, root, json)
 
 
 @app.command
@@ -141,16 +147,33 @@ def status(
 
 @app.command(name="config")
 def config_command(
+    run: str | None = None,
+    /,
     *,
     example: Annotated[
         bool, Parameter(help="Print a commented TOML file with every key at its default.", negative=())
     ] = False,
     markdown: Annotated[bool, Parameter(help="Print the page docs/configuration.md.", negative=())] = False,
-    json: Annotated[bool, Parameter(help="Print the JSON schema.", negative=())] = False,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Annotated[
+        bool, Parameter(help="Print the JSON schema, or the run's configuration as JSON.", negative=())
+    ] = False,
 ) -> int:
-    """Describe every key of a run's configuration: type, limits, default, and whether it may change later."""
-    if example + markdown + json > 1:
-        raise InputError("--example, --markdown and --json exclude each other: give only one of them")
+    """Describe every key of a configuration: type, limits, default, and whether it may change later. Of a run, print
+    what it was recorded with as a TOML file.
+
+    Parameters
+    ----------
+    run
+        Id of a run.
+    """
+    if example + markdown + (json or run is not None) > 1:
+        raise InputError("--example, --markdown and --json, or a run, exclude each other: give only one of them")
+    if run is not None:
+        stored = of_stored(run, None, (), open_root(root))
+        with Output(json=json) as output:
+            output.result(stored, list(written(stored.model_dump(mode="json")))[:-1])
+        return 0
     text = reference.example() if example else reference.markdown() if markdown else None
     with Output(json=json) as output:
         output.result(reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines())
@@ -214,17 +237,21 @@ def new_name(kind: str) -> str:
 
 
 def continuing_command(
-    words: Sequence[str], run: str, settings: Sequence[str], replaced: dict[str, int | None], root: str, json: bool
+    words: Sequence[str], settings: Sequence[str], replaced: dict[str, int | None], root: str, json: bool
 ) -> str:
     """The command line that continues a run; a secret in it is masked."""
     program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "flows"]
     options = [f"--{key.rpartition('.')[2]}={value}" for key, value in replaced.items() if value is not None]
     more = [f"--set={shown_setting(setting)}" for setting in settings]
     tail = [f"--root={shown_text(root)}", *(["--json"] if json else [])]
-    return shlex.join([*program, *map(shown_text, words), f"--run={run}", *options, *more, *tail])
+    return shlex.join([*program, *map(shown_text, words), *options, *more, *tail])
 
 
-def _carry_out(
+def _overrides(replaced: dict[str, int | None]) -> list[str]:
+    return [f"{key}={value}" for key, value in replaced.items() if value is not None]
+
+
+def _from_file(
     words: Sequence[str],
     path: str,
     run: str | None,
@@ -233,18 +260,17 @@ def _carry_out(
     root: str,
     json: bool,
 ) -> int:
-    overrides = [f"{key}={value}" for key, value in replaced.items() if value is not None]
-    config = load_config(path, [*settings, *overrides])
-    name = run or config.run.name
-    if name is None:
-        raise InputError(f"the run has no id: set run.name in {path} or give --run NAME")
-    check_run_name(name)
+    name, config = of_file(path, run, [*settings, *_overrides(replaced)])
+    again = continuing_command([*words, f"--run={name}"], settings, replaced, root, json)
+    return _carry_out(name, config, again, root, json)
+
+
+def _carry_out(name: str, config: RunConfig, again: str, root: str, json: bool) -> int:
     from flows.starting import check_start
 
     prepare_process()
     check_start(name, open_root(root), config)  # `launch` checks again; it needs seconds for its imports
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
-    again = continuing_command(words, name, settings, replaced, root, json)
     with Output(json=json) as output:
         return launch(Order(config, name, root, again), output)

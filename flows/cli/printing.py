@@ -15,6 +15,7 @@ from storage.upkeep.lineage import SampleLineage, Step, WeightsLineage
 from storage.upkeep.retention import Collection, Garbage
 from storage.upkeep.verify import Verification
 from tasks.config.reference import Table, default_of
+from tasks.config.stored import continued_by
 
 
 class Listing(BaseModel):
@@ -215,12 +216,12 @@ def _by_place(garbage: Sequence[Garbage]) -> dict[tuple[str, str], list[Garbage]
     return found
 
 
-def of_fork(made: Forked) -> list[str]:
+def of_fork(made: Forked, root: str) -> list[str]:
     """What a fork shares, and how to continue it."""
     return [
         f"run {made.run} shares iterations 0 to {made.iteration} with {made.parent}: {made.manifests} stages, "
         f"{size(made.shared_bytes)} of parts, nothing copied",
-        f"continue it with    ratchet run CONFIG --run {made.run} (and the same --set)",
+        f"continue it with    {continued_by(root, made.run)}",
     ]
 
 

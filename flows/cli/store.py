@@ -217,7 +217,7 @@ def fork_command(
     record = ConfigRecord.of(forked_config(store, parent, check_run_name(run), settings, revision))
     made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision)
     with Output(json=json) as output:
-        output.result(made, lines.of_fork(made))
+        output.result(made, lines.of_fork(made, store.url))
     return 0
 
 

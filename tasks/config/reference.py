@@ -1,6 +1,5 @@
 """Every key of a run's configuration, read from the models: as a page, for a terminal, and as a commented example."""
 
-import json
 import textwrap
 import types
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from tasks.config.identity import is_runtime
 from tasks.config.run import RunConfig
+from tasks.config.written import toml
 
 MEANING, RUNTIME = "meaning", "runtime"
 TYPE = "type"
@@ -43,7 +43,8 @@ _HEAD = """\
 
 A run is described by one TOML file. This page lists every key with its type, default and limits. An unknown key is an
 error. Any key can be replaced on the command line: `--set section.key=value`. `ratchet config` prints this reference,
-`ratchet config --example` a complete file with these texts as comments, and `ratchet config --json` the JSON schema.
+`ratchet config --example` a complete file with these texts as comments, `ratchet config --json` the JSON schema, and
+`ratchet config RUN` what a run was recorded with.
 
 Keys marked **meaning** decide what a run computes. They are fixed when it first starts: it is continued only with the
 same values, and their digest is in each of its manifests. Keys marked **runtime** may change whenever it is
@@ -180,7 +181,7 @@ def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: Base
         name=name,
         path=".".join(place),
         kind=", ".join([_kind(field.annotation), *_limits(field)]),
-        default=_toml(value) if known else None,
+        default=toml(value) if known else None,
         required=field.is_required(),
         role=RUNTIME if is_runtime(place) else MEANING,
         text=_text(field.description),
@@ -238,10 +239,6 @@ def _limits(field: FieldInfo) -> Iterator[str]:
                 yield f"at most {bound}"
             case annotated_types.Lt(lt=bound):
                 yield f"below {bound}"
-
-
-def _toml(value: Any) -> str:
-    return repr(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _section(table: Table) -> str:

@@ -5,6 +5,7 @@ been added since.
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from storage.manifest import Fence, load
 from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
-from tasks.config.credentials import shown
+from tasks.config.credentials import shown, shown_text
 from tasks.config.document import apply_overrides, explained, parse_config, with_functions
 from tasks.config.identity import FIRST_RULES, FIXED_BY_PREPARE, RULES, Document, changed_meaning, meaning_digest
 from tasks.config.run import RunConfig
@@ -96,6 +97,11 @@ def begun_by(root: Root, run: str) -> JsonValue:
 def stored_config(root: Root, run: str) -> RunConfig:
     """The configuration a run was started with. Raises as `read_config`."""
     return read_config(root, run).config
+
+
+def continued_by(root: str, run: str) -> str:
+    """The command that continues a run of the root at this URL from its record."""
+    return shlex.join(["ratchet", "run", run, f"--root={shown_text(root)}"])
 
 
 def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], revision: int | None = None) -> RunConfig:
@@ -206,7 +212,8 @@ def _continued(root: Root, run: str, config: RunConfig) -> str:
             lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"
         raise InputError(
             f"run {run!r} exists in {root.url} and was started with different settings:\n{lines}\n"
-            "Continue it with its own configuration, or start a new run with another --run"
+            f"Continue it with its own configuration ({continued_by(root.url, run)}), or start a new run with another "
+            "--run"
         )
     # an evaluation of iteration 0 is stored there under the settings of the head
     check_past(root, run, {stored.first, *documents(root, run, revisions)})

@@ -101,7 +101,7 @@ def test_every_demo_is_a_new_run():
 
 def test_the_command_that_continues_names_everything_that_was_given():
     replaced = {"run.seed": 1, "run.iterations": None}
-    command = continuing_command(["run", "my.toml"], "a", ["rollout.samples=4"], replaced, DEFAULT_ROOT, True)
+    command = continuing_command(["run", "my.toml", "--run=a"], ["rollout.samples=4"], replaced, DEFAULT_ROOT, True)
     options = ["--run=a", "--seed=1", "--set=rollout.samples=4", f"--root={DEFAULT_ROOT}", "--json"]
     assert shlex.split(command)[-7:] == ["run", "my.toml", *options]
 
@@ -178,7 +178,7 @@ def test_a_root_with_credentials_in_its_url_is_refused(command: list[str], capsy
 def test_the_command_that_continues_shows_no_secret():
     settings = ["reward.arguments.api_key=sk-4711", "data.train=https://u:sk-4711@h/a", "reward.arguments.token=env:T"]
     words = ["run", "https://host/my.toml?sig=sk-4711"]
-    command = continuing_command(words, "a", settings, {}, "https://u:sk-4711@host/runs", False)
+    command = continuing_command(words, settings, {}, "https://u:sk-4711@host/runs", False)
     assert "sk-4711" not in command
     assert "--set=reward.arguments.token=env:T" in command
 
