@@ -13,7 +13,8 @@ from flows.views.retrained import last_iteration, next_iteration, workflow_of
 from storage.backends.root import Root
 from storage.errors import Overtaken
 from storage.ownership.lease import Lease, hold
-from storage.revisions import Rerun, Revisions, read_revisions
+from storage.revisions import Rerun, Revisions, keep_copies, read_revisions
+from storage.upkeep.catalog import names
 from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from storage.upkeep.retention import Retention, catch_up, give_up
 from storage.upkeep.shared import SharedParts
@@ -82,6 +83,8 @@ def _driven(
     """The context of the head, under the run's lease. A result that another process published meanwhile counts."""
     try:
         with hold(root, name, owner) if held is None else nullcontext(held) as lease:
+            keep_copies(root, name)
+            names(root, name)  # refuses to go on where the record of a rerun is lost
             digest = record_config(root, name, config, lease) if held is None else read_config(root, name).digest
             with opener(lease, digest) as context:
                 yield on_head(persistent(context, progress.say))

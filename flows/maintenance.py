@@ -155,6 +155,6 @@ class _Run:
         found = verify_beside(self._root, self._run)
         self._done["verified_bytes"] = found.bytes
         if not found.sound:
-            faults = [f"{one.key} is {one.fault}: {one.detail}" for one in found.findings if one.fault != "orphaned"]
+            faults = [f"{one.key} is {one.fault}: {one.detail}" for one in found.findings if not one.is_harmless]
             more = f" (and {len(faults) - _SHOWN} more: `ratchet verify {self._run}`)" if len(faults) > _SHOWN else ""
             self._problems.append(without_secrets(f"not sound: {'; '.join(faults[:_SHOWN])}{more}"))

@@ -34,6 +34,7 @@ from infra.mutants_site import SITE
 from infra.mutants_stages import STAGES
 from infra.mutants_states import STATES
 from infra.mutants_storage import STORAGE
+from infra.mutants_store import STORE
 from infra.mutants_sync import SYNC
 from infra.mutants_tasks import TASKS
 from infra.mutants_trainer import TRAINER
@@ -58,6 +59,7 @@ MUTANTS = (
     *STAGES,
     *STATES,
     *STORAGE,
+    *STORE,
     *TASKS,
     *SYNC,
     *TRAINER,

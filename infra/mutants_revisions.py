@@ -21,8 +21,8 @@ REVISIONS = (
         "missing-record-passed-over",
         "a revision is the head though the record that made it is gone",
         "storage/revisions.py",
-        "or chosen not in found.numbers:",
-        "and chosen:",
+        "    if lost:\n",
+        "    if lost and not found.reruns and not found.choices:\n",
         _RECORDS,
     ),
     Mutant(
@@ -101,8 +101,8 @@ REVISIONS = (
         "one-state-at-a-time",
         "the end of an iteration retires the states of all revisions of an earlier one",
         "storage/upkeep/retention.py",
-        "    if recorded.revisions.reruns:  # other",
-        "    if not recorded.manifests:  # other",
+        "    if not every.reruns:  # the only one has\n",
+        "    if every.reruns:\n",
         _REDOING,
     ),
     Mutant(

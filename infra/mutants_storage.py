@@ -116,8 +116,8 @@ STORAGE = (
         "past-not-flushed",
         "a run continues from a manifest whose name a killed process did not flush",
         "storage/ownership/lease.py",
-        "        root.flush_newest(layout.manifest_folder(run))",
-        "        pass",
+        "            root.flush_recent(folder)",
+        "            pass",
         _ROOT,
     ),
     Mutant(
@@ -229,8 +229,8 @@ STORAGE = (
         "fork-of-a-removed-run",
         "a fork does not look whether its parent is being removed",
         "storage/upkeep/fork.py",
-        "    check_not_removed(root, parent)  # after the copies: a removal that begins later sees them\n",
-        "",
+        "    for one in (parent, run):  # after",
+        "    for one in (run,):  # after",
         ("tests/storage/upkeep/test_removal.py",),
     ),
 )

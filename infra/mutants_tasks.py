@@ -82,8 +82,8 @@ TASKS = (
         "memory-of-another-run",
         "a run takes over what another run left in shared memory",
         "tasks/workers/scratch.py",
-        "if not any(_mark_of(left) == mark and",
-        "if not any(_mark_of(left) is not None and",
+        "if not any(_mark_of(one) == mark and",
+        "if not any(_mark_of(one) is not None and",
         ("tests/tasks/workers/test_scratch.py",),
     ),
     Mutant(

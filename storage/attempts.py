@@ -1,6 +1,7 @@
 """Attempts at a stage: who began to work on it, and how often that failed."""
 
 from datetime import UTC, datetime
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +17,7 @@ class Attempt(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     writer: str
     """Host and process."""
@@ -30,6 +31,6 @@ def begin(root: Root, run: str, iteration: int, stage: str, writer: str, revisio
     while True:
         key = layout.attempt_key(run, iteration, stage, revision, number)
         # compared as bytes: the answer to our own write may have been lost, and a damaged record does no harm
-        if records.publish(root, key, attempt, durable=False) or root.read_bytes(key) == records.seal(attempt):
+        if records.publish(root, key, attempt, durable=False) or records.is_there(root, key, attempt):
             return number
         number += 1

@@ -1,6 +1,7 @@
 """The only place where a path inside the storage root is spelled."""
 
 import re
+from collections.abc import Iterable
 
 DIGEST_CHARACTERS = 16
 """How much of a part's digest its name carries; the manifest holds all of it."""
@@ -10,17 +11,23 @@ STATE = "state/"
 
 _RUN = "[a-z0-9][a-z0-9._-]{0,62}"
 _STAGE = "[a-z-]+"
-_MANIFEST = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.json")
+# each number has one form: a copy under another form of the same name is no record
+_NUMBER, _SIX, _NINE = r"(?:0|[1-9]\d*)", r"(?:\d{6}|[1-9]\d{6,})", r"(?:\d{9}|[1-9]\d{9,})"
+_WORK = rf"manifests/{_SIX}/{_STAGE}\.r{_NUMBER}"
+_MANIFEST = re.compile(rf"{_WORK}\.json", re.ASCII)
 # earlier versions made a folder of attempts
-_ATTEMPT = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.(attempt-|attempts/)\d+\.json")
-_PIECE = re.compile(rf"manifests/\d{{6,}}/({_STAGE})\.r\d+\.pieces/[^/]+\.json")
+_ATTEMPT = re.compile(rf"{_WORK}\.(attempt-|attempts/){_NUMBER}\.json", re.ASCII)
+_PIECE = re.compile(rf"{_WORK}\.pieces/[\w.-]+\.json", re.ASCII)
+_RETIRED = re.compile(rf"{_WORK}\.retired\.json", re.ASCII)
 
-_RERUN = re.compile(r"revisions/rerun-\d{6,}\.json")
-_CHOICE = re.compile(r"revisions/head-\d{6,}\.json")
-_REVISION = re.compile(r"\.r(\d+)\.json$")
+_RERUN = re.compile(rf"revisions/rerun-({_SIX})\.json", re.ASCII)
+_CHOICE = re.compile(rf"revisions/head-({_SIX})\.json", re.ASCII)
+_COPY = re.compile(rf"copies/((?:rerun|head)-{_SIX})-[0-9a-f]{{{DIGEST_CHARACTERS}}}\.json", re.ASCII)
+_LEASE = re.compile(rf"lease/({_NINE})\.json", re.ASCII)
+_REVISION = re.compile(rf"/manifests/\d+/{_STAGE}\.r(\d+)\.")
 _OF_STAGE = re.compile(r"(/manifests/\d{6,}/[^/.]+\.r\d+)\..*$")
 
-_ARCHIVE = re.compile(rf"/archive/([a-z]+)-(\d{{6,}})-(\d{{6,}})-[0-9a-f]{{{DIGEST_CHARACTERS}}}\.parquet$")
+_ARCHIVE = re.compile(rf"/archive/([a-z]+)-(\d{{6,}})-(\d{{6,}})-[0-9a-f]{{{DIGEST_CHARACTERS}}}\.parquet$", re.ASCII)
 _PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGE})[./]")
 _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 _PART = re.compile(rf"{_RUN}/parts/[0-9]{{6,}}/{_STAGE}/(?P<name>.+)", re.DOTALL)
@@ -53,7 +60,7 @@ def iteration_folder(run: str, iteration: int) -> str:
 
 def iteration_of(folder: str) -> int | None:
     """The iteration that a folder in the manifest folder is of; None for any other name."""
-    return int(folder) if folder.isdecimal() else None
+    return int(folder) if re.fullmatch(_SIX, folder, re.ASCII) else None
 
 
 def is_manifest(key: str) -> bool:
@@ -62,7 +69,7 @@ def is_manifest(key: str) -> bool:
 
 
 def revision_of(key: str) -> int:
-    """The revision in the key of a manifest."""
+    """The revision in the key of a manifest, piece or attempt."""
     found = _REVISION.search(key)
     return int(found.group(1)) if found else 0
 
@@ -92,6 +99,12 @@ def piece_key(run: str, iteration: int, stage: str, revision: int, piece: str) -
 def is_piece(key: str) -> bool:
     """Whether a key in the manifest folder is the record of a piece."""
     return _PIECE.fullmatch(key.partition("/")[2]) is not None
+
+
+def parts_of_piece(key: str) -> str:
+    """The folder of the part that the record of a piece names."""
+    iteration, stage = place_of(key) or (0, "")
+    return stage_parts(run_of(key), iteration, stage)
 
 
 def attempt_key(run: str, iteration: int, stage: str, revision: int, number: int) -> str:
@@ -124,19 +137,37 @@ def rerun_key(run: str, number: int) -> str:
     return f"{revision_folder(run)}/rerun-{number:06d}.json"
 
 
-def is_rerun(key: str) -> bool:
-    """Whether a key in the revision folder is the record of a rerun."""
-    return _RERUN.fullmatch(key.partition("/")[2]) is not None
-
-
 def choice_key(run: str, number: int) -> str:
     """Record that a revision was chosen as the head, numbered from 1 without gaps; the last one counts."""
     return f"{revision_folder(run)}/head-{number:06d}.json"
 
 
-def is_choice(key: str) -> bool:
-    """Whether a key in the revision folder is the record of a choice."""
-    return _CHOICE.fullmatch(key.partition("/")[2]) is not None
+def revision_numbers(keys: Iterable[str]) -> tuple[dict[int, str], dict[int, str]]:
+    """Of keys in the revision folder those of reruns and those of choices, by number."""
+    names = [(key, key.partition("/")[2]) for key in keys]
+    reruns, choices = (
+        {int(found.group(1)): key for key, name in names if (found := pattern.fullmatch(name))}
+        for pattern in (_RERUN, _CHOICE)
+    )
+    return reruns, choices
+
+
+def copy_folder(run: str) -> str:
+    """Second copies of the records in the revision folder: so a record that is lost is known to have been there."""
+    return f"{run}/copies"
+
+
+def copy_key(record: str, digest: str) -> str:
+    """The second copy of the record at a key in the revision folder; its name carries the digest of its bytes."""
+    name = record.rpartition("/")[2].removesuffix(".json")
+    return f"{copy_folder(run_of(record))}/{name}-{digest[:DIGEST_CHARACTERS]}.json"
+
+
+def copied(copy: str) -> str | None:
+    """The key of the record that a second copy is of; None for any other key."""
+    run, _, name = copy.partition("/")
+    found = _COPY.fullmatch(name)
+    return f"{revision_folder(run)}/{found.group(1)}.json" if found else None
 
 
 def part_folder(run: str) -> str:
@@ -194,14 +225,10 @@ def lease_key(run: str, number: int) -> str:
     return f"{lease_folder(run)}/{number:09d}.json"
 
 
-def is_lease(key: str) -> bool:
-    """Whether a key in a lease folder is an entry, not the temporary file of one."""
-    return key.endswith(".json")
-
-
-def lease_number(key: str) -> int:
-    """The number of a lease entry."""
-    return int(key.rsplit("/", 1)[-1].removesuffix(".json"))
+def lease_number(key: str) -> int | None:
+    """The number of a lease entry; None for any other key."""
+    found = _LEASE.fullmatch(key.partition("/")[2])
+    return int(found.group(1)) if found else None
 
 
 def archive_key(run: str, table: str, iterations: range, digest: str) -> str:
@@ -255,3 +282,17 @@ def temporary_name(token: str) -> str:
 def is_temporary(key: str) -> bool:
     """Whether an object belongs to a write in progress, or to one that a crash ended."""
     return key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
+
+
+def is_stray(key: str) -> bool:
+    """Whether nothing of a run has such a key: put there by something else, and read by nothing.
+
+    Whatever is in the folders of parts and of derived files counts as a part, or as such a file, if its name is a text.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in key):
+        return True
+    name = key.partition("/")[2]
+    whole = (_MANIFEST, _ATTEMPT, _PIECE, _RETIRED, _RERUN, _CHOICE, _LEASE)
+    known = name in ("run.json", "removal.json") or name.startswith(("parts/", "report/"))
+    known = known or copied(key) is not None or archive_span(key) is not None or is_temporary(key)
+    return not known and not any(pattern.fullmatch(name) for pattern in whole)

@@ -1,4 +1,9 @@
-"""Small JSON records that carry the digest of their own text, so that a flipped bit is detected as in any part."""
+"""Small JSON records that carry their own key and the digest of their own text.
+
+So a flipped bit is detected as in any part, and so is a record that was copied or renamed.
+"""
+
+import json
 
 from pydantic import BaseModel, ValidationError
 
@@ -6,6 +11,7 @@ from storage.backends.root import Root
 from storage.digest import bytes_digest
 from storage.errors import DigestMismatch, SchemaMismatch
 
+_PLACE = b',\n "place": '  # of the record itself: a member of a part of it is indented more
 _SEAL = b',\n "checksum": "'
 _END = b'"\n}\n'
 _SHOWN = 3  # flaws of a record that a message names
@@ -13,7 +19,12 @@ _SHOWN = 3  # flaws of a record that a message names
 
 def publish(root: Root, key: str, record: BaseModel, durable: bool = True) -> bool:
     """Write a record unless its key is taken; `durable` and the result are those of `Root.put_if_absent`."""
-    return root.put_if_absent(key, seal(record), durable)
+    return root.put_if_absent(key, seal(record, key), durable)
+
+
+def is_there(root: Root, key: str, record: BaseModel) -> bool:
+    """Whether this very record is at a taken key: the answer to its write may have been lost."""
+    return root.read_bytes(key) == seal(record, key)
 
 
 def read[M: BaseModel](root: Root, key: str, kind: type[M]) -> M:
@@ -22,9 +33,10 @@ def read[M: BaseModel](root: Root, key: str, kind: type[M]) -> M:
     Raises:
         NotCommitted: there is none.
         DigestMismatch: its text is not what was written.
-        SchemaMismatch: it is not a record of this kind.
+        SchemaMismatch: it is not a record of this kind, or that of another key.
     """
-    return parse(unseal(root.read_bytes(key), f"{root.url}/{key}"), kind, f"{root.url}/{key}")
+    where = f"{root.url}/{key}"
+    return parse(unseal(root.read_bytes(key), where, key), kind, where)
 
 
 def parse[M: BaseModel](text: bytes, kind: type[M], where: str) -> M:
@@ -44,29 +56,45 @@ def parse[M: BaseModel](text: bytes, kind: type[M], where: str) -> M:
         ) from error
 
 
-def seal(record: BaseModel) -> bytes:
-    """JSON of a record with the xxh3-128 of the text before it as the last member, `checksum`."""
+def seal(record: BaseModel, key: str | None = None) -> bytes:
+    """JSON of a record with its key as `place`, and last, as `checksum`, the xxh3-128 of the text before it.
+
+    Args:
+        key: None for a record that says otherwise where it belongs, as a manifest does.
+    """
     body = record.model_dump_json(indent=1).encode().removesuffix(b"\n}")
+    if key is not None:
+        body += _PLACE + json.dumps(key).encode()
     return body + _SEAL + bytes_digest(body).encode() + _END
 
 
-def unseal(data: bytes, where: str) -> bytes:
-    """JSON without its checksum, which is verified.
+def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
+    """JSON without its checksum and its place, which are verified. Earlier versions wrote no place.
+
+    Args:
+        key: where it was read; None if its place does not matter.
 
     Raises:
-        DigestMismatch: it does not match.
+        DigestMismatch: the checksum does not match.
+        SchemaMismatch: it belongs to another key.
     """
     body, _, tail = data.rpartition(_SEAL)
     if tail != bytes_digest(body).encode() + _END:
         raise DigestMismatch(
             f"{where} is damaged: its text does not match the checksum at its end. Restore the object from a copy"
         )
-    return body + b"\n}"
+    text, _, place = body.rpartition(_PLACE)
+    if text and key is not None and place != json.dumps(key).encode():
+        raise SchemaMismatch(
+            f"{where} holds the record of {place.decode(errors='replace')}: it was copied or renamed by hand. "
+            "Remove it, or restore the original"
+        )
+    return (text or body) + b"\n}"
 
 
-def unseal_older(data: bytes, where: str) -> bytes:
+def unseal_older(data: bytes, where: str, key: str) -> bytes:
     """Like `unseal`, for a record that earlier versions wrote without a checksum and without a newline at its end.
 
     Damage in one place does not make a sealed record look like one of those.
     """
-    return data if _SEAL not in data and not data.endswith(b"\n") else unseal(data, where)
+    return data if _SEAL not in data and not data.endswith(b"\n") else unseal(data, where, key)

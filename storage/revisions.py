@@ -4,21 +4,29 @@ Revision 0 of a run is what was done first. Doing a finished stage again makes t
 by reference of the one it was asked in (its parent): that stage, and what is made from it, have manifests of their own
 under the new number; all else is the parent's. So each revision is one chain of manifests that are made from each
 other. The head is the revision that the last choice names: one log, put-if-absent, so there is never more than one.
+
+A record that is lost would change the head, and nothing else would show it. So each is written twice: once it is
+published, a copy of it is put into another folder, under a name with its digest. A copy without its record, or with
+another one, is an error that names both; a record without its copy counts, and the next process writes the copy.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property, partial
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveInt
 
 from storage import layout, records
 from storage.backends.root import Root
+from storage.digest import bytes_digest
 from storage.errors import InputError, SchemaMismatch
 from storage.ids import StageName
 from storage.parallel import each
 
 _READERS = 8
+_COPY_BACK, _RESTORE = "Copy {}", "Restore what was there from a copy of the root"
 
 
 class Rerun(BaseModel):
@@ -26,7 +34,7 @@ class Rerun(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     revision: PositiveInt
     """Number of the revision that it makes, which is also its own."""
@@ -71,7 +79,7 @@ class Choice(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     revision: NonNegativeInt
     """The head from now on."""
@@ -140,7 +148,11 @@ class Revisions:
 
     def goes_on(self, number: int) -> int:
         """The revision that has what is behind the repeated stage of `number`, or an earlier one; a choice says."""
-        return next((choice.goes_on for choice in self.choices if choice.revision == number), number)
+        return self._leads.get(number, number)
+
+    @cached_property
+    def _leads(self) -> dict[int, int]:
+        return {choice.revision: choice.goes_on for choice in reversed(self.choices)}  # the first choice says
 
     @property
     def pending(self) -> Rerun | None:
@@ -168,31 +180,94 @@ FIRST = Revisions()
 
 
 def read_revisions(root: Root, run: str) -> Revisions:
-    """The revisions of a run: one listing, and a request for each record.
+    """The revisions of a run: two listings, and a request for each record.
 
     Raises:
-        DigestMismatch, SchemaMismatch: a record is damaged, missing or of a later version.
+        DigestMismatch: a record is damaged.
+        SchemaMismatch: one is missing, is not the one that was written, contradicts others, or is of a later version.
     """
-    keys = root.keys(layout.revision_folder(run))
-    found = Revisions(_read(root, keys, layout.is_rerun, Rerun), _read(root, keys, layout.is_choice, Choice))
-    chosen = max((choice.revision for choice in found.choices), default=0)
-    if [one.revision for one in found.reruns] != [*found.numbers][1:] or chosen not in found.numbers:
+    copies = _copies(root, run)  # first: each is written after its record
+    reruns, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
+    read = partial(_read, root, copies)
+    found = Revisions(
+        tuple(each(lambda key: read(key, Rerun), reruns.values(), _READERS)),
+        tuple(each(lambda key: read(key, Choice), choices.values(), _READERS)),
+    )
+    lost = (_needed(run, found, reruns, choices) | copies.keys()) - {*reruns.values(), *choices.values()}
+    if lost:
+        back = [f"{copies[key][0]} to {key}" for key in sorted(lost) if key in copies]
         raise SchemaMismatch(
-            f"{root.url}/{layout.revision_folder(run)} lacks records: there are reruns "
-            f"{[one.revision for one in found.reruns]}, and revision {chosen} was chosen. Restore them from a copy"
+            f"{root.url}/{layout.revision_folder(run)} lacks records: {', '.join(sorted(lost))}, so it is not known "
+            f"which revision is the head. {_COPY_BACK.format(', '.join(back)) if back else _RESTORE}"
         )
+    for number, record in enumerate(found.reruns, 1):
+        if record.revision != number or record.parent >= number:
+            raise _impossible(root, layout.rerun_key(run, number), f"revision {record.revision} from {record.parent}")
+    for number, record in enumerate(found.choices, 1):
+        if record.goes_on > record.revision:
+            raise _impossible(root, layout.choice_key(run, number), f"{record.revision} going on as {record.goes_on}")
     return found
 
 
-def _read[M: BaseModel](root: Root, keys: list[str], wanted: Callable[[str], bool], kind: type[M]) -> tuple[M, ...]:
-    return tuple(each(lambda key: records.read(root, key, kind), sorted(filter(wanted, keys)), _READERS))
+def _copies(root: Root, run: str) -> dict[str, list[str]]:
+    """The second copies of records, by the key of the record."""
+    found: dict[str, list[str]] = {}
+    for copy in root.keys(layout.copy_folder(run)):
+        if key := layout.copied(copy):
+            found.setdefault(key, []).append(copy)
+    return found
+
+
+def _read[M: BaseModel](root: Root, copies: Mapping[str, list[str]], key: str, kind: type[M]) -> M:
+    where, data = f"{root.url}/{key}", root.read_bytes(key)
+    record = records.parse(records.unseal(data, where, key), kind, where)
+    if key in copies and layout.copy_key(key, bytes_digest(data)) not in copies[key]:
+        raise SchemaMismatch(f"{where} is not what was written. {_COPY_BACK.format(f'{copies[key][0]} to {key}')}")
+    return record
+
+
+def _needed(run: str, found: Revisions, reruns: Iterable[int], choices: Iterable[int]) -> set[str]:
+    """Keys of the records that must be there, because others of the run name them or follow them."""
+    last = max([*reruns, *(one.revision for one in found.choices)], default=0)
+    made = max([*choices, *(one.choices for one in found.reruns)], default=0)
+    numbered = {layout.rerun_key: last, layout.choice_key: made}
+    return {key_of(run, number) for key_of, end in numbered.items() for number in range(1, end + 1)}
+
+
+def _impossible(root: Root, key: str, what: str) -> SchemaMismatch:
+    return SchemaMismatch(f"{root.url}/{key} says {what}: no process writes that. {_RESTORE}")
 
 
 def record_rerun(root: Root, run: str, rerun: Rerun) -> bool:
     """Publish the intent, unless its number is taken."""
-    return records.publish(root, layout.rerun_key(run, rerun.revision), rerun)
+    return _record(root, run, layout.rerun_key(run, rerun.revision), rerun)
 
 
 def record_choice(root: Root, run: str, choice: Choice, number: int) -> bool:
     """Publish a choice as the `number`-th of the run, unless that is taken."""
-    return records.publish(root, layout.choice_key(run, number), choice)
+    return _record(root, run, layout.choice_key(run, number), choice)
+
+
+def _record(root: Root, run: str, key: str, record: BaseModel) -> bool:
+    written = records.publish(root, key, record)
+    keep_copies(root, run)
+    return written
+
+
+def keep_copies(root: Root, run: str) -> None:
+    """Write the second copies that a process was killed before it wrote.
+
+    Raises:
+        DigestMismatch, SchemaMismatch: a record that has none is damaged, or was copied there.
+    """
+    for key in uncopied(root, run):
+        data = root.read_bytes(key)
+        records.unseal(data, f"{root.url}/{key}", key)
+        root.put_if_absent(layout.copy_key(key, bytes_digest(data)), data)
+
+
+def uncopied(root: Root, run: str) -> list[str]:
+    """Keys of the records that have no second copy."""
+    reruns, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
+    copies = _copies(root, run)
+    return [key for key in (*reruns.values(), *choices.values()) if key not in copies]

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 from storage.backends.root import Root
 from storage.errors import StorageError
 from storage.ids import Workflow
 from storage.manifest import Manifest, Part, find, revisions
 from storage.parts import PartWriter, read_part, read_parts, read_table
+from storage.records import parse
 from storage.revisions import Revisions
 from storage.schema import PROMPTS, REWARD, ROLLOUT, SELECTION
 
@@ -62,6 +63,10 @@ class Source(BaseModel):
         return f"iteration {self.iteration}{again} of run {self.run}{at}"
 
 
+class _Sources(RootModel[tuple[Source, ...]]):
+    """The sources of a selection, as they are stored."""
+
+
 def write_sources(writer: PartWriter, sources: Sequence[Source]) -> Part:
     """Store the sources of a selection as a part."""
     document = [source.model_dump(mode="json") for source in sources]
@@ -72,9 +77,11 @@ def read_sources(root: Root, selection: Manifest) -> list[Source]:
     """The sources of a selection, in the order of the column `source`.
 
     Raises:
+        SchemaMismatch: the part has a form that this version does not read.
         StorageError: the manifest is not that of a selection.
     """
-    return [Source.model_validate(one) for one in json.loads(read_part(root, selection.part(SOURCES)))]
+    part = selection.part(SOURCES)
+    return list(parse(read_part(root, part), _Sources, f"{root.url}/{part.key}").root)
 
 
 def write_prompts(writer: PartWriter, prepare: str, prompts: pa.Table) -> Part:

@@ -1,10 +1,12 @@
 """Pieces: parts that are durable before the whole stage is, so that a crash costs only the piece in progress."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import NotCommitted
+from storage.errors import NotCommitted, SchemaMismatch
 from storage.manifest import Part
 from storage.parts import PartWriter
 
@@ -14,7 +16,7 @@ class PieceRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     part: Part
     """What was done."""
@@ -36,8 +38,10 @@ def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
 
 def read_piece(root: Root, key: str) -> Part:
     """The part that the record at `key` names; raises as `records.read`."""
-    where = f"{root.url}/{key}"
-    return records.parse(records.unseal(root.read_bytes(key), where), PieceRecord, where).part
+    part = records.read(root, key, PieceRecord).part
+    if not part.key.startswith(f"{layout.parts_of_piece(key)}/"):
+        raise SchemaMismatch(f"{root.url}/{key} names {part.key}, which another stage made. Remove the record")
+    return part
 
 
 def _key(writer: PartWriter, name: str) -> str:

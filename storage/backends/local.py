@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ _TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAI
 # Linux asks for page-cache memory in blocks as large as the write, and from 2 MB on they are hard to find: 86 MB in one
 # write took 13 times the CPU time of the same in chunks (ext4, kernel 6.18)
 CHUNK_BYTES = 1 << 20
-_NEWEST = 2  # a process publishes iteration by iteration: what it did not flush is in the last two folders
+_LATELY_S = 3600.0  # the kernel writes names within a minute
 _flushed: set[Path] = set()  # folders whose names this process has flushed, and those of all folders above them
 _flushing = threading.Lock()
 _WRITABLE = 0o644
@@ -128,10 +129,16 @@ def remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def flush_newest(folder: Path) -> None:
-    """Flush the newest names in the folders of `folder`: the process that linked them may have died before it did."""
-    for name in folders(folder)[-_NEWEST:]:
-        _flush_all_names(folder / name)
+def flush_recent(folder: Path) -> None:
+    """Flush names in `folder` and in its folders: the process that linked them may have died before it did.
+
+    Of the folders in it those count that changed lately: what is older, the kernel has written by itself.
+    """
+    inside = [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
+    if inside or folder.is_dir():
+        _flush_all_names(folder)
+    for path in [entry.path for entry in inside if entry.stat().st_mtime > time.time() - _LATELY_S]:
+        _flush_all_names(Path(path))
 
 
 def is_temporary(error: BaseException) -> bool:

@@ -215,10 +215,10 @@ class Root:
             return []
         return sorted(info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory")
 
-    def flush_newest(self, prefix: str) -> None:
-        """Flush what was published last below `prefix`: its writer may have been killed before it did."""
+    def flush_recent(self, prefix: str) -> None:
+        """Flush what was published lately in `prefix` and the folders in it: its writer may have been killed before."""
         if self.protocol == "file":
-            self._read(prefix, lambda: local.flush_newest(Path(self.full(prefix))))
+            self._read(prefix, lambda: local.flush_recent(Path(self.full(prefix))))
 
     def uploads(self, prefix: str) -> list[Upload]:
         """Multipart uploads below `prefix` that were neither finished nor aborted, sorted by key.

@@ -25,7 +25,7 @@ from typing import Literal
 
 from storage import layout, meter
 from storage.backends.root import Root
-from storage.errors import LeaseHeld, LeaseLost, StorageError
+from storage.errors import DigestMismatch, LeaseHeld, LeaseLost, SchemaMismatch, StorageError
 from storage.ownership import log
 from storage.ownership.interruption import Interruptible
 from storage.ownership.log import Entry, newest
@@ -184,7 +184,7 @@ def acquire(
         asked = clock.steady()
         last = newest(root, run)
         if _is_free(last) or (watch is not None and watch.is_over(last, asked)):
-            before, entry = clock.steady(), _acquisition(last, owner, seconds, clock)
+            before, entry = clock.steady(), _acquisition(last and last.number, owner, seconds, clock)
             if log.append(root, run, entry) == entry:
                 return Lease(root, run, entry, before, clock)
             continue
@@ -233,7 +233,8 @@ def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> It
     thread = threading.Thread(target=_keep, args=(lease, stop, every), name=f"lease-{run}", daemon=True)
     thread.start()
     try:
-        root.flush_newest(layout.manifest_folder(run))  # what is published from now on depends on these
+        for folder in (layout.manifest_folder(run), layout.revision_folder(run), layout.copy_folder(run)):
+            root.flush_recent(folder)  # what is published from now on depends on these
         with Interruptible() as block:
             lease.on_lost(block.end_with)
             yield lease
@@ -249,15 +250,22 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
     Returns:
         Whether the run is free now, and an explanation of who held it.
     """
-    last = newest(root, run)
-    if last is None or last.kind == "released":
-        return True, f"run {run} is not driven by any process"
-    explanation = explain(run, last, clock)
-    if not force and not _is_free(last):
-        return False, explanation
+    try:
+        last = newest(root, run)
+    except (DigestMismatch, SchemaMismatch) as error:
+        if not force:
+            return False, str(error)
+        # the next number: whoever wrote the entry that cannot be read notices that another has followed
+        last, explanation = _acquisition(log.newest_number(root, run), owner, 0.0, clock), str(error)
+    else:
+        if last is None or last.kind == "released":
+            return True, f"run {run} is not driven by any process"
+        explanation = explain(run, last, clock)
+        if not force and not _is_free(last):
+            return False, explanation
+        last = last.model_copy(update={"number": last.number + 1})
     now = clock.wall()
-    ended = {"number": last.number + 1, "kind": "released", "owner": owner, "written": now, "expires": now}
-    entry = last.model_copy(update=ended)
+    entry = last.model_copy(update={"kind": "released", "owner": owner, "written": now, "expires": now})
     winner = log.append(root, run, entry)
     return (True, explanation) if winner == entry else (False, explain(run, winner, clock))
 
@@ -291,8 +299,8 @@ def _is_at_work(entry: Entry, clock: Clock) -> bool:
     return entry.kind != "released" and life(entry.owner) is Life.ALIVE and clock.wall() < entry.expires
 
 
-def _acquisition(last: Entry | None, owner: Owner, seconds: float, clock: Clock) -> Entry:
-    number, now = 1 if last is None else last.number + 1, clock.wall()
+def _acquisition(newest: int | None, owner: Owner, seconds: float, clock: Clock) -> Entry:
+    number, now = (newest or 0) + 1, clock.wall()
     return Entry(
         number=number,
         kind="acquired",

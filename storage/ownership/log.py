@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import NotCommitted
+from storage.errors import DigestMismatch, NotCommitted, SchemaMismatch
 from storage.ownership.process import Owner
 from storage.parallel import each
 
@@ -30,7 +30,7 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     number: int
     """Position in the log, from 1."""
@@ -54,11 +54,20 @@ class Entry(BaseModel):
 
 
 def newest(root: Root, run: str) -> Entry | None:
-    """The newest entry of a run's log, or None if there is none."""
+    """The newest entry of a run's log, or None if there is none.
+
+    Raises:
+        DigestMismatch, SchemaMismatch: it cannot be read, so it is not known which process drives the run.
+    """
     number = newest_number(root, run)
     while number is not None:
         try:
             return read(root, run, number)
+        except (DigestMismatch, SchemaMismatch) as error:
+            raise type(error)(
+                f"it is not known which process drives run {run}: {error}. If none does, `ratchet unlock {run} "
+                "--force` frees the run"
+            ) from error
         except NotCommitted:  # removed since it was listed
             later = newest_number(root, run)
             if later == number:
@@ -74,7 +83,11 @@ def newest_number(root: Root, run: str) -> int | None:
 
 def read(root: Root, run: str, number: int) -> Entry:
     """The entry with that number; raises as `records.read`."""
-    return records.read(root, layout.lease_key(run, number), Entry)
+    key = layout.lease_key(run, number)
+    entry = records.read(root, key, Entry)
+    if entry.number != number:  # of an earlier version, whose records carry no place
+        raise SchemaMismatch(f"{root.url}/{key} holds entry {entry.number}: it was copied or renamed by hand")
+    return entry
 
 
 def append(root: Root, run: str, entry: Entry) -> Entry:
@@ -101,4 +114,5 @@ def prune(root: Root, run: str, number: int) -> None:
 
 
 def _numbers(root: Root, run: str) -> list[int]:
-    return [layout.lease_number(key) for key in root.keys(layout.lease_folder(run)) if layout.is_lease(key)]
+    numbers = map(layout.lease_number, root.keys(layout.lease_folder(run)))
+    return [number for number in numbers if number is not None]

@@ -5,7 +5,6 @@ significance side by side. Nothing in Ratchet reads it: the manifests and their 
 """
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from storage.digest import file_digest
 from storage.errors import InputError
 from storage.ids import Workflow
 from storage.manifest import Manifest
+from storage.ownership.scratch import scratch
 from storage.reader import read_stored_table
 from storage.schema import REWARD, ROLLOUT
 from storage.upkeep.catalog import contents, require_run
@@ -61,7 +61,9 @@ class Archive(BaseModel):
 
 
 def compact(root: Root, workflow: Workflow, run: str, texts: Texts = without_texts) -> Archive:
-    """Write the archive of all iterations that have a rollout; the same content gives the same file.
+    """Write the archive of all iterations that have a rollout, and remove those that it replaces.
+
+    The same content gives the same file.
 
     Raises:
         InputError: the run is not there, or has no rollout.
@@ -73,12 +75,16 @@ def compact(root: Root, workflow: Workflow, run: str, texts: Texts = without_tex
     if not rollouts:
         raise InputError(f"run {run!r} has no rollout yet, so there is nothing to archive")
     span = range(rollouts[0].iteration, rollouts[-1].iteration + 1)
-    with tempfile.TemporaryDirectory(prefix="ratchet-archive-") as folder:
-        path = Path(folder, f"{TABLE}.parquet")
+    before = [key for key in root.keys(layout.archive_folder(run)) if (layout.archive_span(key) or "")[0:1] == (TABLE,)]
+    with scratch() as folder:
+        path = folder / f"{TABLE}.parquet"
         rows = write_archive(path, (scored(root, one, rewards.get(one.iteration), texts) for one in rollouts))
         digest, size = file_digest(path)
         key = layout.archive_key(run, TABLE, span, digest)
         root.put_file_if_absent(key, path)
+    for old in before:  # as listed before: another process may have written a newer one since
+        if old != key:
+            root.remove(old)
     used = [*rollouts, *rewards.values()]
     parts_bytes = sum(part.bytes for manifest in used for part in manifest.parts)
     return Archive(run=run, key=key, iterations=(span[0], span[-1]), rows=rows, bytes=size, parts_bytes=parts_bytes)

@@ -3,9 +3,7 @@
 Within a root the parts are shared, as those of a fork are. From another root they are copied.
 """
 
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +12,7 @@ from storage.backends.root import Root
 from storage.errors import CommitConflict, InputError
 from storage.ids import Workflow, check_run_name
 from storage.manifest import Manifest, Origin, Part, commit, find
+from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize
 from storage.upkeep.catalog import check_not_removed, names, require_run
 
@@ -67,8 +66,9 @@ def branch(
     # after the copies: a retention or removal that begins later sees them
     _check_kept(source, workflow, originals[-1])
     check_not_removed(source, parent)
+    check_not_removed(root, run)
     key = layout.run_config_key(run)
-    if not records.publish(root, key, config) and root.read_bytes(key) != records.seal(config):
+    if not records.publish(root, key, config) and not records.is_there(root, key, config):
         raise InputError(f"run {run!r} already exists in {root.url}: give the new run another name")
     size = sum(part.bytes for copy in copies.values() for part in copy.parts)
     return Branched(run=run, parent=parent, iteration=iteration, bytes=size, copied=copied)
@@ -89,7 +89,8 @@ def _check_kept(source: Root, workflow: Workflow, state: Manifest) -> None:
     retired = source.exists(layout.retired_key(state.key))
     if retired or not all(source.exists(part.key) for part in state.parts):
         recorded = names(source, state.run)
-        kept = sorted(at for key, at in recorded.of_stage(workflow.holds_state).items() if key not in recorded.retired)
+        states = {at: key for (at, stage), key in recorded.newest.items() if stage == workflow.holds_state}
+        kept = sorted(at for at, key in states.items() if key not in recorded.retired)
         raise InputError(
             f"the train state of iteration {state.iteration} of run {state.run!r} is not kept; those of {kept} are. "
             "Choose one of them"
@@ -98,10 +99,10 @@ def _check_kept(source: Root, workflow: Workflow, state: Manifest) -> None:
 
 def _copied(source: Root, original: Manifest, writer: PartWriter) -> tuple[Part, ...]:
     """The same parts below the new run."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-branch-") as folder:
-        materialize(source, original, Path(folder))
+    with scratch() as folder:
+        materialize(source, original, folder)
         rows = {part.name: part.rows for part in original.parts}
-        written = writer.write_files(Path(folder), list(rows))
+        written = writer.write_files(folder, list(rows))
     return tuple(part.model_copy(update={"rows": rows[part.name]}) for part in written)
 
 

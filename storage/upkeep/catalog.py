@@ -2,14 +2,15 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, InputError, NotCommitted, SchemaMismatch, StorageError
+from storage.errors import DigestMismatch, InputError, NotCommitted, SchemaMismatch, StorageError, StorageUnavailable
 from storage.ids import check_run_name, is_run_name
 from storage.manifest import Manifest, Part, load
 from storage.ownership.lease import describe, holder
@@ -43,7 +44,7 @@ class Retired(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     manifest: str
     """Digest of the manifest."""
@@ -60,7 +61,7 @@ class Removal(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     time: datetime
     """When that was begun (UTC)."""
@@ -174,8 +175,15 @@ def runs(root: Root) -> list[str]:
 def _folders(root: Root) -> dict[str, bool]:
     """What may be runs by their names, sorted, and whether each is one."""
     candidates = [name for name in root.folders() if is_run_name(name)]
-    there = each(lambda name: root.exists(layout.run_config_key(name)), candidates, _READERS)
+    there = each(lambda name: _is_run(root, name), candidates, _READERS)
     return dict(zip(candidates, there, strict=True))
+
+
+def _is_run(root: Root, name: str) -> bool:
+    try:
+        return root.exists(layout.run_config_key(name))
+    except StorageUnavailable:  # something is there that cannot be looked at: its own commands say so
+        return True
 
 
 def require_run(root: Root, run: str) -> None:
@@ -195,9 +203,13 @@ def check_not_removed(root: Root, run: str) -> None:
 
     Raises:
         InputError: it was.
+        SchemaMismatch: the record of that is of another run.
     """
-    if root.exists(layout.removal_key(run)):
-        raise InputError(f"run {run!r} is being removed: finish that with `ratchet rm {run}`, or take another name")
+    try:
+        records.read(root, layout.removal_key(run), Removal)
+    except NotCommitted:
+        return
+    raise InputError(f"run {run!r} is being removed: finish that with `ratchet rm {run}`, or take another name")
 
 
 def names(root: Root, run: str, iteration: int | None = None, revisions: Revisions | None = None) -> Names:
@@ -209,13 +221,34 @@ def names(root: Root, run: str, iteration: int | None = None, revisions: Revisio
     folder = layout.manifest_folder(run) if iteration is None else layout.iteration_folder(run, iteration)
     keys = root.keys(folder)
     there, manifests = set(keys), tuple(key for key in keys if layout.is_manifest(key))
-    return Names(
+    found = Names(
         manifests=manifests,
         retired=frozenset(key for key in manifests if layout.retired_key(key) in there),
         pieces=tuple(key for key in keys if layout.is_piece(key)),
         attempts=tuple(key for key in keys if layout.is_attempt(key)),
         revisions=read_revisions(root, run) if revisions is None else revisions,
     )
+    if revisions is None:  # given ones may be older than what another process has made since
+        check_asked(root, run, found)
+    return found
+
+
+def check_asked(root: Root, run: str, recorded: Names) -> None:
+    """Refuse work that was done in a revision of which no record is there: another request would take it for its own.
+
+    Raises:
+        SchemaMismatch: there is such work.
+    """
+    last = len(recorded.revisions.reruns)
+    made = (*recorded.manifests, *recorded.pieces, *recorded.attempts)
+    beyond = [key for key in made if layout.revision_of(key) > last]
+    if beyond:
+        record = layout.rerun_key(run, layout.revision_of(beyond[0]))
+        raise SchemaMismatch(
+            f"{root.url}/{beyond[0]} was made in a revision whose record {record} is lost, so it is not known which "
+            f"revision is the head. Restore the record from a copy of the root, or remove all that was made there: "
+            f"{len(beyond)} objects of that number and higher ones"
+        )
 
 
 def names_of(root: Root, run: str, revision: int | None) -> Names:
@@ -224,8 +257,8 @@ def names_of(root: Root, run: str, revision: int | None) -> Names:
     Raises:
         InputError: there is no such revision.
     """
-    revisions = read_revisions(root, run)
-    return names(root, run, revisions=revisions if revision is None else revisions.seen(revision))
+    recorded = names(root, run)
+    return recorded if revision is None else replace(recorded, revisions=recorded.revisions.seen(revision))
 
 
 def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
@@ -279,9 +312,19 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
     manifests = read_all(recorded.manifests, lambda key: load(root, key))
     pieces = read_all(recorded.pieces, lambda key: read_piece(root, key))
     wholes = {layout.retired_key(key): key for key in recorded.manifests if key in recorded.retired}
-    retired = read_all(wholes, lambda key: records.read(root, key, Retired))
+    retired = read_all(wholes, lambda key: _retirement(root, key, manifests.get(wholes[key])))
     gone = {wholes[key]: record for key, record in retired.items()}
     return Contents(run, in_order(manifests), gone, pieces, recorded.revisions)
+
+
+def _retirement(root: Root, key: str, manifest: Manifest | None) -> Retired:
+    record = records.read(root, key, Retired)
+    if manifest is not None and record.manifest != manifest.digest:
+        raise SchemaMismatch(
+            f"{root.url}/{key} says that manifest {record.manifest} was retired, and {manifest.digest} is there: it "
+            "was copied by hand. Remove it, or restore the original"
+        )
+    return record
 
 
 def summaries(root: Root) -> list[RunSummary]:

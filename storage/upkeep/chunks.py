@@ -4,18 +4,17 @@ Each chunk is one Parquet file as `storage.upkeep.archive` writes it. Its name h
 again if it has more iterations by now, or if one of its stages was committed later than the file.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
-from pathlib import Path
 
 from storage import layout
 from storage.backends.root import Root, Stored
 from storage.digest import file_digest
 from storage.ids import Workflow
 from storage.manifest import load
+from storage.ownership.scratch import scratch
 from storage.upkeep.archive import Archive, Texts, scored, without_texts, write_archive
 from storage.upkeep.catalog import Names, names
 
@@ -42,10 +41,16 @@ def compact_new(
     there = [one for one in root.stored(layout.archive_folder(run)) if _span(one)]
     recorded = names(root, run)
     committed = {one.key: one.modified for one in root.stored(layout.manifest_folder(run))}
-    revisions = root.stored(layout.revision_folder(run))
-    chosen = [one.modified for one in revisions if layout.is_choice(one.key)]  # an older chunk is of another head
+    revisions = {one.key: one.modified for one in root.stored(layout.revision_folder(run))}
+    _, choices = layout.revision_numbers(revisions)
+    chosen = [revisions[key] for key in choices.values()]  # an older chunk is of another head
     written: list[Archive] = []
-    for place in _places(recorded, workflow, size):
+    places = list(_places(recorded, workflow, size))
+    numbers = {place.number for place in places}
+    for one in there:
+        if _number(one, size) not in numbers:  # of a former head, which had more iterations
+            root.remove(one.key)
+    for place in places:
         own = [one for one in there if place.number == _number(one, size)]
         current = [
             one for one in own if _span(one) == place.span and one.modified > max([place.changed(committed), *chosen])
@@ -92,8 +97,8 @@ def _places(recorded: Names, workflow: Workflow, size: int) -> Iterator[_Place]:
 
 
 def _write(root: Root, run: str, place: _Place, texts: Texts) -> Archive:
-    with tempfile.TemporaryDirectory(prefix="ratchet-archive-") as folder:
-        path = Path(folder, f"{TABLE}.parquet")
+    with scratch() as folder:
+        path = folder / f"{TABLE}.parquet"
         pairs = [(load(root, key), load(root, place.rewards[iteration])) for iteration, key in place.rollouts.items()]
         rows = write_archive(path, (scored(root, rollout, reward, texts) for rollout, reward in pairs))
         digest, size = file_digest(path)

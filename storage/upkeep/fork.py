@@ -50,7 +50,8 @@ def fork(
         InputError: there is no such run, the iteration is not complete or not kept, or the new name is taken.
     """
     require_run(root, parent)
-    if root.exists(layout.run_config_key(check_run_name(run))):
+    check_not_removed(root, check_run_name(run))  # what is left of another run would be taken for ours
+    if root.exists(layout.run_config_key(run)):
         raise InputError(f"run {run!r} already exists in {root.url}: give the fork another name with --run")
     recorded = names_of(root, parent, revision)
     _check_complete(recorded, workflow, parent, iteration)
@@ -61,10 +62,11 @@ def fork(
     for copy in copies:
         _publish(root, copy, run)
     _take_over_retirements(root, workflow, past, shared, copies, iteration)
-    check_not_removed(root, parent)  # after the copies: a removal that begins later sees them
+    for one in (parent, run):  # after the copies: a removal that begins later sees them
+        check_not_removed(root, one)
     key = layout.run_config_key(run)
     # compared, because the answer to our own write may have been lost
-    if not records.publish(root, key, config) and root.read_bytes(key) != records.seal(config):
+    if not records.publish(root, key, config) and not records.is_there(root, key, config):
         raise InputError(f"run {run!r} was just made by another process: give the fork another name with --run")
     parts = {part.key: part.bytes for copy in copies for part in copy.parts}
     return Forked(run=run, parent=parent, iteration=iteration, manifests=len(copies), shared_bytes=sum(parts.values()))

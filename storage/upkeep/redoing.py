@@ -16,7 +16,7 @@ from storage.errors import InputError
 from storage.ids import Workflow
 from storage.manifest import Fence, find
 from storage.revisions import Choice, Rerun, Revisions, read_revisions, record_choice, record_rerun
-from storage.upkeep.catalog import Names, names
+from storage.upkeep.catalog import Names, check_asked, names
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) 
     if begun is not None:
         return _the_same(run, wanted, begun)
     recorded = names(root, run, revisions=revisions)
+    check_asked(root, run, recorded)
     _check_wanted(workflow, run, wanted, recorded)
     rerun = _rerun(workflow, wanted, recorded)
     fence.check()
@@ -82,7 +83,9 @@ def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str,
     goes_on = _goes_on(root, run, revisions.seen(revision))
     choice = Choice(revision=revision, goes_on=goes_on, reason=reason, asked_by=asked_by, time=datetime.now(UTC))
     then = replace(revisions, choices=(*revisions.choices, choice))
-    _check_goes_on(workflow, run, names(root, run, revisions=then))
+    recorded = names(root, run, revisions=then)
+    check_asked(root, run, recorded)
+    _check_goes_on(workflow, run, recorded)
     fence.check()
     if record_choice(root, run, choice, len(then.choices)):
         return choice

@@ -115,7 +115,6 @@ def collect(
     cleaning = _Cleaning(root, run, SharedParts(root, run), now or datetime.now(UTC), apply, fence)
     recorded = names(root, run)
     stored, unreadable = survey(root, run, recorded)
-    unreadable += cleaning.shared.look().unreadable
     garbage = [*_records(root, stored, cleaning.moment), *_leftovers(root, run, cleaning.moment)]
     if not unreadable:
         parts = root.stored(layout.part_folder(run))
@@ -171,10 +170,10 @@ def give_up(
     shared: SharedParts | None = None,
     revisions: Revisions | None = None,
 ) -> Collection:
-    """Delete the one train state that newly served weights push out of retention, if there is one.
+    """Delete the train states of the one iteration that newly served weights push out of retention.
 
-    Does for one state what `catch_up` does for all, with some ten requests and one for each other run. Arguments and
-    errors are the same.
+    Does for one iteration what `catch_up` does for all, with some ten requests and one for each other run, however many
+    iterations and reruns there are. Arguments and errors are the same.
 
     Args:
         served: iteration of the newest served weights.
@@ -184,10 +183,9 @@ def give_up(
         return Collection(run=run, applied=True)
     cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
     recorded = names(root, run, iteration, revisions).only(lambda key: _stage(key) == stage)
-    if recorded.revisions.reruns:  # other revisions may need it: that takes more than one iteration to know
-        return catch_up(root, workflow, run, retention, fence=fence, shared=shared, revisions=revisions)
+    needed = _needed(root, workflow, run, iteration, served, recorded.revisions)
     parts = root.stored(layout.stage_parts(run, iteration, stage))
-    return cleaning.states(parts, recorded, set(recorded.manifests) - recorded.retired, retention)
+    return cleaning.states(parts, recorded, set(recorded.manifests) - recorded.retired - needed, retention)
 
 
 @dataclass(frozen=True)
@@ -257,7 +255,7 @@ class _Cleaning:
         named = {part.key for key, one in stored.manifests.items() if key not in retired for part in one.parts}
         named |= {part.key for part in stored.unfinished.values()}
         for one in parts:
-            if one.key in named or layout.is_temporary(one.key):
+            if one.key in named or layout.is_temporary(one.key) or layout.is_stray(one.key):
                 continue
             if one.key in gone:
                 yield Garbage(key=one.key, bytes=one.bytes, reason=_RETIRED)
@@ -309,6 +307,20 @@ def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> se
     return {key for key, iteration in states if key not in recorded.retired and not kept(key, iteration)}
 
 
+def _needed(root: Root, workflow: Workflow, run: str, iteration: int, served: int, every: Revisions) -> set[str]:
+    """Manifests of an iteration's states that a revision needs which has not served weights of `served` itself."""
+    if not every.reruns:  # the only one has
+        return set()
+    ends, state = workflow.ends_iteration, workflow.holds_state
+    there = set(names(root, run, served, every).manifests)
+    behind = [one for one in map(every.seen, every.numbers) if _key(run, served, ends, one) not in there]
+    return {_key(run, iteration, state, one) for one in behind}
+
+
+def _key(run: str, iteration: int, stage: str, seen: Revisions) -> str:
+    return layout.manifest_key(run, iteration, stage, seen.of(iteration, stage))
+
+
 def _served(recorded: Names, workflow: Workflow) -> dict[int, int]:
     """The newest iteration whose weights are served, of each revision."""
     synced = [(layout.revision_of(key), at) for key, at in recorded.of_stage(workflow.ends_iteration).items()]
@@ -325,7 +337,7 @@ def _stage(key: str) -> str | None:
 
 
 def _records(root: Root, stored: Contents, moment: datetime) -> Iterator[Garbage]:
-    entries = [one for one in root.stored(layout.lease_folder(stored.run)) if layout.is_lease(one.key)]
+    entries = [one for one in root.stored(layout.lease_folder(stored.run)) if layout.lease_number(one.key)]
     for one in entries[:-1]:  # the newest entry says which process drives the run, if any
         if one.modified < moment - ORPHAN_AGE:
             yield Garbage(key=one.key, bytes=one.bytes, reason="a lease entry that others followed")

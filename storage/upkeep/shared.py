@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import batched, groupby
 
-from storage import layout
+from storage import layout, records
 from storage.backends.root import Root, Stored
-from storage.errors import StorageError
+from storage.errors import DigestMismatch, NotCommitted, SchemaMismatch, StorageError
 from storage.ids import is_run_name
 from storage.manifest import load
 from storage.parallel import each
-from storage.upkeep.catalog import Unreadable
+from storage.upkeep.catalog import Retired, Unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class SharedParts:
         found = self.look()
         wanted = set(candidates)
         naming = [key for key, parts in found.manifests.items() if parts & wanted]
-        gone = each(lambda key: self._root.exists(layout.retired_key(key)), naming, _READERS)
+        gone = each(lambda key: self._is_released(key, found.manifests[key]), naming, _READERS)
         released = {key for key, retired in zip(naming, gone, strict=True) if retired}
         if not released:
             return found
@@ -100,6 +100,13 @@ class SharedParts:
         found = self.look()
         kept = {key: parts for key, parts in found.manifests.items() if key not in released}
         return Shared(kept, found.unreadable)
+
+    def _is_released(self, key: str, parts: Collection[str]) -> bool:
+        """Whether the run of a manifest has retired it; a record that is not of this manifest releases nothing."""
+        try:
+            return set(parts) <= set(records.read(self._root, layout.retired_key(key), Retired).keys)
+        except (NotCommitted, DigestMismatch, SchemaMismatch):
+            return False
 
     def report(self, unreadable: Iterable[Unreadable]) -> None:
         """Warn once for each record that no part is deleted as long as it cannot be read."""

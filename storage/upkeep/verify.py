@@ -1,21 +1,30 @@
 """Reading everything that a run has stored, and naming what is not as it was written."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 
 from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic_core import from_json
 
 from storage import layout, records
 from storage.attempts import Attempt
 from storage.backends.root import Root, open_root
 from storage.digest import bytes_digest
-from storage.errors import DigestMismatch, InputError, NotCommitted, PartMissing, SchemaMismatch, StorageError
+from storage.errors import (
+    DigestMismatch,
+    InputError,
+    NotCommitted,
+    PartMissing,
+    SchemaMismatch,
+    StorageError,
+    StorageUnavailable,
+)
 from storage.manifest import Part, load
+from storage.ownership import log
 from storage.parallel import each
 from storage.parts import is_intact, read_part_buffer
-from storage.revisions import FIRST, Revisions, read_revisions
+from storage.revisions import FIRST, Revisions, uncopied
 from storage.selection import SOURCES, Source, read_sources
 from storage.upkeep.catalog import Contents, names, survey
 from storage.upkeep.shared import SharedParts
@@ -34,11 +43,15 @@ class Problem(StrEnum):
     """It was made from a manifest that the run does not have."""
     SOURCE_GONE = "source-gone"
     """Samples were copied from a rollout that is not there any more. Harmless: they are there."""
+    UNCOPIED = "uncopied"
+    """Its second copy is lost, or was not written. Harmless; the next process that drives the run writes it."""
+    STRAY = "stray"
+    """It is none of a run's objects. Harmless: nothing reads it."""
     ORPHANED = "orphaned"
     """Nothing names it: left by a crash, or part of a stage in progress. Harmless; gc deletes it after a day."""
 
 
-_HARMLESS = (Problem.ORPHANED, Problem.SOURCE_GONE)
+_HARMLESS = (Problem.ORPHANED, Problem.SOURCE_GONE, Problem.UNCOPIED, Problem.STRAY)
 
 
 class Finding(BaseModel):
@@ -51,6 +64,11 @@ class Finding(BaseModel):
     """Key below the storage root."""
     detail: str
     """What was found."""
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether everything that the run needs is there all the same."""
+        return self.fault in _HARMLESS
 
 
 class Verification(BaseModel):
@@ -72,18 +90,29 @@ class Verification(BaseModel):
     @computed_field
     @property
     def sound(self) -> bool:
-        """Whether everything needed is there and intact; orphans and sources that are gone do no harm."""
-        return all(finding.fault in _HARMLESS for finding in self.findings)
+        """Whether everything needed is there and intact."""
+        return all(finding.is_harmless for finding in self.findings)
 
 
 def verify(root: Root, run: str) -> Verification:
     """Hash every object of a run again and follow every reference."""
+    try:
+        return _verified(root, run)
+    except StorageUnavailable as error:  # a folder in the place of a record, or the reverse; links; permissions
+        finding = Finding(fault=Problem.DAMAGED, key=run, detail=str(error))
+        return Verification(run=run, manifests=0, parts=0, bytes=0, retired=0, findings=(finding,))
+
+
+def _verified(root: Root, run: str) -> Verification:
     stored, findings = _readable(root, run)
     parts = {part.key: part for manifest in stored.kept.values() for part in manifest.parts}
     parts |= {part.key: part for part in stored.unfinished.values()}
     findings += [found for found in each(lambda part: _part(root, part), parts.values(), _READERS) if found]
     findings += [
         *_config(root, run),
+        *_copies(root, run),
+        *_leases(root, run),
+        *_strays(root, run),
         *_inputs(stored),
         *_sources(root, stored),
         *_archives(root, run),
@@ -105,28 +134,56 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     recorded = names(root, run, revisions=revisions)
     stored, unreadable = survey(root, run, recorded)
     findings = [Finding(fault=Problem.DAMAGED, key=one.key, detail=one.reason) for one in unreadable]
-    return stored, [*findings, *flaws, *_attempts(root, recorded.attempts)]
+    attempts = _unreadable(recorded.attempts, lambda key: records.read(root, key, Attempt))
+    return stored, [*findings, *flaws, *attempts]
 
 
 def _revisions(root: Root, run: str) -> tuple[Revisions, list[Finding]]:
     """What was done again. If a record of it cannot be read, it is not known which revision is the head."""
     try:
-        return read_revisions(root, run), []
+        return names(root, run).revisions, []
     except (DigestMismatch, SchemaMismatch) as error:
         return FIRST, [Finding(fault=Problem.DAMAGED, key=layout.revision_folder(run), detail=str(error))]
 
 
-def _attempts(root: Root, keys: Sequence[str]) -> Iterator[Finding]:
-    def read(key: str) -> Finding | None:
+def _copies(root: Root, run: str) -> Iterator[Finding]:
+    """Second copies that are not what their name says, and records without one."""
+
+    def read(key: str) -> None:
+        if record := layout.copied(key):
+            data = root.read_bytes(key)
+            records.unseal(data, f"{root.url}/{key}", record)
+            if layout.copy_key(record, bytes_digest(data)) != key:
+                raise DigestMismatch(f"{root.url}/{key} is not what its name says: it was renamed. Remove it")
+
+    yield from _unreadable(root.keys(layout.copy_folder(run)), read)
+    for key in uncopied(root, run):
+        yield Finding(fault=Problem.UNCOPIED, key=key, detail="it has no second copy, so its loss would not be noticed")
+
+
+def _leases(root: Root, run: str) -> Iterator[Finding]:
+    numbers = map(layout.lease_number, root.keys(layout.lease_folder(run)))
+    by_key = {layout.lease_key(run, number): number for number in numbers if number is not None}
+    return _unreadable(list(by_key), lambda key: log.read(root, run, by_key[key]))
+
+
+def _strays(root: Root, run: str) -> Iterator[Finding]:
+    for key in filter(layout.is_stray, root.keys(run)):
+        shown = key.encode(errors="backslashreplace").decode()  # a name may be no text
+        yield Finding(fault=Problem.STRAY, key=shown, detail="nothing of a run has this name, and nothing reads it")
+
+
+def _unreadable(keys: Sequence[str], read: Callable[[str], object]) -> Iterator[Finding]:
+    def attempt(key: str) -> Finding | None:
         try:
-            records.read(root, key, Attempt)
+            read(key)
         except (DigestMismatch, SchemaMismatch) as error:
             return Finding(fault=Problem.DAMAGED, key=key, detail=str(error))
-        except NotCommitted:  # deleted since it was listed, as its stage is committed
+        except NotCommitted:  # deleted since it was listed
             return None
         return None
 
-    yield from filter(None, each(read, keys, _READERS))
+    yield from filter(None, each(attempt, keys, _READERS))
 
 
 def _part(root: Root, part: Part) -> Finding | None:
@@ -142,10 +199,10 @@ def _part(root: Root, part: Part) -> Finding | None:
 def _config(root: Root, run: str) -> Iterator[Finding]:
     key = layout.run_config_key(run)
     try:
-        json.loads(records.unseal_older(root.read_bytes(key), f"{root.url}/{key}"))
+        from_json(records.unseal_older(root.read_bytes(key), f"{root.url}/{key}", key))
     except NotCommitted:
         yield Finding(fault=Problem.MISSING, key=key, detail="the run has no configuration")
-    except DigestMismatch as error:
+    except (DigestMismatch, SchemaMismatch) as error:
         yield Finding(fault=Problem.DAMAGED, key=key, detail=str(error))
     except ValueError as error:
         yield Finding(fault=Problem.DAMAGED, key=key, detail=f"the configuration is not JSON: {error}")
@@ -163,9 +220,14 @@ def _inputs(stored: Contents) -> Iterator[Finding]:
 def _sources(root: Root, stored: Contents) -> Iterator[Finding]:
     """Of each selection the rollouts that are not what was selected from."""
     for key, manifest in stored.kept.items():
-        if SOURCES in manifest.part_names and is_intact(root, manifest.part(SOURCES)):
-            found = each(partial(_source, root, key), read_sources(root, manifest), _READERS)
-            yield from (one for one in found if one)
+        if SOURCES not in manifest.part_names or not is_intact(root, manifest.part(SOURCES)):
+            continue
+        try:
+            sources = read_sources(root, manifest)
+        except SchemaMismatch as error:
+            yield Finding(fault=Problem.DAMAGED, key=manifest.part(SOURCES).key, detail=str(error))
+        else:
+            yield from filter(None, each(partial(_source, root, key), sources, _READERS))
 
 
 def _source(root: Root, key: str, source: Source) -> Finding | None:
@@ -182,18 +244,18 @@ def _source(root: Root, key: str, source: Source) -> Finding | None:
 
 def _archives(root: Root, run: str) -> Iterator[Finding]:
     for key in root.keys(layout.archive_folder(run)):
-        if layout.is_temporary(key):
+        if layout.archive_span(key) is None:
             continue
         try:
             digest = bytes_digest(root.read_buffer(key))
         except NotCommitted:  # another process has replaced it since it was listed
             continue
-        if not digest.startswith(layout.digest_in_name(key) or "?"):
+        if not digest.startswith(layout.digest_in_name(key)):
             yield Finding(fault=Problem.DAMAGED, key=key, detail=f"its digest is {digest}: write it again with compact")
 
 
 def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
-    there = {stored.key: stored for stored in root.stored(layout.part_folder(run))}
+    there = {one.key: one for one in root.stored(layout.part_folder(run)) if not layout.is_stray(one.key)}
     unnamed = set(there) - named
     if unnamed:
         elsewhere = SharedParts(root, run).look()

@@ -4,12 +4,12 @@ A run's identity follows from this record alone, so it is the same for every ver
 been added since.
 """
 
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import Field, JsonValue, ValidationError
+from pydantic_core import from_json
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -225,7 +225,8 @@ def _document(root: Root, run: str) -> tuple[dict[str, JsonValue], str]:
     key = layout.run_config_key(run)
     where = f"{root.url}/{key}"
     try:
-        document = json.loads(records.unseal_older(root.read_bytes(key), where))
+        # unlike that of json, this parser refuses any depth as a ValueError
+        document = from_json(records.unseal_older(root.read_bytes(key), where, key))
     except NotCommitted:
         raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
     except ValueError as error:

@@ -111,7 +111,7 @@ def _check_columns(order: ImportOrder) -> None:
 def _check_unused(root: Root, run: str, record: ImportRecord) -> None:
     key = layout.run_config_key(run)
     if root.exists(key):
-        if root.read_bytes(key) != records.seal(record):
+        if not records.is_there(root, key, record):
             raise InputError(f"run {run!r} exists in {root.url}: give the imported samples another name with --run")
     elif names(root, run).manifests:
         raise InputError(f"run {run!r} has manifests, but no record: remove it with `ratchet rm {run}`")

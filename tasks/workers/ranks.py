@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from storage.errors import InputError
+from storage.ownership.scratch import new_folder
 from tasks.config.environment import Settings, trainer_environment
 from tasks.workers.actors import TOKEN_CHARACTERS, WorkerGroup, fresh_names, group_name, spawn
-from tasks.workers.scratch import new_folder
 from trainer_core.config import Device, RankSpec, TrainerConfig
 from trainer_core.protocol import TrainerProtocol
 from trainer_core.start import start_trainer

@@ -8,13 +8,14 @@ import pytest
 
 from flows.driving import is_redoing, rerun
 from flows.views.history import synced_iterations
+from storage import layout
 from storage.backends.root import Root, open_root
-from storage.errors import InputError
+from storage.errors import InputError, SchemaMismatch
 from storage.kill_points import Point
 from storage.manifest import Manifest, find, need
 from storage.ownership.lease import hold
 from storage.parts import read_table
-from storage.revisions import read_revisions
+from storage.revisions import read_revisions, uncopied
 from storage.schema import ROLLOUT
 from storage.upkeep.redoing import Wanted, choose
 from storage.upkeep.verify import verify
@@ -235,3 +236,33 @@ def test_other_settings_apply_from_the_stage_that_reads_them(root, tmp_path, don
     with pytest.raises(InputError, match=r"learning_rate: the run was started with 0.01.* is now given 0.001"):
         drive(root, tmp_path, asked_for(4))
     assert need(root, RUN, 3, Stage.TRAIN).digest != done[3, Stage.TRAIN].digest
+
+
+def test_states_of_an_earlier_configuration_go_before_the_first_stage(root, tmp_path, done):
+    process = driver(root, asked_for(4, "storage.keep_newest=1"), tmp_path / "scratch")
+    process.at = killing(Stage.ROLLOUT, 4, Point.STARTED)
+    with pytest.raises(Killed):
+        process.drive()
+    retired = [root.exists(layout.retired_key(done[iteration, Stage.TRAIN].key)) for iteration in range(4)]
+    assert retired == [False, True, True, False]
+
+
+def test_a_second_copy_that_a_kill_left_out_is_there_once_the_run_is_driven(root, tmp_path, done):
+    rerun(root, RUN, wanted(Stage.REWARD, 3))
+    for key in root.keys(layout.copy_folder(RUN)):
+        root.remove(key)
+    drive(root, tmp_path)
+    assert uncopied(root, RUN) == []
+    assert verify(root, RUN).findings == ()
+
+
+def test_work_of_a_rerun_whose_record_is_lost_is_not_gone_on_with(root, tmp_path, done):
+    rerun(root, RUN, wanted(Stage.REWARD, 3))
+    with pytest.raises(Killed):
+        drive(root, tmp_path, at=killing(Stage.REWARD, 3, Point.COMMITTED))
+    for key in [*root.keys(layout.copy_folder(RUN)), *root.keys(layout.revision_folder(RUN))]:
+        root.remove(key)  # as a power cut would
+    for iterations in (3, 4):
+        with pytest.raises(SchemaMismatch, match=r"whose record small/revisions/rerun-000001.json is lost"):
+            rerun(root, RUN, wanted(Stage.REWARD, 3)) if iterations == 3 else drive(root, tmp_path, asked_for(4))
+    assert not verify(root, RUN).sound

@@ -1,8 +1,8 @@
 """A process that reports which files and folders it flushes and which names it links, and may kill itself after a link.
 
 flushes.py ROOT KILL STEP...: KILL is the end of the name after whose link it sends itself SIGKILL, or "-". A step is
-"part" (write_bytes), "file" (a file that is handed over), "hold" (the lease, until the end) or the number of the
-iteration whose manifest is committed.
+"part" (write_bytes), "file" (a file that is handed over), "hold" (the lease, until the end), "rerun", "choice" or the
+number of the iteration whose manifest is committed.
 """
 
 import os
@@ -16,7 +16,9 @@ from storage.backends.root import Root, open_root
 from storage.manifest import commit
 from storage.ownership.lease import hold
 from storage.parts import PartWriter
+from storage.revisions import record_choice, record_rerun
 from tasks.stages.names import Stage
+from tests.storage.revised import choice, rerun
 from tests.storage.tables import manifest
 
 
@@ -48,6 +50,10 @@ def do(root: Root, step: str, stack: ExitStack) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path(root.path).parents[1])))
         (folder / "part.arrow").write_bytes(b"content")
         writer.write_file("part.arrow", folder / "part.arrow")
+    elif step == "rerun":
+        record_rerun(root, "run", rerun(1, Stage.TRAIN, 1))
+    elif step == "choice":
+        record_choice(root, "run", choice(1), 1)
     else:
         commit(root, manifest(Stage.TRAIN, int(step)))
 

@@ -275,3 +275,19 @@ def test_local_reads_copy_nothing(root):
     assert peak < part.bytes / 2
     for name in ("prompt_tokens", "response_tokens", "logprobs"):
         assert np.array_equal(flat(back[name])[0], flat(table[name])[0])
+
+
+def test_a_part_that_gc_deletes_while_it_is_adopted_is_written_again(root):
+    part = writer(root).write_bytes("groups.arrow", b"content")
+
+    class Cleaned(type(root)):
+        """gc, which saw the part while it was old, deletes it just after it was made young."""
+
+        def make_young(self, key):
+            made = super().make_young(key)
+            self.remove(key)
+            return made
+
+    cleaned = Cleaned(root.url, root.fs, root.path, root.protocol)
+    assert writer(cleaned).write_bytes("groups.arrow", b"content") == part
+    assert read_part(root, part) == b"content"

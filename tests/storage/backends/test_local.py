@@ -124,3 +124,22 @@ def test_a_listing_that_fails_is_no_empty_listing(tmp_path):
     assert list(local.files(tmp_path / "nothing")) == []
     with pytest.raises(NotADirectoryError):
         list(local.files(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("first", "kill", "step", "folder"),
+    [
+        ((), "rerun-000001.json", "rerun", "revisions"),
+        (("rerun",), "head-000001.json", "choice", "revisions"),
+        (("0", "2", "3", "4"), "000001/train.r0.json", "1", "manifests/000001"),
+    ],
+    ids=["rerun", "choice", "an early iteration done again"],
+)
+def test_whatever_a_killed_process_linked_is_flushed_before_something_rests_on_it(tmp_path, first, kill, step, folder):
+    top = tmp_path / "runs"
+    process(str(top), "-", *first)
+    process(str(top), kill, step)
+    second = process(str(top), "-", "hold", "9")
+    published = second.index(("link", str(top / "run" / "manifests/000009/train.r0.json")))
+    flushed = {path for call, path in second[:published] if call == "fsync"}
+    assert chain(top / "run" / folder, tmp_path) <= flushed

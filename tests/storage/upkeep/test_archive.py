@@ -1,16 +1,24 @@
 """The Parquet archive holds every sample with its own score."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import InputError
+from storage.ownership.scratch import sweep
 from storage.reader import read_stored_table
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import SAMPLES, compact
+from storage.upkeep.chunks import compact_new
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_iteration, make_run, put
 from tests.storage.tables import rollout_table
+
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 def read(root, archive):
@@ -45,7 +53,7 @@ def test_the_same_content_is_the_same_file(root):
     assert len(root.keys("run/archive")) == 1
     make_iteration(root, "run", 4)
     assert compact(root, WORKFLOW, "run").rows == 48
-    assert len(root.keys("run/archive")) == 2
+    assert len(root.keys("run/archive")) == 1, "so a reader of all files there counts no sample twice"
 
 
 def test_a_rollout_that_was_not_scored_yet_has_no_scores(root):
@@ -60,3 +68,49 @@ def test_a_run_without_rollouts_has_no_archive(root):
     make_run(root, iterations=0)
     with pytest.raises(InputError, match="no rollout yet"):
         compact(root, WORKFLOW, "run")
+
+
+def test_an_archive_takes_the_place_of_the_one_before(root):
+    make_run(root, iterations=2)
+    compact_new(root, WORKFLOW, "run")
+    chunk = root.keys("run/archive")
+    compact(root, WORKFLOW, "run")
+    make_iteration(root, "run", 3)
+    archive = compact(root, WORKFLOW, "run")
+    assert root.keys("run/archive") == [*chunk, archive.key]
+    assert compact(root, WORKFLOW, "run") == archive
+    assert root.keys("run/archive") == [*chunk, archive.key]
+
+
+KILLED = """
+import os, signal, sys, tempfile
+from storage import kill_points
+from storage.backends.root import open_root
+from storage.upkeep.archive import compact
+from storage.upkeep.branch import branch
+from storage.upkeep.chunks import compact_new
+from tasks.stages.names import WORKFLOW
+from tests.storage.runs import DOCUMENT
+folder = sys.argv[2]
+tempfile.tempdir = f"{folder}/temporary"
+os.mkdir(tempfile.tempdir)
+root, other = open_root(f"{folder}/runs"), open_root(f"{folder}/other")
+work = {
+    "compact": lambda: compact(root, WORKFLOW, "run"),
+    "chunks": lambda: compact_new(root, WORKFLOW, "run"),
+    "branch": lambda: branch(root, WORKFLOW, "run", 2, other, "new", "c", DOCUMENT),
+}
+with kill_points.observed(lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+    work[sys.argv[1]]()
+"""
+
+
+@pytest.mark.parametrize("work", ["compact", "chunks", "branch"])
+def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_next(root, tmp_path, work, monkeypatch):
+    make_run(root, iterations=2)
+    ended = subprocess.run([sys.executable, "-c", KILLED, work, str(tmp_path)], cwd=PROJECT, check=False)
+    assert ended.returncode == -9
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (left,) = (tmp_path / "temporary").iterdir()
+    assert left in sweep()
+    assert not left.exists()

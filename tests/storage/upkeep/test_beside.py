@@ -9,6 +9,7 @@ from storage.manifest import commit
 from storage.ownership.lease import acquire, unlock
 from storage.ownership.process import this_process
 from storage.parts import PartWriter
+from storage.unfinished import keep_piece
 from storage.upkeep.beside import collect_beside, verify_beside
 from storage.upkeep.retention import Retention, catch_up
 from storage.upkeep.verify import Problem, verify
@@ -25,11 +26,16 @@ def left(root, iteration, stage=Stage.TRAIN, name="0.distcp"):
     return part
 
 
-def test_what_a_stage_in_progress_may_find_stays(root):
+@pytest.mark.parametrize("by", ["attempt", "piece"])
+def test_what_a_stage_in_progress_may_find_stays(root, by):
     make_run(root)
     acquire(root, "run", this_process("the driver"))
     finished, waiting, begun = left(root, 3), left(root, 4), left(root, 2)
-    attempts.begin(root, "run", 2, Stage.EVALUATE, "the driver")
+    if by == "attempt":
+        attempts.begin(root, "run", 2, Stage.EVALUATE, "the driver")
+    else:  # the record of the attempt is not flushed, and may be lost
+        writer = PartWriter(root, "run", 2, Stage.EVALUATE)
+        keep_piece(writer, "00000", writer.write_bytes("samples.arrow", b"some"))
     deleted = collect_beside(root, WORKFLOW, "run")
     assert deleted.applied
     assert [one.key for one in deleted.garbage] == [finished.key]

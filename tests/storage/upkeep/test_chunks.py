@@ -7,7 +7,8 @@ import pytest
 
 from storage import layout
 from storage.errors import DigestMismatch
-from storage.revisions import Choice, record_choice
+from storage.manifest import commit, need
+from storage.revisions import Choice, read_revisions, record_choice
 from storage.schema import ROLLOUT
 from storage.upkeep.chunks import compact_new
 from storage.upkeep.verify import verify
@@ -15,6 +16,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import age, make_iteration, make_run, put
 from tests.storage.stepping import SharedStore, Stepper
 from tests.storage.tables import rollout_table
+from tests.storage.upkeep.test_redoing import again
 
 GROUP = 12  # samples of an iteration
 
@@ -129,3 +131,15 @@ def test_a_chunk_from_before_the_head_was_chosen_is_written_again(root):
     record_choice(root, "run", chosen, 1)
     age(root, layout.choice_key("run", 1), days=-0.1)
     assert new(root) == [((1, 1), GROUP)]
+
+
+def test_chunks_of_a_former_head_go(root):
+    make_run(root, iterations=4)
+    assert [span for span, _ in new(root)] == [(1, 2), (3, 4)]
+    made = again(root, 1, Stage.ROLLOUT)
+    assert new(root) == []
+    assert chunks(root) == []
+    before = need(root, "run", 1, Stage.REWARD, read_revisions(root, "run").seen(0))
+    commit(root, before.model_copy(update={"revision": 1, "inputs": {**before.inputs, "rollout": made.digest}}))
+    assert [span for span, _ in new(root)] == [(1, 1)]
+    assert chunks(root) == [(1, 1)]

@@ -1,19 +1,22 @@
 """What is kept, deleted, shared and shown once stages were done again."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from storage import layout
-from storage.backends.root import Root
-from storage.errors import InputError
+from storage.backends.root import Root, Stored, open_root
+from storage.errors import InputError, LeaseLost
 from storage.manifest import Manifest, commit, find, need
-from storage.ownership.lease import hold
+from storage.ownership.lease import acquire, hold, unlock
+from storage.ownership.process import this_process
 from storage.parts import PartWriter
 from storage.revisions import read_revisions
 from storage.upkeep.catalog import contents, names_of, summaries
 from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights
 from storage.upkeep.redoing import Wanted, ask, choose
-from storage.upkeep.retention import Retention, collect, give_up
+from storage.upkeep.retention import Retention, catch_up, collect, give_up
 from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import DOCUMENT, age, make_run
@@ -206,3 +209,73 @@ def test_an_evaluation_of_weights_that_were_done_again_is_not_forked(root: Root)
     assert find(root, "child", 1, "evaluation-ab") is not None
     assert find(root, "child", 2, "evaluation-ab") is None
     assert verify(root, "child").findings == ()
+
+
+@pytest.mark.parametrize("use", ["ask", "choose"])
+def test_a_process_that_lost_its_lease_asks_for_nothing_and_chooses_nothing(root: Root, use: str):
+    make_run(root)
+    lease = acquire(root, RUN, this_process("test"))
+    unlock(root, RUN, this_process("another"), force=True)
+    with pytest.raises(LeaseLost):
+        if use == "ask":
+            ask(root, WORKFLOW, RUN, Wanted(2, Stage.TRAIN, "a test", "tests"), lease)
+        else:
+            choose(root, WORKFLOW, RUN, 0, "a test", "tests", lease)
+    assert root.keys(layout.revision_folder(RUN)) == []
+
+
+@dataclass(frozen=True)
+class Weighing(Root):
+    """Notes each request with the number of objects that it names."""
+
+    asked: list[tuple[str, int]] = field(default_factory=list)
+
+    def stored(self, prefix: str) -> list[Stored]:
+        found = super().stored(prefix)
+        self.asked.append(("list", len(found)))
+        return found
+
+    def read_bytes(self, key: str) -> bytes:
+        self.asked.append(("read", 1))
+        return super().read_bytes(key)
+
+
+def the_end(root: Root, iterations: int, reruns: int) -> Weighing:
+    """The end of iteration 3 of a run that has as many iterations, and as many reruns of its last one."""
+    make_run(root, RUN, iterations)
+    for number in range(reruns):
+        again(root, iterations, Stage.TRAIN, f"{number}".encode())
+    weighing = Weighing(root.url, root.fs, root.path, root.protocol)
+    give_up(weighing, WORKFLOW, RUN, Retention(newest=1), 3, revisions=read_revisions(root, RUN))
+    assert root.exists(layout.retired_key(layout.manifest_key(RUN, 2, Stage.TRAIN, 0)))
+    return weighing
+
+
+def test_the_end_of_an_iteration_costs_the_same_however_much_came_before(tmp_path):
+    costs = [
+        the_end(open_root(str(tmp_path / f"{iterations}-{reruns}")), iterations, reruns).asked
+        for iterations, reruns in ((4, 1), (12, 1), (12, 2))
+    ]
+    assert costs[0] == costs[1] == costs[2]
+    assert sum(names for _, names in costs[0]) < 40
+
+
+@pytest.mark.parametrize("served", [1, 2, 3, 4])
+@pytest.mark.parametrize("newest", [1, 2])
+def test_the_end_of_an_iteration_gives_up_what_a_start_would(tmp_path, served, newest):
+    """Revision 1 has iterations 0 to 2, revision 2 of it has 0 to 3 again, and revision 0 is the head."""
+    roots = [open_root(str(tmp_path / name)) for name in ("start", "end")]
+    for root in roots:
+        make_run(root, RUN, served)
+        if served > 1:
+            made = again(root, 2, Stage.TRAIN, b"another state")
+            after(root, 2, Stage.WEIGHT_SYNC, made, "train")
+        with hold(root, RUN, "test") as lease:
+            choose(root, WORKFLOW, RUN, 0, "back", "tests", lease)
+    keep = Retention(newest=newest)
+    catch_up(roots[0], WORKFLOW, RUN, keep)
+    for iteration in range(served + 1):
+        give_up(roots[1], WORKFLOW, RUN, keep, iteration)
+    kept = [[key for key in layout_states(root) if not root.exists(layout.retired_key(key))] for root in roots]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) <= newest + 3

@@ -10,6 +10,7 @@ from storage.backends.root import Root
 from storage.errors import InputError, LeaseHeld, LeaseLost
 from storage.ownership.lease import acquire, hold, unlock
 from storage.ownership.process import this_process
+from storage.upkeep.branch import branch
 from storage.upkeep.catalog import Removal, check_not_removed, require_run, runs, summaries
 from storage.upkeep.fork import check_unused, fork
 from storage.upkeep.removal import forget, remove, what_is_there
@@ -101,26 +102,85 @@ def test_a_run_stays_while_it_is_not_known_whether_others_use_it(root):
     assert verify(root, "run").sound
 
 
-def test_of_a_fork_and_a_removal_at_the_same_time_one_sees_the_other(root):
+def forked(root: Root):
+    return fork(root, WORKFLOW, "run", 1, "child", "c1", DOCUMENT)
+
+
+def branched(root: Root):
+    return branch(root, WORKFLOW, "run", 1, root, "child", "c1", DOCUMENT)
+
+
+@pytest.mark.parametrize("make", [forked, branched])
+@pytest.mark.parametrize("going", ["run", "child"])
+def test_of_a_fork_and_a_removal_at_the_same_time_one_sees_the_other(root, make, going):
     make_run(root, "run", 1)
 
     @dataclass(frozen=True)
     class Removing(Root):
-        """The removal of the parent begins when the fork publishes its first manifest."""
+        """The removal of a run begins when the first manifest of the new one is published."""
 
         def put_if_absent(self, key, data, durable=True):
             if key.startswith("child/manifests"):
-                records.publish(root, layout.removal_key("run"), Removal(time=datetime.now(UTC)))
+                records.publish(root, layout.removal_key(going), Removal(time=datetime.now(UTC)))
             return super().put_if_absent(key, data, durable)
 
-    with pytest.raises(InputError, match="'run' is being removed"):
-        fork(Removing(root.url, root.fs, root.path, root.protocol), WORKFLOW, "run", 1, "child", "c1", DOCUMENT)
+    with pytest.raises(InputError, match=f"'{going}' is being removed"):
+        make(Removing(root.url, root.fs, root.path, root.protocol))
     assert runs(root) == ["run"]
-    with pytest.raises(InputError, match="child uses its parts"):
-        removed(root, "run")
-    require_run(root, "run")
+    if going == "run":
+        with pytest.raises(InputError, match="child uses its parts"):
+            removed(root, "run")
+        require_run(root, "run")
     removed(root, "child")  # what is left of the fork
     removed(root, "run")
+
+
+@pytest.mark.parametrize("make", [forked, branched])
+@pytest.mark.parametrize("after", [1, 5, 20])
+def test_nothing_is_made_where_a_removal_was_killed(root, make, after):
+    for run in ("run", "child"):
+        make_run(root, run, 2)
+    killing = Killing(root.url, root.fs, root.path, root.protocol, left=[after])
+    with pytest.raises(KilledError), hold(root, "child", "ratchet rm") as lease:
+        remove(killing, "child", lease)
+    before = {key: root.read_bytes(key) for key in root.keys("")}
+    with pytest.raises(InputError, match=r"'child' is being removed: finish that with `ratchet rm child`"):
+        make(root)
+    assert {key: root.read_bytes(key) for key in root.keys("")} == before
+    removed(root, "child")
+    make(root)
+    assert verify(root, "child").findings == ()
+
+
+def test_while_a_run_is_removed_its_lease_and_the_record_stay_until_the_end(root):
+    make_run(root, "run", 1)
+    with hold(root, "run", "ratchet rm") as lease:
+        remove(root, "run", lease)
+        assert root.keys("run") == [layout.lease_key("run", lease.epoch), layout.removal_key("run")]
+        with pytest.raises(LeaseHeld):
+            acquire(root, "run", this_process("another"))
+    entries = len(root.keys(layout.lease_folder("run")))
+    for _ in range(entries):
+        with pytest.raises(KilledError):
+            forget(Killing(root.url, root.fs, root.path, root.protocol, left=[1]), "run")
+        assert root.exists(layout.removal_key("run"))
+    assert root.keys("run") == [layout.removal_key("run")]
+
+
+def test_a_removal_that_loses_its_lease_stops(root):
+    make_run(root, "run", 30)
+
+    @dataclass(frozen=True)
+    class Losing(Root):
+        def remove(self, key):
+            super().remove(key)
+            if "/parts/" in key:
+                unlock(self, "run", this_process("another"), force=True)
+
+    losing = Losing(root.url, root.fs, root.path, root.protocol)
+    with pytest.raises(LeaseLost), hold(root, "run", "ratchet rm") as lease:
+        remove(losing, "run", lease)
+    assert len(root.keys("run/parts")) > 60
 
 
 def test_a_removal_that_was_killed_before_it_removed_anything_is_taken_back_if_it_cannot_be_finished(root):

@@ -17,7 +17,7 @@ with kept_in_memory(sys.argv[1]) as folder:
 
 LEAVE = """
 import os, sys
-from tasks.workers.scratch import new_folder
+from storage.ownership.scratch import new_folder
 folder = new_folder(memory=sys.argv[1] == "memory")
 (folder / "state").write_bytes(b"x")
 print(folder, flush=True)
