@@ -66,6 +66,22 @@ ORIGINS = (
         _SELECTING,
     ),
     Mutant(
+        "select-says-nothing-of-scores",
+        "rollouts that are left out because they have no scores are not told",
+        "tasks/stages/selecting.py",
+        "            self.unscored += 1\n",
+        "",
+        _SOURCES,
+    ),
+    Mutant(
+        "select-without-scores",
+        "rollouts that have no scores are selected though none are asked for",
+        "tasks/stages/selecting.py",
+        "        if rollout.reward is None and not self.section.rescore:\n",
+        "        if False:\n",
+        _SELECTING,
+    ),
+    Mutant(
         "retrain-relative-root",
         "a relative root in a selection follows the working directory",
         "tasks/config/retrain.py",

@@ -15,6 +15,7 @@ from storage.schema import REWARD, SELECTION, fingerprint
 from storage.selection import Source, read_prompts, read_sources
 from storage.unfinished import find_piece, keep_piece
 from tasks.config.stage_settings import settings_digest
+from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.names import Stage
@@ -22,6 +23,8 @@ from tasks.stages.prepared import records_of, text_codec
 from tasks.stages.scored import SOURCE, accepted, columns, responses_of, unchanged
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rescored, Selected
+
+Records = Mapping[str, Mapping[str, Any]]
 
 _NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason", "iteration", "source"]
 _STAMP = 16  # characters of a digest
@@ -55,8 +58,8 @@ class _Scoring:
     sources: list[Source]
     made_of: Mapping[str, str]
     """What the functions are made of. Pieces that others scored have other names, so they are not found."""
-    records: dict[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """Those of the prompts that were read so far, by the identity of their stage `prepare`."""
+    readings: dict[str, tuple[TextCodec, Records]] = field(default_factory=dict)
+    """Of the sources that were read so far, by the identity of their stage `prepare`."""
 
     def scored(self) -> list[Part]:
         """The scores of each share."""
@@ -97,16 +100,17 @@ class _Scoring:
         for first, last in _runs(sources):
             source = self.sources[sources[first]]
             rows = table.slice(first, last - first)
-            # the texts and the records of the run that sampled them, from the selection alone
-            texts = text_codec(self.work.context, self.prepared, source.stop_tokens)
-            answered = texts.decode_column(rows["response_tokens"])
-            yield from responses_of(rows, answered, self._records_of(source), source.iteration)
+            codec, records = self._reading(source)
+            yield from responses_of(rows, codec.decode_column(rows["response_tokens"]), records, source.iteration)
 
-    def _records_of(self, source: Source) -> Mapping[str, Mapping[str, Any]]:
+    def _reading(self, source: Source) -> tuple[TextCodec, Records]:
+        """The texts and the records as the run that sampled has them, from the selection alone."""
         prepare = source.prepare or ""  # `select` refuses imported samples
-        if prepare not in self.records:
-            self.records[prepare] = records_of(read_prompts(self.work.root, self.selected.manifest, prepare))
-        return self.records[prepare]
+        if prepare not in self.readings:
+            codec = text_codec(self.work.context, self.prepared, source.stop_tokens)
+            records = records_of(read_prompts(self.work.root, self.selected.manifest, prepare))
+            self.readings[prepare] = (codec, records)
+        return self.readings[prepare]
 
 
 def _blocks(numbers: Sequence[int], shares: Sequence[Part]) -> Iterator[list[int]]:

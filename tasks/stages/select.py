@@ -119,9 +119,15 @@ def _tokenizer(manifest: Manifest) -> dict[str, str]:
 def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> None:
     section, policy = selecting.section, config.train.policy
     if not selecting.rows:
+        left_out = (
+            f" ({selecting.unscored} rollouts have no scores yet: let their run go on, or set retrain.rescore)"
+            if selecting.unscored
+            else ""
+        )
         raise InputError(
-            f"nothing is selected: {selecting.examined} samples were examined, and retrain.where {section.where!r}, "
-            f"retrain.since {section.since} and retrain.limit {section.limit} keep none of them. Change one of these"
+            f"nothing is selected: {selecting.examined} samples were examined{left_out}, and retrain.where "
+            f"{section.where!r}, retrain.since {section.since} and retrain.limit {section.limit} keep none of them. "
+            "Change one of these"
         )
     if ranges.without_logprobs and policy.loss.type not in ("sft", "dpo"):
         raise InputError(

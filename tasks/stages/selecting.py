@@ -94,7 +94,7 @@ def open_place(own: Root, place: Place) -> Root:
 def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
     """The rollouts that a section names, each once: what a fork shares with its parent counts where it comes first.
 
-    A rollout that is not scored yet is left out, unless all are scored again.
+    A rollout that is not scored yet is among them; `Selecting` leaves it out, unless all are scored again.
 
     Raises:
         InputError: a run does not exist, none of its rollouts is in the given iterations, or what they answer is gone.
@@ -112,7 +112,7 @@ def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
                 origin = manifest.digest if manifest.origin is None else manifest.origin.digest
                 if origin not in seen and _is_since(manifest, section.since):
                     seen.add(origin)
-                    yield from _offered(own, source, manifest, section.rescore)
+                    yield _offered(own, source, manifest)
 
 
 def _wanted(source: _Run, place: Place, text: str) -> list[int]:
@@ -125,12 +125,10 @@ def _wanted(source: _Run, place: Place, text: str) -> list[int]:
     return wanted
 
 
-def _offered(own: Root, source: _Run, manifest: Manifest, rescore: bool) -> Iterator[Rollout]:
-    revisions = source.recorded.revisions
-    reward = scores_of(source.root, WORKFLOW, manifest, revisions)
-    if reward is not None or rescore:
-        where = None if source.root.url == own.url else source.root.url
-        yield Rollout(source.root, where, manifest, reward, source.prompts_of(manifest), revisions.head)
+def _offered(own: Root, source: _Run, manifest: Manifest) -> Rollout:
+    seen, where = source.recorded.revisions, None if source.root.url == own.url else source.root.url
+    reward = scores_of(source.root, WORKFLOW, manifest, seen)
+    return Rollout(source.root, where, manifest, reward, source.prompts_of(manifest), seen.head)
 
 
 def _is_since(manifest: Manifest, since: datetime | None) -> bool:
@@ -160,6 +158,8 @@ class Selecting:
     answered: dict[str, Answered] = field(default_factory=dict)
     """By the digest of their stage `prepare`, if they are to be scored again."""
     examined: int = 0
+    unscored: int = 0
+    """Rollouts that were left out, because they have no scores yet."""
     duplicates: int = 0
     groups: int = 0
     rows: int = 0
@@ -176,6 +176,9 @@ class Selecting:
 
     def add(self, rollout: Rollout) -> Iterator[pa.Table]:
         """Take what is wanted of a rollout; yields the shares that are full, in the schema SELECTION."""
+        if rollout.reward is None and not self.section.rescore:
+            self.unscored += 1
+            return
         tables, rows = [], 0
         for table in offered(rollout.root, rollout.manifest, rollout.reward):
             rows += table.num_rows

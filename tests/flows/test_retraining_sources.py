@@ -1,11 +1,13 @@
 """What a retraining is made from is compared by digest: other runs may come and go, and functions may change."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows.cli.app import execute
 from storage import records
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
@@ -16,6 +18,8 @@ from storage.parts import read_parts, read_table
 from storage.schema import REWARD, SELECTION
 from storage.selection import read_prompts, read_sources
 from storage.upkeep.removal import forget, remove
+from tasks.importing.rows import ImportOrder
+from tasks.importing.samples import import_samples
 from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Selected
@@ -181,3 +185,67 @@ def test_a_relative_root_is_resolved_once(root: Root, tmp_path: Path, function: 
     assert config.retrain.start == f"file://{tmp_path}/a/old//other@1"
     driver(root, config, tmp_path / "re", run="re").drive()
     assert {one.root for one in read_sources(root, need(root, "re", 0, Stage.SELECT))} == {f"file://{tmp_path}/a/old"}
+
+
+def imported(root: Root, **changes: Any) -> str:
+    row = {"prompt_tokens": [3, 4], "response_tokens": [5], "logprobs": [-1.0], "reward": 1, **changes}
+    file = Path(root.path).parent / "rows.jsonl"
+    file.write_text(json.dumps({key: value for key, value in row.items() if value is not None}))
+    import_samples(root, ImportOrder((str(file),), "theirs", {}, None, logprobs="logprobs" not in changes))
+    return "theirs"
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "settings", "words"),
+    [
+        ({}, {"where": "reward > 1000"}, (), "nothing is selected: 8 samples were examined"),
+        ({}, {"where": "rewad > 1"}, (), "did you mean 'reward'"),
+        ({}, {"where": "reward >"}, (), "filter 'reward >'"),
+        ({}, {"since": "2190-01-01T00:00:00Z"}, (), "nothing is selected: 0 samples"),
+        ({}, {"limit": 1}, (), "retrain.limit 1 keep none"),
+        ({}, {"select": [RUN, "nobody"]}, (), "no run 'nobody'"),
+        ({}, {"select": [f"{RUN}@7-9"]}, (), "only those of iterations 1 to 1"),
+        ({}, {"start": f"{RUN}@9"}, (), "no train state of iteration 9"),
+        ({}, {"start": "nobody@1"}, (), "no run 'nobody'"),
+        ({}, {"start": "/nowhere//nobody@1"}, (), "no run 'nobody' in file:///nowhere"),
+        ({}, {}, ("train.max_length=7",), "train.max_length"),
+        ({}, {"samples": 2}, ("train.policy.mini_batches=3",), "mini_batches = 3"),
+        ({}, {}, ("reward.function=nothing.py:score",), "nothing.py"),
+        ({"temperature": 1.0, "response_tokens": [99999]}, {}, (), "token id 99999"),
+        ({"temperature": 0.0}, {}, (), "chosen greedily"),
+        ({"temperature": 1.0, "top_p": 0.5}, {}, (), "top_p of the selected samples"),
+        ({"temperature": 1.0, "logprobs": None}, {}, (), "without log-probabilities"),
+        ({"temperature": 1.0}, {"rescore": True}, (), "cannot be scored again"),
+        ({"temperature": 1.0, "reward": None}, {}, (), r"\(1 rollouts have no scores yet: let their run go on"),
+        ({"temperature": 0.5}, {"select": ["theirs", RUN]}, (), "at the temperatures 0.5, 1"),
+    ],
+)
+def test_what_cannot_be_trained_on_leaves_nothing(root: Root, rows, given, settings, words):
+    select = [imported(root, **rows)] if rows else [RUN]
+    before = root.keys("")
+    table = {"start": "other@1", "select": select, "samples": 4, **given}
+    with pytest.raises(InputError, match=words):
+        begin_retraining(root, "new", retrain_config(root, "new", table, None, settings))
+    assert root.keys("") == before
+
+
+def test_a_selection_that_became_impossible_says_what_can_be_done(root: Root, function: str):
+    with pytest.raises(Killed):
+        retrain(root, "late", function, killing(Stage.SELECT, 0, Point.STARTED))
+    manifest = need(root, RUN, 1, Stage.ROLLOUT)
+    root.remove(manifest.key)
+    said = r"(?s)has no such rollouts.*Nothing is trained yet: remove it with `ratchet rm late`, and begin it again"
+    with pytest.raises(InputError, match=said):
+        retrain(root, "late", function)
+    assert execute(["rm", "late", "--yes", f"--root={root.url}"]) == 0
+    retrain(root, "late", function, select=["other"])
+
+
+def test_an_empty_selection_starts_nothing(root: Root, function: str, capfd: pytest.CaptureFixture[str]):
+    """The command ends before Ray and Prefect are imported, and nothing binds the corrected one."""
+    before = root.keys("")
+    words = ["retrain", "new", "--from=other@1", f"--select={RUN}", "--where=reward > 1000", f"--root={root.url}"]
+    assert execute(words) == 2
+    assert "nothing is selected" in capfd.readouterr().err
+    assert root.keys("") == before
+    retrain(root, "new", function, rescore=False, where="reward >= 0")
