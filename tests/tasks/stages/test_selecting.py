@@ -149,16 +149,18 @@ def test_the_head_revision_counts_and_all_if_asked(root: Root):
 def test_a_choice_meanwhile_does_not_mix_revisions(root: Root, select: tuple[str, ...], revisions: str):
     """All rollouts of a run, and all scores, are seen from the head that there was when the first was looked for."""
     make_run(root, iterations=3)
+    record_rerun(root, "run", rerun(1, Stage.ROLLOUT, 1))
     for iteration in (1, 2, 3):
         redone(root, iteration)
     before = selected(root, section(*select, revisions=revisions))[1].sources
     selecting = Selecting(section(*select, revisions=revisions))
     for number, rollout in enumerate(rollouts(root, selecting.section)):
         if number == 0:
-            chosen(root, 1, Stage.ROLLOUT)
+            record_choice(root, "run", choice(1), 1)
         list(selecting.add(rollout))
     assert selecting.sources == before
-    assert {(one.revision, one.head) for one in before} == {(0, 0)}
+    assert {one.head for one in before} == {0}
+    assert {one.revision for one in before} == ({0} if revisions == "head" else {0, 1})
     after = selected(root, section(*select, revisions=revisions))[1].sources
     assert {one.head for one in after} == {1}
     assert {one.revision for one in after} == ({1} if revisions == "head" else {0, 1})
