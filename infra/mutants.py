@@ -23,6 +23,7 @@ from infra.mutants_families import FAMILIES
 from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
 from infra.mutants_memory import MEMORY
+from infra.mutants_models import MODELS
 from infra.mutants_origins import ORIGINS
 from infra.mutants_pages import PAGES
 from infra.mutants_plan import PLAN
@@ -48,6 +49,7 @@ MUTANTS = (
     *FAMILIES,
     *INPUTS,
     *MEMORY,
+    *MODELS,
     *ORIGINS,
     *PAGES,
     *PLAN,

@@ -37,7 +37,7 @@ ALGORITHMS = (
         "gspo-by-tokens",
         "GSPO clips the ratio of each token",
         "trainer_core/algorithms/losses/gspo.py",
-        "torch.exp(segments.spread(segments.mean(log_ratio), len(log_ratio)))",
+        "torch.exp(whole + (log_ratio - log_ratio.detach()))",
         "torch.exp(log_ratio)",
         _OWN,
     ),

@@ -33,7 +33,7 @@ from tasks.stages.prepared import MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.placement import placement, transport
 from trainer_core.config import Device
-from trainer_core.policy import check_sampling
+from trainer_core.policy import PolicyConfig, check_sampling
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -207,13 +207,23 @@ def _check_algorithm(config: RunConfig) -> None:
     """Refuse an objective that this run's samples cannot serve."""
     policy, samples = config.train.policy, config.rollout.samples
     check_sampling(policy, config.rollout.top_p)
-    compares = f'loss.type = "{policy.loss.type}"' if policy.loss.type == "dpo" else ""
-    if policy.advantage.type == "rloo":
-        compares = f'advantage.type = "{policy.advantage.type}"'
-    if compares and samples == 1:
+    comparing = _comparing(policy)
+    if comparing is not None and samples == 1:
         raise InputError(
-            f"train.policy.{compares} compares the samples of a prompt, but rollout.samples is 1: raise it to 2 or more"
+            f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1: raise it to "
+            "2 or more"
         )
+
+
+def _comparing(policy: PolicyConfig) -> str | None:
+    """The setting, if there is one, under which a sample that is alone in its group teaches nothing."""
+    if policy.leave_out_equal_groups:
+        return "leave_out_equal_groups = true"
+    if policy.loss.type in ("sft", "dpo"):
+        return None if policy.loss.type == "sft" else 'loss.type = "dpo"'
+    if policy.advantage.type == "reinforce_pp":
+        return "advantage.baseline = true" if policy.advantage.baseline else None
+    return f'advantage.type = "{policy.advantage.type}"'
 
 
 def _device(config: RunConfig) -> Device:

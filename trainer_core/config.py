@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from storage.errors import InputError
+from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
 from trainer_core.policy import PolicyConfig
 
@@ -127,7 +128,25 @@ class OptimizerConfig(Frozen):
             raise ValueError(f"warmup_steps {self.warmup_steps} must be below decay_steps {self.decay_steps}")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}")
+        if found := without_effect(self, _UNUSED):
+            raise ValueError("\n  ".join(found))
         return self
+
+
+def _without_decay(config: OptimizerConfig) -> str | None:
+    return 'decay = "constant"' if config.decay == "constant" else None
+
+
+_UNUSED: tuple[Unused[OptimizerConfig], ...] = (
+    Unused("min_learning_rate", _without_decay),
+    Unused("decay_steps", _without_decay),
+    Unused(
+        "decay",
+        lambda config: (
+            "min_learning_rate = learning_rate" if config.min_learning_rate == config.learning_rate else None
+        ),
+    ),
+)
 
 
 class MegatronConfig(Frozen):

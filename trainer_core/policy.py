@@ -1,11 +1,12 @@
 """Configuration of the policy objective. `docs/algorithms.md` has the formulas. Imports no torch."""
 
-import json
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from storage.errors import InputError
+from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -234,12 +235,14 @@ class PolicyConfig(Frozen):
         """Whether the stored log-probabilities of the samples are part of the objective."""
         return self.old_policy == "behaviour" or self.correction.type != "none"
 
+    @property
+    def updates_once(self) -> bool:
+        """Whether the policy that is trained is its own old policy: with a single update every ratio is 1."""
+        return self.mini_batches * self.epochs == 1 and self.old_policy == "trainer"
+
     @model_validator(mode="after")
     def _takes_effect(self) -> "PolicyConfig":
-        found = [
-            f"{name} has no effect with {why}: leave it out{_or_default(name)}" for name, why in self._without_effect()
-        ]
-        if found:
+        if found := without_effect(self, _UNUSED):
             raise ValueError("\n  ".join(found))
         if (self.loss_length is None) == (self.loss_aggregation == "constant"):
             raise ValueError('loss_length and loss_aggregation = "constant" need each other: give both, or neither')
@@ -250,37 +253,51 @@ class PolicyConfig(Frozen):
             )
         return self
 
-    def _without_effect(self) -> list[tuple[str, str]]:
-        """Settings that were changed although the others leave them without effect, and why."""
-        loss = f'loss.type = "{self.loss.type}"'
-        unused = dict.fromkeys(_NOT_USED_BY[self.loss.type], loss)
-        if self.advantage.type != "grpo":
-            unused["normalize_by_std"] = f'advantage.type = "{self.advantage.type}"'
-        if self.kl_coefficient == 0 and self.loss.type != "dpo":
-            unused.setdefault("kl_in", "kl_coefficient = 0")
-        return [(name, why) for name, why in unused.items() if dict(self)[name] != _FIELDS[name].default]
+
+def _with_loss(*types: str) -> Callable[[PolicyConfig], str | None]:
+    return lambda policy: f'loss.type = "{policy.loss.type}"' if policy.loss.type in types else None
 
 
-def _or_default(name: str) -> str:
-    """How else a setting that a stored configuration has can be without effect."""
-    default: Any = _FIELDS[name].default
-    if default is None:
-        return ""
-    if isinstance(default, Frozen):
-        name, default = f"{name}.type", default.model_dump()["type"]
-    return f", or give it its default, {name} = {json.dumps(default)}"
+def _without_group(policy: PolicyConfig) -> str | None:
+    return None if policy.advantage.type == "grpo" else f'advantage.type = "{policy.advantage.type}"'
 
 
-_FIELDS = PolicyConfig.model_fields
+def _without_kl(policy: PolicyConfig) -> str | None:
+    return "kl_coefficient = 0" if policy.kl_coefficient == 0 else None
+
+
+def _with_one_update(policy: PolicyConfig) -> str | None:
+    single = 'mini_batches = 1, epochs = 1 and old_policy = "trainer", where every ratio is 1'
+    return single if policy.updates_once else None
+
+
+def _without_gradient(policy: PolicyConfig) -> str | None:
+    """On average over samples of the policy k1 has no gradient (docs/algorithms.md)."""
+    if policy.kl_estimator != "k1" or policy.kl_in == "reward":
+        return None
+    return 'kl_estimator = "k1" in the loss, where its gradient is 0 on average (take "k2", "k3" or kl_in = "reward")'
+
+
+def _without_pairs(policy: PolicyConfig) -> str | None:
+    """Samples with equal rewards make no pair anyway."""
+    return 'loss.type = "dpo"' if policy.loss.type == "dpo" and policy.most_groups is None else None
+
+
 _OF_CLIPPING = ("clip_low", "clip_high")
-_OF_SAMPLING = (*_OF_CLIPPING, "advantage", "normalize_by_std", "old_policy", "correction", "kl_in")
-_NOT_USED_BY: dict[str, tuple[str, ...]] = {
-    "clip": (),
-    "gspo": _OF_CLIPPING,
-    "cispo": _OF_CLIPPING,
-    "sft": _OF_SAMPLING,
-    "dpo": (*_OF_SAMPLING, "kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length"),
-}
+_OF_SAMPLING = ("advantage", "normalize_by_std", "old_policy", "correction", "kl_in")
+_OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length")
+_UNUSED: tuple[Unused[PolicyConfig], ...] = (
+    *(Unused(name, _with_loss("gspo", "cispo", "sft", "dpo")) for name in _OF_CLIPPING),
+    *(Unused(name, _with_loss("sft", "dpo")) for name in _OF_SAMPLING),
+    *(Unused(name, _with_loss("dpo")) for name in _OF_TOKENS),
+    Unused("normalize_by_std", _without_group),
+    Unused("kl_in", _without_kl),
+    Unused("kl_estimator", _without_kl),
+    Unused("kl_coefficient", _without_gradient),
+    *(Unused(name, _with_one_update) for name in (*_OF_CLIPPING, "loss.clip_low", "loss.clip_high", "loss.dual_limit")),
+    Unused("leave_out_equal_groups", _without_pairs),
+)
+"""Settings that others leave without effect."""
 
 
 def check_sampling(policy: PolicyConfig, top_p: float, where: str = "rollout.top_p") -> None:

@@ -139,8 +139,9 @@ class TrainerProtocol(Protocol):
             KL(before || reference) on all, if requested;
             engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; engine_kl: k3 estimate
             of KL(engine || trainer), in nats; correction_weight and correction_fraction, with a correction: mean weight
-            and share of tokens out of range; pairs and preference_accuracy, with DPO; tokens: response tokens that
-            were trained on; steps: updates. If no sample is left: grad_norm, steps and tokens, all 0.
+            and share of tokens out of range; pairs and preference_accuracy, with DPO; auxiliary_loss, if routers are
+            balanced: mean over updates of what is minimised beside loss, coefficient included; tokens: response tokens
+            that were trained on; steps: updates. If no sample is left: grad_norm, steps and tokens, all 0.
 
         Raises:
             InputError: if a sequence is longer than max_length, or a reference is needed and none is loaded.
@@ -164,7 +165,7 @@ class TrainerProtocol(Protocol):
 
         Returns:
             The same on every rank: first_loss and loss (mean nats per response token, of the first and last batch),
-            grad_norm (mean), learning_rate (last), steps, tokens.
+            grad_norm (mean), learning_rate (last), steps, tokens; auxiliary_loss as `train_policy`.
 
         Raises:
             NumericsError: if a loss or gradient norm is not finite; that update is not applied.

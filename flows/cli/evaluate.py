@@ -9,7 +9,8 @@ from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.evaluations import evaluation_lines
 from flows.views.output import Output
 from tasks.config.environment import prepare_process
-from tasks.config.evaluation import COLDEST, EvaluationSettings
+from tasks.config.evaluation import EvaluationSettings
+from tasks.config.numbers import COLDEST
 
 _DEFAULTS = EvaluationSettings()
 _POSITIVE = Parameter(validator=Number(gt=0))

@@ -16,7 +16,8 @@ from flows.views.artifacts import artifact_key
 from flows.views.evaluations import EvaluationRecord, compared_with, evaluation_rows
 from storage.backends.root import open_root
 from storage.ids import check_run_name
-from tasks.config.evaluation import COLDEST, EvaluationSettings
+from tasks.config.evaluation import EvaluationSettings
+from tasks.config.numbers import COLDEST
 from tasks.export.choice import BEST, choose
 
 Count = Annotated[int, Field(ge=0)]

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from tasks.config.numbers import COLDEST
 from tasks.config.section import Section
 
 PREFIX = "evaluation-"
@@ -11,11 +12,6 @@ PREFIX = "evaluation-"
 
 SETTINGS = "settings"
 """Name of the fact with what was asked."""
-
-
-COLDEST = 0.01
-"""The lowest temperature that vLLM samples at; it raises a lower one without a word that reaches the run."""
-
 
 EXACT = "reward == 1"
 """The condition by which answers pass where none is given and the reward is only ever 0 or 1: its mean is the rate."""

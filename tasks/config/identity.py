@@ -38,7 +38,7 @@ _RUNTIME_2 = {
     "sync": True,
     "workers": True,
     "report": True,
-    "model": {"source": True, "download": True, "token": True},
+    "model": {"source": True, "download": True, "token": True, "accept": True},
     "data": {**_RUNTIME_1["data"], "download": True},
     "train": {
         "parallel": True,

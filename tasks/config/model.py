@@ -41,6 +41,9 @@ class ModelSection(Section):
     """Fetch `source` from the hub when the run is prepared; otherwise the hub is never contacted."""
     token: str | None = None
     """Token for the hub, by reference: "env:NAME"."""
+    accept: tuple[str, ...] = ()
+    """Keys of the model's config.json that are let pass although trainer and engine are not known to obey them, such as
+    "rope_parameters.attention_factor". The probe of a sync compares trainer and engine alone."""
     generate: GeneratedModel | None = None
     """Generate a small one instead."""
 

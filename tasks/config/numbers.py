@@ -9,6 +9,9 @@ LARGEST = 2**31 - 1
 LONGEST_S = 1e8
 """Longest deadline, seconds: three years. The operating system's own limit is a few hundred."""
 
+COLDEST = 0.01
+"""The lowest temperature that vLLM samples at; it raises a lower one without a word that reaches the run."""
+
 _FREE = re.compile(r"reward\.(functions\[\d+\]\.)?arguments\b")
 """What is below belongs to the reward function, which alone knows what it can use."""
 

@@ -1,5 +1,6 @@
 """The configuration of a run: frozen models. Imports without torch."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, create_model, field_validator, model_validator
@@ -8,12 +9,13 @@ from storage.ids import check_run_name
 from tasks.config.data import DataSection
 from tasks.config.identity import meaning
 from tasks.config.model import ModelSection
-from tasks.config.numbers import unusable_numbers
+from tasks.config.numbers import COLDEST, unusable_numbers
 from tasks.config.report import ReportSection
 from tasks.config.retrain import RetrainSection
 from tasks.config.reward import RewardSection
 from tasks.config.section import FROM_STORAGE, Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
+from trainer_core.effects import Unused, without_effect
 
 
 class RunSection(Section):
@@ -55,8 +57,8 @@ class RolloutSection(Section):
     """Prompt groups per iteration."""
     samples: int = Field(default=8, ge=1)
     """Samples of each prompt: the group of GRPO."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by it too."""
+    temperature: float = Field(default=1.0, ge=COLDEST)
+    """Sampling temperature; the trainer divides its logits by it too. vLLM would raise what is lower."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
     max_tokens: int = Field(default=16, ge=1)
@@ -174,12 +176,6 @@ class StorageSection(Section):
     keep_every: int | None = Field(default=None, ge=1)
     """Beyond those, keep the states of iterations divisible by this number."""
 
-    @model_validator(mode="after")
-    def _beyond_something(self) -> "StorageSection":
-        if self.keep_every is not None and self.keep_newest is None:
-            raise ValueError("keep_every thins out what keep_newest does not keep: give keep_newest too")
-        return self
-
 
 class DeviceSection(Section):
     """Where the run computes."""
@@ -215,6 +211,12 @@ class RunConfig(Section):
             raise ValueError("\n  ".join(found))
         return self
 
+    @model_validator(mode="after")
+    def _takes_effect(self) -> "RunConfig":
+        if found := without_effect(self, UNUSED):
+            raise ValueError("\n  ".join(found))
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _without_held_out(cls, document: Any) -> Any:
@@ -234,3 +236,61 @@ class RunConfig(Section):
         digests of the `prepare` stage instead.
         """
         return meaning(self.model_dump(mode="json"))
+
+
+def _longest(config: RunConfig) -> int:
+    """Response tokens that a sample of this run can have."""
+    if config.retrain is not None:
+        return config.train.max_length - 1
+    return min(config.rollout.max_tokens, config.engine.max_model_len - 1)
+
+
+def _unreached(config: RunConfig) -> str | None:
+    """Why no response is long enough for `train.policy.overlong`."""
+    overlong, longest = config.train.policy.overlong, _longest(config)
+    first = overlong.length if overlong.type == "leave_out" else longest
+    if overlong.type == "penalty":
+        first = overlong.length - overlong.buffer + 1
+    return f"responses of at most {longest} tokens, where it begins at {first}" if first > longest else None
+
+
+def _with_samples(most: int) -> Callable[[RunConfig], str | None]:
+    def without(config: RunConfig) -> str | None:
+        few = config.retrain is None and config.rollout.samples <= most
+        return f"rollout.samples = {config.rollout.samples}" if few else None
+
+    return without
+
+
+def _all_groups(config: RunConfig) -> str | None:
+    most = config.train.policy.most_groups
+    if most is None or config.retrain is not None or most < config.rollout.prompts:
+        return None
+    return f"rollout.prompts = {config.rollout.prompts}, which are no more"
+
+
+def _split(config: RunConfig) -> str | None:
+    given = config.engine.own_process is False and config.engine.tensor > 1
+    return f"engine.tensor = {config.engine.tensor}, whose processes are always their own" if given else None
+
+
+def _generated(config: RunConfig) -> str | None:
+    return "model.generate" if config.model.generate is not None else None
+
+
+UNUSED: tuple[Unused[RunConfig], ...] = (
+    Unused("train.policy.overlong", _unreached),
+    Unused("train.policy.loss.best", _with_samples(1)),
+    Unused("train.policy.loss.pairs", _with_samples(2)),
+    Unused("train.policy.most_groups", _all_groups),
+    Unused("engine.own_process", _split),
+    Unused("model.download", _generated),
+    Unused("model.token", _generated),
+    Unused("model.accept", _generated),
+    Unused(
+        "storage.keep_every",
+        lambda config: "keep_newest not given, whose rest it thins out" if config.storage.keep_newest is None else None,
+    ),
+)
+"""Settings that those of other sections leave without effect. A section that a number of 0 switches off (warmup.steps,
+evaluate.every) may stay as it is."""

@@ -1,9 +1,10 @@
 """Which architectures are supported. Data, because the registries are slow to import; a test compares."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from storage.errors import InputError
+from tasks.model_checks.obedience import check_keys
 from trainer_core.config import Device, check_predictions
 
 KNOWN_TO_BOTH = frozenset(
@@ -37,16 +38,8 @@ NOT_FULL_ATTENTION = frozenset(
 """Those with layers that see the past through a window, in part, or as a state; Transformer Engine's exchange of keys
 from rank to rank does none of that."""
 
-_ROPE_TYPES: Mapping[str, frozenset[str]] = {
-    "LlamaForCausalLM": frozenset({"default", "linear", "llama3"}),
-    "MistralForCausalLM": frozenset({"default"}),
-    "Qwen2ForCausalLM": frozenset({"default", "yarn"}),
-    "Qwen3ForCausalLM": frozenset({"default", "yarn"}),
-    "Qwen3MoeForCausalLM": frozenset({"default", "yarn"}),
-}
-_WITHOUT_BIASES = WITHOUT_TRANSFORMER_ENGINE | {"DeepseekV2ForCausalLM"}
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core assumes of llama3's scaling."""
+_WINDOW_OF_MISTRAL = 4096
+"""What transformers assumes of a Mistral that says nothing."""
 
 
 def architecture_of(facts: Mapping[str, Any], where: str) -> str:
@@ -63,11 +56,17 @@ def architecture_of(facts: Mapping[str, Any], where: str) -> str:
     return named[0]
 
 
-def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> None:
+def check_architecture(facts: Mapping[str, Any], device: Device, accepted: Sequence[str], where: str) -> None:
     """Refuse a model that trainer or engine cannot compute.
 
+    Args:
+        facts: the content of config.json.
+        device: where trainer and engine compute.
+        accepted: keys of config.json that are let pass.
+        where: the model's name in messages.
+
     Raises:
-        InputError: its code is its own, its weights are quantized, or its architecture or a variant is not supported.
+        InputError: its code is its own, its weights are quantized, or its architecture or a key is not supported.
     """
     if facts.get("auto_map"):
         raise InputError(
@@ -88,12 +87,7 @@ def check_architecture(facts: Mapping[str, Any], device: Device, where: str) -> 
             f"{', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
         )
     check_predictions(facts, where)
-    if name in _ROPE_TYPES:
-        _check_positions(facts, name, where)
-    if name in _WITHOUT_BIASES:
-        _check_biases(facts, name, where)
-    if name == "Qwen3MoeForCausalLM":
-        _check_sparse(facts, where)
+    check_keys(facts, name, accepted, where)
 
 
 def check_full_attention(facts: Mapping[str, Any], where: str) -> None:
@@ -127,41 +121,7 @@ def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:
 
 def _window(facts: Mapping[str, Any], where: str) -> int | None:
     """The sliding window that the model uses, in tokens."""
-    window = facts.get("sliding_window")
-    used = facts.get("use_sliding_window", architecture_of(facts, where) == "MistralForCausalLM")
+    mistral = architecture_of(facts, where) == "MistralForCausalLM"
+    window = facts.get("sliding_window", _WINDOW_OF_MISTRAL if mistral else None)
+    used = facts.get("use_sliding_window", mistral)
     return window if used and isinstance(window, int) else None
-
-
-def _check_positions(facts: Mapping[str, Any], name: str, where: str) -> None:
-    given = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in _ROPE_TYPES[name]:
-        raise InputError(
-            f"{where}: rope type {kind!r} in config.json is not supported for {name}, only "
-            f"{', '.join(sorted(_ROPE_TYPES[name]))}: use a model without it"
-        )
-    wrong = [key for key, value in _LLAMA3.items() if kind == "llama3" and given.get(key, value) != value]
-    if wrong:
-        raise InputError(
-            f"{where}: rope scaling with {wrong[0]} = {given[wrong[0]]} in config.json is not supported: megatron-core "
-            f"computes llama3 with {_LLAMA3[wrong[0]]}"
-        )
-
-
-def _check_biases(facts: Mapping[str, Any], name: str, where: str) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if facts.get(key):
-            raise InputError(
-                f"{where}: {key} = true in config.json is not supported: megatron-bridge does not convert these "
-                f"biases of {name}"
-            )
-
-
-def _check_sparse(facts: Mapping[str, Any], where: str) -> None:
-    """megatron-bridge gives every layer of a Qwen3-MoE experts."""
-    for key, accepted in (("mlp_only_layers", (None, [])), ("decoder_sparse_step", (None, 1))):
-        if facts.get(key) not in accepted:
-            raise InputError(
-                f"{where}: {key} = {facts[key]} in config.json is not supported, because megatron-bridge gives every "
-                "layer experts: use a model without dense layers"
-            )

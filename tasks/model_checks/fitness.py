@@ -7,16 +7,18 @@ from storage.errors import InputError
 from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
-from tasks.model_checks.architectures import check_architecture, check_full_attention, check_window
+from tasks.model_checks.architectures import architecture_of, check_architecture, check_full_attention, check_window
 from tasks.model_checks.layout import check_head_size, check_numbers, check_parallel
 from tasks.model_checks.weights import check_weights
-from trainer_core.config import Device, check_context
+from trainer_core.config import Device, TrainerConfig, check_context, experts_of
+from trainer_core.effects import Unused, without_effect
 from trainer_core.platform import te_absent
 
 Facts = Mapping[str, Any]
 """The content of a model's config.json."""
 
 _TOKENIZER = "tokenizer_config.json"
+_OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate")
 
 
 def source_facts(config: RunConfig, device: Device) -> Facts:
@@ -30,7 +32,7 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
         return model_config(section.generate)
     folder = open_model(section)
     there, facts = folder.files(), folder.document("config.json")
-    check_architecture(facts, device, str(folder))
+    check_architecture(facts, device, section.accept, str(folder))
     if _TOKENIZER in there and folder.document(_TOKENIZER).get("auto_map"):
         raise InputError(
             f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run: use a "
@@ -59,6 +61,8 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
             f"the attention heads of {where} ({heads}) cannot be divided by engine.tensor = {parts}: choose a "
             "smaller one"
         )
+    if unused := without_effect(config.train, _without_experts(facts), "train."):
+        raise InputError(f"{where}: {'; '.join(unused)}")
     check_head_size(facts, device, where)
     check_window(facts, config.train.max_length, where)
     context = int(facts["max_position_embeddings"])
@@ -68,3 +72,14 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     ):
         if length > context:
             raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")
+
+
+def _without_experts(facts: Facts) -> list[Unused[TrainerConfig]]:
+    """The settings of experts that this model leaves without effect."""
+    if not experts_of(facts):
+        reason, names = "a model without experts", (*_OF_ROUTERS, "parallel.expert_tensor")
+    elif architecture_of(facts, "") == "Qwen3MoeForCausalLM":
+        reason, names = "a model whose routers have no biases", ("experts.bias_update_rate",)
+    else:
+        return []
+    return [Unused(name, lambda _: reason) for name in names]

@@ -59,7 +59,8 @@ def agree(engine: Logprobs, trainer: Logprobs, allowed: Limits) -> Agreement:
         raise SyncMismatch(
             f"engine and trainer disagree on the probe by {found.mean:.3g} nat on average and {found.largest:.3g} at "
             f"most; sync.max_mean_difference is {allowed.mean} and sync.max_difference {allowed.largest}. "
-            "The engine does not compute with the weights that were sent"
+            "One of the two does not compute what these weights mean, and the probe does not say which: an export "
+            "(`ratchet export`) in transformers tells"
         )
     return found
 

@@ -83,12 +83,27 @@ FOLDERS = {
         models.config(num_key_value_heads=4),
         ["num_attention_heads = 2", "no multiple of num_key_value_heads = 4"],
     ),
-    "no number": (models.config(hidden_size="64"), ["hidden_size in config.json is '64'"]),
-    "rope": (models.config(rope_scaling={"rope_type": "longrope"}), ["rope type 'longrope'", "default, yarn"]),
+    "no number": (
+        models.config(hidden_size="64"),
+        ['hidden_size = "64" in config.json is not supported', "a whole number"],
+    ),
+    "rope": (
+        models.config(rope_scaling={"rope_type": "longrope"}, rope_parameters=None),
+        [
+            'rope_scaling.rope_type = "longrope"',
+            'only "default" or "yarn"',
+            'model.accept = ["rope_scaling.rope_type"]',
+        ],
+    ),
+    "a key that is not known": (
+        models.config(final_logit_softcapping=30.0),
+        ["final_logit_softcapping = 30.0 in config.json is not known for Qwen3ForCausalLM", "model.accept = ["],
+    ),
+    "another activation": (models.config(hidden_act="gelu"), ['hidden_act = "gelu"', 'only "silu"']),
     "bias": (models.config(attention_bias=True), ["attention_bias = true in config.json is not supported"]),
     "rope of experts": (
         models.config(architectures=["Qwen3MoeForCausalLM"], rope_scaling={"rope_type": "linear"}),
-        ["rope type 'linear'", "Qwen3MoeForCausalLM"],
+        ['rope_scaling.rope_type = "linear"', "Qwen3MoeForCausalLM"],
     ),
     "bias of experts": (
         models.config(architectures=["Qwen3MoeForCausalLM"], attention_bias=True),
@@ -108,7 +123,7 @@ FOLDERS = {
     ),
     "window": (
         models.config(sliding_window=16, use_sliding_window=True),
-        ["train.max_length = 32 is longer than the sliding window of 16"],
+        ["use_sliding_window = true in config.json is not supported", "only false"],
     ),
     "context": (models.config(max_position_embeddings=16), ["= 32 is longer than the model's context of 16 tokens"]),
 }
@@ -139,6 +154,11 @@ SETTINGS = {
         ["device.kind=cuda", "engine.tensor=2"],
         ["engine.tensor is 2, but 1 GPUs are visible"],
     ),
+    "experts that are not there": (
+        ["train.experts.auxiliary_loss=0.1"],
+        ["train.experts.auxiliary_loss has no effect with a model without experts"],
+    ),
+    "a key let pass without need": (["model.accept=['hidden_act']"], ["model.accept names hidden_act", "leave it out"]),
     "heads of an engine": (["engine.tensor=4"], ["attention heads", "(2) cannot be divided by engine.tensor = 4"]),
     "head size": (
         ["model={generate={hidden=64,heads=4,head_dim=16}}"],

@@ -97,6 +97,7 @@ NOT_HERE = {
     "data.warmup": "as model.source",
     "model.download": "as model.source",
     "model.token": "as model.source",
+    "model.accept": "as model.source",
     "report.wandb": "who is told; see tests/flows/views/test_reports.py",
     "report.mlflow": "as report.wandb",
     "data.download": "this run's prompts are generated; it only matters before `prepare`",

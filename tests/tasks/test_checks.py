@@ -117,12 +117,65 @@ def test_sequences_are_not_divided_for_models_that_see_only_a_part(tmp_path, div
     assert "set train.parallel.context = 1" in str(caught.value)
 
 
-@pytest.mark.parametrize("setting", ["loss.type=dpo", "advantage.type=rloo"])
-def test_a_lone_sample_cannot_be_compared(tmp_path, setting):
-    store = open_root(str(tmp_path / "runs"))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["loss.type=dpo"],
+        ["advantage.type=rloo"],
+        ["advantage.type=reinforce_pp", "advantage.baseline=true"],
+        ["advantage.type=reinforce_pp", "leave_out_equal_groups=true"],
+        ["loss.type=cispo"],
+    ],
+    ids=str,
+)
+def test_a_lone_sample_cannot_be_compared(tmp_path, settings):
+    store, given = open_root(str(tmp_path / "runs")), [f"train.policy.{setting}" for setting in settings]
     with pytest.raises(InputError, match=r"rollout.samples is 1: raise it to 2 or more"):
-        check_config(config_with(tmp_path, f"train.policy.{setting}", "rollout.samples=1"), store)
-    check_config(config_with(tmp_path, f"train.policy.{setting}", "rollout.samples=2"), store)
+        check_config(config_with(tmp_path, *given, "rollout.samples=1"), store)
+    check_config(config_with(tmp_path, *given, "rollout.samples=2"), store)
+
+
+@pytest.mark.parametrize("setting", ["loss.type=sft", "advantage.type=reinforce_pp"])
+def test_what_compares_with_all_samples_takes_lone_ones(tmp_path, setting):
+    given = [f"train.policy.{setting}", "rollout.samples=1"]
+    check_config(config_with(tmp_path, *given), open_root(str(tmp_path / "runs")))
+
+
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+BIASED = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("setting", "model", "fact"),
+    [
+        ("experts.auxiliary_loss=0.1", {}, "auxiliary_loss has no effect with a model without experts"),
+        ("experts.bias_update_rate=0.1", {}, "bias_update_rate has no effect with a model without experts"),
+        ("parallel.expert_tensor=1", {}, "train.parallel.expert_tensor has no effect with a model without experts"),
+        ("experts.bias_update_rate=0.1", EXPERTS, "has no effect with a model whose routers have no biases"),
+        ("experts.auxiliary_loss=0.1", EXPERTS, None),
+        ("experts.bias_update_rate=0.1", BIASED, None),
+    ],
+)
+def test_settings_of_experts_need_a_model_that_has_them(tmp_path, setting, model, fact):
+    config = config_with(tmp_path, f"train.{setting}")
+    facts = {**model_facts(config), **model}
+    if fact is None:
+        check_fit(config, facts, "cpu", "the model")
+    else:
+        with pytest.raises(InputError, match=fact):
+            check_fit(config, facts, "cpu", "the model")
+
+
+def test_a_mistral_that_says_nothing_has_the_window_of_transformers(tmp_path):
+    config = config_with(tmp_path)
+    facts = {**model_facts(config), "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
+    facts.pop("use_sliding_window")
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"max_length": 4097})})
+    check_fit(config, facts, "cpu", "the model")
+    with pytest.raises(InputError, match="4097 is longer than the sliding window of 4096"):
+        check_fit(longer, facts, "cpu", "the model")
+    check_fit(longer, {**facts, "sliding_window": None}, "cpu", "the model")
 
 
 def test_log_probabilities_of_a_nucleus_are_not_corrected(tmp_path):

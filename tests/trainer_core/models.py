@@ -25,7 +25,7 @@ def make_model(rank, world_size, store, directory, tied, vocabulary=VOCABULARY):
     model.save_pretrained(directory)
 
 
-_SHARED = {
+SHARED = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": VOCABULARY,
     "max_position_embeddings": 64, "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
@@ -56,7 +56,7 @@ def make_family(rank, world_size, store, directory, family, layers=4, seed=0, **
 
     kind, own = {**FAMILIES, **DENSE}[family]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**(_SHARED | {"num_hidden_layers": layers} | own | sizes))
+    config = getattr(transformers, f"{kind}Config")(**(SHARED | {"num_hidden_layers": layers} | own | sizes))
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):

@@ -79,11 +79,19 @@ def test_to_a_state_ranks_that_divide_sequences_are_replicas():
         {"min_learning_rate": 2.0},
         {"learning_rate": -1.0},
         {"learning_rte": 1.0},
+        {"min_learning_rate": 0.5},
+        {"decay_steps": 7},
+        {"decay": "linear", "min_learning_rate": 1.0},
     ],
 )
 def test_an_impossible_optimizer_is_refused(settings):
     with pytest.raises(ValidationError):
         OptimizerConfig(**{"learning_rate": 1.0, **settings})
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_a_decay_has_an_end(decay):
+    OptimizerConfig(learning_rate=1.0, decay=decay, decay_steps=7, min_learning_rate=0.5)
 
 
 def test_a_configuration_survives_json():

@@ -22,6 +22,16 @@ CORRECTIONS = [{"correction": {"type": "truncate"}}, {"correction": {"type": "ma
         ({"loss": {"type": "dpo"}, "kl_coefficient": 0.1}, "kl_coefficient has no effect"),
         ({"loss": {"type": "dpo"}, "loss_aggregation": "sequence"}, "loss_aggregation has no effect"),
         ({"advantage": {"type": "rloo"}, "normalize_by_std": False}, "normalize_by_std has no effect with advantage"),
+        ({"kl_estimator": "k2"}, "kl_estimator has no effect with kl_coefficient = 0"),
+        ({"kl_estimator": "k1", "kl_coefficient": 0.1}, 'kl_coefficient has no effect with kl_estimator = "k1" in the'),
+        ({"clip_high": 0.28}, "clip_high has no effect with mini_batches = 1, epochs = 1 and old_policy"),
+        ({"loss": {"type": "clip", "dual_limit": 3}}, r"loss\.dual_limit has no effect with mini_batches = 1"),
+        ({"loss": {"type": "gspo", "clip_low": 0.1}}, r"loss\.clip_low = 0.0003"),
+        ({"loss": {"type": "cispo", "clip_high": 2}}, r"loss\.clip_high has no effect"),
+        (
+            {"loss": {"type": "dpo"}, "leave_out_equal_groups": True},
+            'equal_groups has no effect with loss.type = "dpo"',
+        ),
         ({"loss_aggregation": "constant"}, "need each other"),
         ({"loss_length": 7}, "need each other"),
         ({"old_policy": "behaviour", "correction": {"type": "truncate"}}, "would count it twice"),
@@ -54,3 +64,26 @@ def test_without_them_a_nucleus_may_be_sampled():
 )
 def test_who_needs_a_reference(settings, needed):
     assert PolicyConfig.model_validate(settings).needs_reference is needed
+
+
+@pytest.mark.parametrize("more", [{"mini_batches": 2}, {"epochs": 2}, {"old_policy": "behaviour"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"clip_high": 0.28}, {"loss": {"type": "clip", "dual_limit": 3}}, {"loss": {"type": "gspo", "clip_low": 0.1}}],
+)
+def test_clipping_has_an_effect_where_ratios_differ_from_1(settings, more):
+    PolicyConfig.model_validate({**settings, **more})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl_estimator": "k1", "kl_coefficient": 0.1, "kl_in": "reward"},
+        {"kl_estimator": "k2", "kl_coefficient": 0.1},
+        {"loss": {"type": "dpo"}, "leave_out_equal_groups": True, "most_groups": 3},
+        {"loss": {"type": "gspo"}, "advantage": {"type": "reinforce_pp"}, "kl_coefficient": 0.1, "kl_in": "reward"},
+    ],
+    ids=str,
+)
+def test_settings_with_an_effect_pass(settings):
+    PolicyConfig.model_validate(settings)

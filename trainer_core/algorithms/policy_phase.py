@@ -101,7 +101,7 @@ class PolicyPhase:
         if several and self.policy.old_policy == "trainer":
             values["old_logprobs"] = before.logprobs
         now, updates = before, []
-        for mini_batch in self._all_mini_batches(units):
+        for mini_batch in self.mini_batches(units):
             rows = _rows(mini_batch)
             if self.policy.loss.type == "dpo":
                 now = now if not updates else self.passes.score(samples, rows, self.temperature)
@@ -154,11 +154,11 @@ class PolicyPhase:
         found[counted] = self.policy.kl_coefficient * estimate.numpy()
         return found
 
-    def _all_mini_batches(self, units: Rows) -> Iterator[Rows]:
+    def mini_batches(self, units: Rows) -> Iterator[Rows]:
         for _ in range(self.policy.epochs):
-            yield from self._mini_batches(units)
+            yield from self._of_epoch(units)
 
-    def _mini_batches(self, units: Rows) -> Iterator[Rows]:
+    def _of_epoch(self, units: Rows) -> Iterator[Rows]:
         if self.policy.mini_batches > 1:
             units = np.random.default_rng((*self.seed, self.optimizer.updates)).permutation(units)
         parts = np.array_split(units, self.policy.mini_batches)

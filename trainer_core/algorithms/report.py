@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from trainer_core.algorithms.losses.correction import importance_weights
 from trainer_core.algorithms.losses.kl import kl_estimate
 from trainer_core.algorithms.losses.log_ratio import log_ratio
-from trainer_core.algorithms.update import Update
+from trainer_core.algorithms.update import Update, mean_auxiliary_loss
 from trainer_core.batches.sequences import Samples, Vector
 from trainer_core.model.segments import Segments
 from trainer_core.policy import Correction
@@ -26,6 +26,7 @@ def mean_of(updates: Sequence[Update]) -> dict[str, float]:
         "clip_fraction": float(np.mean([update.clip_fraction for update in updates])),
         "learning_rate": updates[-1].learning_rate,
         "steps": float(len(updates)),
+        **mean_auxiliary_loss(updates),
     }
 
 

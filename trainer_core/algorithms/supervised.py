@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from trainer_core.algorithms.losses.likelihood import likelihood_loss
-from trainer_core.algorithms.update import apply_loss
+from trainer_core.algorithms.update import apply_loss, mean_auxiliary_loss
 from trainer_core.batches.sequences import SupervisedExamples
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
@@ -38,7 +38,7 @@ class SupervisedPhase:
         weights = np.ones(len(examples), dtype=np.float32)
         objective = Objective(_cross_entropy, temperature=1.0, entropy="none")
         updates, tokens = [], 0
-        for rows in _batches(len(examples), batch_size, steps, self.seed):
+        for rows in batches(len(examples), batch_size, steps, self.seed):
             update, _ = apply_loss(self.passes, self.optimizer, examples, rows, weights, {}, objective)
             updates.append(update)
             tokens += int(examples.response_lengths[rows].sum())
@@ -51,6 +51,7 @@ class SupervisedPhase:
             "learning_rate": updates[-1].learning_rate,
             "steps": float(steps),
             "tokens": float(tokens),
+            **mean_auxiliary_loss(updates),
         }
 
 
@@ -58,7 +59,7 @@ def _cross_entropy(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Ten
     return likelihood_loss(logprobs)
 
 
-def _batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
+def batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
     """`steps` batches of row numbers, each example once per pass, each pass in a different order."""
     generator = np.random.default_rng(seed)
     size = min(batch_size, count)

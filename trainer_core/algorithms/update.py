@@ -1,7 +1,7 @@
 """One optimizer update on the loss of a mini-batch: what every phase of training does."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ class Update:
     """Global norm of the gradient before clipping."""
     learning_rate: float
     """Learning rate of the update."""
+    auxiliary_loss: float | None
+    """What routers were balanced with beside the loss; None if they were not."""
 
 
 def apply_loss(
@@ -50,4 +52,11 @@ def apply_loss(
                 f"the learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
             )
         norm = optimizer.update()
-    return Update(gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate), gradients
+    found = Update(gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate, gradients.auxiliary_loss)
+    return found, gradients
+
+
+def mean_auxiliary_loss(updates: Sequence[Update]) -> dict[str, float]:
+    """Mean over updates, as it is reported; nothing if routers were not balanced."""
+    found = [update.auxiliary_loss for update in updates if update.auxiliary_loss is not None]
+    return {"auxiliary_loss": float(np.mean(found))} if found else {}

@@ -57,8 +57,11 @@ class Mesh:
 
         Ranks own disjoint entries or partial sums, so adding the zeros of the others is exact.
         """
-        own = values if self.speaks else np.zeros_like(values)
-        total = torch.from_numpy(own.astype(np.float64)).to(self.device)
+        return self.add(values if self.speaks else np.zeros_like(values))
+
+    def add(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Sum `values` over all ranks; every rank gets the sum. Collective."""
+        total = torch.from_numpy(values.astype(np.float64)).to(self.device)
         dist.all_reduce(total)
         return total.cpu().numpy()
 

@@ -14,10 +14,7 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -35,7 +32,8 @@ from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.parts import walk
-from trainer_core.model.settings import buffer_settings, dtype_of, expert_settings, model_settings, uses_graphs
+from trainer_core.model.routers import Balance, prepare_routers
+from trainer_core.model.settings import buffer_settings, dtype_of, model_settings, provider_settings, uses_graphs
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.telling import told
 
@@ -67,6 +65,8 @@ class Model:
     """Whether micro-batches of one shape may be launched as one CUDA graph each."""
     residence: Residence
     """What of parameters, gradients and optimizer is on the device."""
+    balance: Balance | None
+    """The auxiliary loss of routers, if they have one."""
 
     def forward(
         self,
@@ -259,7 +259,9 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     with quietly():
         bridge = _bridge(model_dir)
         provider = bridge.to_megatron_provider(load_weights=False)
-        wanted = model_settings(config, platform, deterministic) | expert_settings(provider, config.experts)
+        wanted = model_settings(config, platform, deterministic)
+        rope = vars(bridge.hf_pretrained.config).get("rope_parameters") or {}
+        wanted |= provider_settings(provider, rope, config.experts)
         _configure(provider, wanted)
         modules = _modules(provider)
     chunks = _wrap(provider, modules, config.megatron)
@@ -267,11 +269,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     fuse_accumulation(built, config.megatron)
     if config.parallel.sequence:
         _take_all_positions(built.outputs)
-    for module in built.modules:
-        if isinstance(module, TopKRouter) and module.enable_expert_bias:
-            _count_without_filling(module)
-        if isinstance(module, TopKRouter) and config.experts.auxiliary_loss > 0:
-            _balance_without_filling(module)
+    balance = prepare_routers(built.modules, balanced=config.experts.auxiliary_loss > 0)
     check_effective(provider, wanted)
     return Model(
         bridge=bridge,
@@ -284,6 +282,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         effective=read_back(MODEL, config, built) | read_layers(config.parallel, built),
         graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
         residence=Residence(chunks, platform.device),
+        balance=balance,
     )
 
 
@@ -335,34 +334,6 @@ def _take_all_positions(outputs: Sequence[Any]) -> None:
     """Only the positions that predict are projected, and they are known by their places among all of a batch."""
     for layer in outputs:
         layer.sequence_parallel, layer.allreduce_dgrad = False, True
-
-
-def _count_without_filling(module: Any) -> None:
-    """Let a router with a bias count tokens where a batch is filled up: upstream's mask lacks the axis of experts."""
-    count = module._apply_expert_bias
-
-    def counted(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        count(routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))  # (T,) -> (T, 1)
-
-    module._apply_expert_bias = counted
-
-
-def _balance_without_filling(module: Any) -> None:
-    """Let a batch that only fills up have an auxiliary loss of 0: upstream divides by its tokens that count."""
-
-    def finite(apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def applied(
-            probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *sizes: int, with_padding_mask: bool
-        ) -> torch.Tensor:
-            if with_padding_mask:  # of tensor-parallel ranks that divide the positions, one alone may be without tokens
-                empty = reduce_from_tensor_model_parallel_region(routing_map.sum(), module.tp_cp_group) == 0
-                scores, routing_map = scores * ~empty, routing_map | empty  # (T, E) each
-            return apply(probs, scores, routing_map, *sizes, with_padding_mask=with_padding_mask)
-
-        return applied
-
-    module._apply_aux_loss = finite(module._apply_aux_loss)
-    module._apply_seq_aux_loss = finite(module._apply_seq_aux_loss)
 
 
 def _refused(error: Exception) -> InputError:

@@ -56,6 +56,8 @@ class Gradients:
     """Share of response tokens whose surrogate was clipped."""
     scores: Callable[[], Scores]
     """The values that the loss was computed from. Collective."""
+    auxiliary_loss: float | None
+    """What routers were balanced with beside `loss`, coefficient included; None if they were not."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,17 @@ class Passes:
             objective: the loss.
         """
         self.model.zero_gradients()
+        balance = self.model.balance
+        if balance is not None:
+            balance.begin(int(sequences.response_lengths[rows].sum()), int(sequences.positions[rows].sum()))
         batches = self._batches(sequences, rows, weights, values)
         reports = self._run(batches, partial(self._differentiated, objective=objective), forward_only=False)
         tokens = sum(batch.host.response_tokens for batch in batches)
         sums = torch.stack([report["sums"] for report in reports]).double().sum(0).tolist() if reports else [0.0, 0.0]
         loss, clipped, count = self.mesh.combine(np.array([*sums, tokens])).tolist()
-        return Gradients(loss / count, clipped / count, partial(self._scores, sequences, batches, reports))
+        scores = partial(self._scores, sequences, batches, reports)
+        auxiliary = None if balance is None else float(self.mesh.add(np.array([balance.own_sum()]))[0])
+        return Gradients(loss / count, clipped / count, scores, auxiliary)
 
     def _batches(
         self, sequences: Sequences, rows: NDArray[np.int64], weights: Vector, values: Mapping[str, Vector]

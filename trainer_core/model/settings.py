@@ -1,5 +1,6 @@
 """Every setting of Megatron's model configuration and of its gradient buffers that this trainer chooses."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -95,12 +96,32 @@ def _of_pipeline(config: TrainerConfig) -> dict[str, Any]:
     }
 
 
-def expert_settings(provider: GPTModelProvider, config: ExpertsConfig) -> dict[str, Any]:
-    """What megatron-bridge switches on without being asked, for models with experts.
+def provider_settings(provider: GPTModelProvider, rope: Mapping[str, Any], config: ExpertsConfig) -> dict[str, Any]:
+    """What depends on the model besides, and what megatron-bridge leaves open or sets without being asked.
+
+    Args:
+        provider: as megatron-bridge made it.
+        rope: parameters of the model's positions, as transformers reads them.
+        config: of experts.
 
     Raises:
-        InputError: the model has none, but something is asked of them.
+        InputError: the model has no experts, but something is asked of them.
     """
+    return _of_positions(provider, rope) | _of_experts(provider, config)
+
+
+def _of_positions(provider: GPTModelProvider, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Transformers' defaults of YaRN, where config.json says nothing."""
+    if provider.position_embedding_type != "yarn":
+        return {}
+    return {
+        "yarn_beta_fast": rope.get("beta_fast") or 32,
+        "yarn_beta_slow": rope.get("beta_slow") or 1,
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def _of_experts(provider: GPTModelProvider, config: ExpertsConfig) -> dict[str, Any]:
     if provider.num_moe_experts:
         return {
             "moe_aux_loss_coeff": config.auxiliary_loss,

@@ -35,7 +35,7 @@ def config_with(*settings: str):
         (f"run.seed={LARGEST + 1}", "run.seed: 2147483648 cannot be a seed"),
         ("train.seed=-5", "train.seed: -5 cannot be a seed"),
         (f"run.iterations={10**30}", f"run.iterations: {10**30} is too large: give at most 2147483647"),
-        ("train.optimizer.decay_steps=9999999999", "train.optimizer.decay_steps: 9999999999 is too large"),
+        ("train.policy.epochs=9999999999", "train.policy.epochs: 9999999999 is too large"),
         ("workers.call_deadline_s=1e300", "workers.call_deadline_s: 1e+300 seconds are too long to wait for"),
     ],
 )

@@ -44,7 +44,13 @@ def test_the_stored_document_reads_back_equal(tmp_path):
         ("rollout.samples=many", "valid integer"),
         ("run.name=Bad Name", "cannot be used"),
         ("rollout", "section.key=value"),
-        ("storage.keep_every=2", "give keep_newest too"),
+        ("storage.keep_every=2", "keep_newest not given, whose rest"),
+        ("rollout.temperature=0.001", "greater than or equal to 0.01"),
+        ("train.policy.overlong={type='leave_out',length=17}", "overlong has no effect with responses of at most 16"),
+        ("train.policy.overlong={type='penalty',length=20,buffer=4}", "at most 16 tokens, where it begins at 17"),
+        ("train.policy.most_groups=32", "most_groups has no effect with rollout.prompts = 32, which are no more"),
+        ("model.download=true", "model.download has no effect with model.generate"),
+        ("model.accept=['hidden_act']", "model.accept has no effect with model.generate: leave it out"),
         ("storage.keep_newest=0", "greater than or equal to 1"),
         ("storage.keep=1", "did you mean 'storage.keep"),
         ("rollout.samples.more=1", "valid integer"),
@@ -63,7 +69,7 @@ def test_bad_values_name_fact_and_repair(tmp_path, override, fact):
 
 
 def test_another_type_of_a_table_leaves_no_key_of_the_old_one(tmp_path):
-    text = f'{MINIMAL}[train.policy.loss]\ntype = "gspo"\nclip_low = 0.5\n'
+    text = f'{MINIMAL}[train.policy]\nepochs = 2\n[train.policy.loss]\ntype = "gspo"\nclip_low = 0.5\n'
     given = ["train.policy.loss.clip_high=7", "train.policy.loss.type=cispo"]  # in any order
     loss = load_config(config_file(tmp_path, text), given).train.policy.loss
     assert loss.model_dump() == {"type": "cispo", "clip_low": 1.0, "clip_high": 7.0}
@@ -114,7 +120,7 @@ def test_source_and_generate_exclude_each_other(tmp_path):
         ("sync.probe_sequences=2", True),
         ("rollout.temperature=0.5", False),
         ("model.generate.layers=4", False),
-        ("train.policy.clip_low=0.1", False),
+        ("train.policy.entropy_coefficient=0.1", False),
         ("run.seed=1", False),
     ],
 )
@@ -125,6 +131,37 @@ def test_what_changes_a_runs_meaning(tmp_path, override, same):
     lines = changed_meaning(first.meaning(), second.meaning())
     assert bool(lines) is not same
     assert all(override.split("=")[0] in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.temperature=0.01",
+        "train.policy.overlong={type='leave_out',length=16}",
+        "train.policy.overlong={type='penalty',length=16,buffer=1}",
+        "train.policy.most_groups=31",
+    ],
+)
+def test_what_just_has_an_effect_passes(tmp_path, override):
+    load_config(config_file(tmp_path), [override])
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["rollout.samples=1", "train.policy.loss={type='sft',best=true}"], "train.policy.loss.best has no effect"),
+        (["rollout.samples=2", "train.policy.loss={type='dpo',pairs='all'}"], "loss.pairs has no effect with rollout"),
+        (["engine.tensor=2", "engine.own_process=false"], "engine.own_process has no effect with engine.tensor = 2"),
+        (
+            ["engine.max_model_len=12", "train.policy.overlong={type='leave_out',length=16}"],
+            "responses of at most 11 tokens, where it begins at 16",
+        ),
+    ],
+    ids=str,
+)
+def test_what_other_sections_leave_without_effect(tmp_path, settings, named):
+    with pytest.raises(InputError, match=named):
+        load_config(config_file(tmp_path), settings)
 
 
 def test_retention_is_asked_for(tmp_path):

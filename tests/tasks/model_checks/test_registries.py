@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError
+from tasks.config.numbers import COLDEST
 from tasks.model_checks.architectures import KNOWN_TO_BOTH, LLAMA_LIKE
 from tasks.model_checks.layout import CPU_HEAD_SIZES, check_numbers, check_parallel
 from tests.trainer_core.ranks import run_ranks
@@ -48,6 +49,15 @@ def test_the_head_sizes_are_those_of_the_engine_on_cpu():
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes"
     ]
     assert tuple(ast.literal_eval(function.body[-1].value)) == CPU_HEAD_SIZES
+
+
+def test_the_lowest_temperature_is_that_of_the_engine():
+    (given,) = [
+        node.value
+        for node in source_of("vllm.sampling_params").body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "_MAX_TEMP"
+    ]
+    assert ast.literal_eval(given) == COLDEST
 
 
 FACTS = {

@@ -16,7 +16,10 @@ def plain_steps(rank, world_size, store, directory, samples, reference, temperat
     losses = {}
     for name, settings in objectives.items():
         model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
-        responses = list(_responses(model, samples, reference, temperature))
+        responses = [
+            one | {"reference": torch.from_numpy(reference[one["own"]]).double()}
+            for one in responses_of(model, samples, temperature)
+        ]
         loss = objective(settings, responses)
         loss.backward()
         stepped = {
@@ -29,7 +32,7 @@ def plain_steps(rank, world_size, store, directory, samples, reference, temperat
     return losses
 
 
-def _responses(model, samples, reference, temperature):
+def responses_of(model, samples, temperature):
     """What is known about the response of each usable sample."""
     import torch
 
@@ -37,16 +40,17 @@ def _responses(model, samples, reference, temperature):
     first = np.cumsum(samples.response_lengths) - samples.response_lengths
     for row in np.flatnonzero(samples.usable):
         tokens = torch.from_numpy(samples.tokens[starts[row] : starts[row] + samples.lengths[row]].astype(np.int64))
-        logits = model(tokens[None]).logits[0, :-1] / temperature
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        everything = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        everything = everything[samples.prompt_lengths[row] - 1 :]
         own = slice(first[row], first[row] + samples.response_lengths[row])
         yield {
             "row": row,
             "group": samples.groups[row],
             "reward": float(samples.rewards[row]),
-            "logprobs": logprobs[samples.prompt_lengths[row] - 1 :],
+            "logprobs": everything.gather(-1, tokens[samples.prompt_lengths[row] :, None])[:, 0],
+            "entropy": -(everything.exp() * everything).sum(-1),
             "behaviour": torch.from_numpy(samples.engine_logprobs[own]).double(),
-            "reference": torch.from_numpy(reference[own]).double(),
+            "own": own,
         }
 
 

@@ -191,13 +191,13 @@ def test_sequences_are_divided_where_transformer_engine_has_kernels_for_it(chang
 def wanted_of_experts(rank, world_size, store):
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    from trainer_core.model.settings import expert_settings
+    from trainer_core.model.settings import provider_settings
 
     provider = GPTModelProvider(
         num_layers=2, hidden_size=64, num_attention_heads=4, num_moe_experts=4, moe_aux_loss_coeff=1e-3,
         moe_router_bias_update_rate=1e-3,
     )  # fmt: skip
-    return [expert_settings(provider, one) for one in (ExpertsConfig(), ExpertsConfig(auxiliary_loss=0.5))]
+    return [provider_settings(provider, {}, one) for one in (ExpertsConfig(), ExpertsConfig(auxiliary_loss=0.5))]
 
 
 def test_what_the_bridge_switches_on_for_experts_is_off_unless_it_is_asked_for():

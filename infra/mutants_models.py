@@ -1,0 +1,208 @@
+"""Faults in the checks of models, in settings without effect, and in what is computed of both."""
+
+from infra.mutants_known import Mutant
+
+_KEYS = "tests/tasks/model_checks/test_keys.py"
+_OBEYED = "tests/tasks/model_checks/test_obeyed.py"
+_POLICY = "tests/trainer_core/test_policy.py"
+_RUN = "tests/tasks/config/test_run.py"
+_UPDATES = "tests/trainer_core/algorithms/test_six_updates.py"
+_ORDER = "tests/trainer_core/algorithms/test_order.py"
+_BALANCE = "tests/trainer_core/model/test_balance.py"
+
+MODELS: tuple[Mutant, ...] = (
+    Mutant(
+        "unknown-keys-pass",
+        "a key of config.json that nothing knows passes",
+        "tasks/model_checks/obedience.py",
+        "        elif key not in others:\n",
+        "        elif False:\n",
+        (_KEYS,),
+    ),
+    Mutant(
+        "disobeyed-values-pass",
+        "a value that trainer or engine do not obey passes",
+        "tasks/model_checks/obedience.py",
+        "            if not known[key].holds(value, table):\n",
+        "            if False:\n",
+        (_KEYS,),
+    ),
+    Mutant(
+        "absent-keys-pass",
+        "a key without which the engine computes otherwise may be absent",
+        "tasks/model_checks/obedience.py",
+        "        if one.absent is not None and key not in table:\n",
+        "        if False:\n",
+        (_KEYS,),
+    ),
+    Mutant(
+        "keys-accepted-for-nothing",
+        "model.accept may name a key that is not refused",
+        "tasks/model_checks/obedience.py",
+        "    if needless := sorted(set(accepted) - found.keys()):\n",
+        "    if needless := []:\n",
+        (_KEYS,),
+    ),
+    Mutant(
+        "gelu-passes",
+        "an activation that vLLM does not have passes",
+        "tasks/model_checks/keys.py",
+        '    "hidden_act": only("silu"),\n',
+        '    "hidden_act": only("silu", "gelu"),\n',
+        (_KEYS,),
+    ),
+    Mutant(
+        "attention-factor-passes",
+        "a factor of YaRN's attention that neither side computes with passes",
+        "tasks/model_checks/keys.py",
+        '        "null or 0.1 ln(factor) + 1, which vLLM and Megatron compute with", _usual_attention, (None,)\n',
+        '        "null or 0.1 ln(factor) + 1, which vLLM and Megatron compute with", lambda *_: True, (None,)\n',
+        (_KEYS,),
+    ),
+    Mutant(
+        "eps-of-latents",
+        "an epsilon that transformers' norms of latents do not have passes",
+        "tasks/model_checks/keys.py",
+        '    "rms_norm_eps": only(1e-6),\n',
+        '    "rms_norm_eps": only(1e-6, 1e-2),\n',
+        (_OBEYED,),
+    ),
+    Mutant(
+        "yarn-left-open",
+        "YaRN without truncate is not rounded as transformers does",
+        "trainer_core/model/settings.py",
+        '        "yarn_correction_range_round_to_int": rope.get("truncate", True),\n',
+        '        "yarn_correction_range_round_to_int": rope.get("truncate", False),\n',
+        (_OBEYED,),
+    ),
+    Mutant(
+        "yarn-other-betas",
+        "YaRN without beta_fast begins elsewhere than transformers",
+        "trainer_core/model/settings.py",
+        '        "yarn_beta_fast": rope.get("beta_fast") or 32,\n',
+        '        "yarn_beta_fast": rope.get("beta_fast") or 2,\n',
+        (_OBEYED,),
+    ),
+    Mutant(
+        "no-effect-passes",
+        "settings without effect pass",
+        "trainer_core/effects.py",
+        "        if dict(owner)[name] != default and (why := row.without(config)) is not None:\n",
+        "        if (why := None) is not None:\n",
+        (_POLICY, _RUN),
+    ),
+    Mutant(
+        "overlong-beyond-reach",
+        "a limit on long responses that none reaches passes",
+        "tasks/config/run.py",
+        '    Unused("train.policy.overlong", _unreached),\n',
+        "",
+        (_RUN,),
+    ),
+    Mutant(
+        "clipping-of-one-update",
+        "clipping may be set where every ratio is 1",
+        "trainer_core/policy.py",
+        "    return single if policy.updates_once else None\n",
+        "    return None\n",
+        (_POLICY,),
+    ),
+    Mutant(
+        "lone-samples",
+        "GRPO may have one sample of each prompt",
+        "tasks/checks.py",
+        "    return f'advantage.type = \"{policy.advantage.type}\"'\n",
+        "    return None\n",
+        ("tests/tasks/test_checks.py",),
+    ),
+    Mutant(
+        "experts-of-dense-models",
+        "settings of experts pass with a model that has none",
+        "tasks/model_checks/fitness.py",
+        "    if not experts_of(facts):\n",
+        "    if False:\n",
+        ("tests/tasks/test_checks.py",),
+    ),
+    Mutant(
+        "gspo-mean-advantage",
+        "every token of a sequence has the gradient of the mean advantage",
+        "trainer_core/algorithms/losses/gspo.py",
+        "    whole = segments.spread(segments.mean(log_ratio.detach()), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
+        "    return clipped_surrogate(torch.exp(whole + (log_ratio - log_ratio.detach())), advantages, low, high)\n",
+        "    whole = segments.spread(segments.mean(log_ratio), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
+        "    return clipped_surrogate(torch.exp(whole), advantages, low, high)\n",
+        ("tests/trainer_core/algorithms/losses/test_gspo.py",),
+    ),
+    Mutant(
+        "auxiliary-loss-by-responses",
+        "the auxiliary loss counts the more, the fewer tokens are responses",
+        "trainer_core/model/routers.py",
+        "        return MoEAuxLossAutoScaler.apply(activation, share * self._divisor)",
+        "        return MoEAuxLossAutoScaler.apply(activation, loss * self._held)",
+        (_BALANCE,),
+    ),
+    Mutant(
+        "auxiliary-loss-of-one-rank",
+        "the auxiliary loss that is reported is that of one rank",
+        "trainer_core/model/passes.py",
+        "float(self.mesh.add(np.array([balance.own_sum()]))[0])",
+        "balance.own_sum()",
+        (_BALANCE,),
+    ),
+    Mutant(
+        "auxiliary-loss-not-reported",
+        "the auxiliary loss is no metric",
+        "trainer_core/algorithms/update.py",
+        '    return {"auxiliary_loss": float(np.mean(found))} if found else {}\n',
+        "    return {}\n",
+        (_BALANCE,),
+    ),
+    Mutant(
+        "rate-one-update-late",
+        "the learning rate of an update is that of the one before",
+        "trainer_core/model/optimizer.py",
+        "        self.schedule.step(1)\n        self.megatron.step()\n",
+        "        self.megatron.step()\n        self.schedule.step(1)\n",
+        (_UPDATES,),
+    ),
+    Mutant(
+        "reference-at-temperature-1",
+        "the reference is scored at temperature 1",
+        "trainer_core/trainer.py",
+        "            return self._passes.score(samples, np.flatnonzero(samples.usable), temperature).logprobs\n",
+        "            return self._passes.score(samples, np.flatnonzero(samples.usable), 1.0).logprobs\n",
+        (_UPDATES,),
+    ),
+    Mutant(
+        "same-mini-batches-in-every-epoch",
+        "epochs have the same mini-batches",
+        "trainer_core/algorithms/policy_phase.py",
+        "np.random.default_rng((*self.seed, self.optimizer.updates))",
+        "np.random.default_rng(self.seed)",
+        (_ORDER,),
+    ),
+    Mutant(
+        "same-mini-batches-in-every-iteration",
+        "iterations have the same mini-batches",
+        "trainer_core/algorithms/policy_phase.py",
+        "np.random.default_rng((*self.seed, self.optimizer.updates))",
+        "np.random.default_rng((self.seed[0], self.optimizer.updates))",
+        (_ORDER,),
+    ),
+    Mutant(
+        "same-order-of-examples",
+        "supervised passes go through the examples in the same order",
+        "trainer_core/algorithms/supervised.py",
+        "generator.permutation(count)",
+        "np.random.default_rng(seed).permutation(count)",
+        (_ORDER,),
+    ),
+    Mutant(
+        "engine-kl-reversed",
+        "engine_kl is that of the trainer to the engine",
+        "trainer_core/algorithms/report.py",
+        "    change = log_ratio(torch.from_numpy(trainer).double(), torch.from_numpy(engine).double())\n",
+        "    change = log_ratio(torch.from_numpy(engine).double(), torch.from_numpy(trainer).double())\n",
+        ("tests/trainer_core/algorithms/test_report.py",),
+    ),
+)

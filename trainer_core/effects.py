@@ -1,0 +1,60 @@
+"""Settings without effect are refused in every section by one rule: a table says what leaves a setting without."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+
+@dataclass(frozen=True)
+class Unused[C: BaseModel]:
+    """A setting, and when it has no effect."""
+
+    setting: str
+    """Its key below the section; between tables there are dots."""
+    without: Callable[[C], str | None]
+    """What in the configuration leaves it without effect, in words; None if it has one."""
+
+
+def without_effect[C: BaseModel](config: C, table: Iterable[Unused[C]], prefix: str = "") -> list[str]:
+    """One message for each setting that differs from its default although it has no effect.
+
+    Args:
+        config: the section.
+        table: its settings that depend on others.
+        prefix: what stands before each key in messages.
+    """
+    found = dict[str, str]()
+    for row in table:
+        owner, name = _owner(config, row.setting.split("."))
+        if owner is None or row.setting in found:
+            continue
+        default = type(owner).model_fields[name].default
+        if dict(owner)[name] != default and (why := row.without(config)) is not None:
+            key = prefix + row.setting
+            found[row.setting] = f"{key} has no effect with {why}: leave it out{_or_default(key, default)}"
+    return list(found.values())
+
+
+def _owner(config: BaseModel, path: Sequence[str]) -> tuple[BaseModel | None, str]:
+    """The table that holds the last key of the path; None if this configuration's has no such key."""
+    owner: Any = config
+    for name in path[:-1]:
+        owner = dict(owner).get(name)
+        if owner is None:
+            return None, path[-1]
+    return (owner if path[-1] in type(owner).model_fields else None), path[-1]
+
+
+def _or_default(name: str, default: Any) -> str:
+    """How else a setting that a stored configuration has can be without effect."""
+    if default is None:
+        return ""
+    if isinstance(default, BaseModel):
+        kind = default.model_dump()
+        if "type" not in kind:
+            return ""
+        name, default = f"{name}.type", kind["type"]
+    return f", or give it its default, {name} = {json.dumps(default)}"
