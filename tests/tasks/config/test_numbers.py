@@ -80,7 +80,7 @@ def test_a_stored_record_is_read_whatever_its_numbers(tmp_path):
     ("setting", "repair"),
     [
         ("rollout.promts=3", "did you mean 'rollout.prompts'?"),
-        ("reward.zebra=3", "reward.zebra: unknown key; remove it, or use one of function, arguments"),
+        ("reward.zebra=3", "reward.zebra: unknown key; remove it, or use one of try, function"),
         ("zzz.a=3", "zzz: unknown key; remove it, or use one of run, model, data"),
     ],
 )
