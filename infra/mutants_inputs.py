@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _VALUES = ("tests/tasks/data/test_values.py",)
+_IMPORT = ("tests/tasks/importing",)
 _REWARDS = ("tests/tasks/rewards/test_rewards.py",)
 
 INPUTS = (
@@ -76,7 +77,7 @@ INPUTS = (
         "tasks/data/files.py",
         'if address.startswith(("http://", "https://")) else address\n',
         "if address else address\n",
-        _VALUES,
+        ("tests/tasks/data/test_files.py",),
     ),
     Mutant(
         "suffix-in-capitals",
@@ -101,5 +102,77 @@ INPUTS = (
         "        if not texts:  # transformers asks for the type of the first\n            return []\n",
         "",
         _VALUES,
+    ),
+    Mutant(
+        "import-sample-twice",
+        "a sample that is in two batches of a file is imported twice",
+        "tasks/importing/samples.py",
+        "        self._check_unique(ids, numbers)\n",
+        "        self._seen.clear()\n        self._check_unique(ids, numbers)\n",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-one-id-many-prompts",
+        "samples of different prompts are one group, since they have one prompt_id",
+        "tasks/importing/samples.py",
+        "            if before != digest:\n",
+        "            if False:\n",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-columns-of-some",
+        "samples of a batch without a column have its default, and later ones their values",
+        "tasks/importing/samples.py",
+        "            self._check_alike(rows)\n",
+        "",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-leaves-a-lease",
+        "a file that is refused leaves a lease and parts of those before it",
+        "tasks/importing/samples.py",
+        "            _Samples(order, place).check()\n",
+        "            pass\n",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-any-element",
+        "token ids may be of any type that Arrow makes a number of",
+        "tasks/importing/columns.py",
+        "        return isinstance(value, list) and set(map(type, value)) <= kind.values\n",
+        "        return isinstance(value, list)\n",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-any-column",
+        "a column of any type is cast to what its property is",
+        "tasks/importing/columns.py",
+        "        return kind.columns(found)\n",
+        "        return True\n",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-any-temperature",
+        "samples may have been drawn at no number",
+        "tasks/importing/rows.py",
+        "lambda one: (one >= 0) & (one <= _LARGEST))",
+        "lambda one: ~(one < 0))",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-temperature-of-all",
+        "--temperature may be negative or no number",
+        "tasks/importing/rows.py",
+        "    if temperature is not None and not",
+        "    if temperature is None and not",
+        _IMPORT,
+    ),
+    Mutant(
+        "import-negative-numbers",
+        "samples may have negative numbers",
+        "tasks/importing/rows.py",
+        "lambda one: (one >= 0) & (one <= _INT32))",
+        "lambda one: one <= _INT32)",
+        _IMPORT,
     ),
 )

@@ -125,8 +125,8 @@ RETRAIN = (
         "import-other-lengths",
         "log-probabilities of other tokens than the response's are imported",
         "tasks/importing/rows.py",
-        '        self._refuse(np.not_equal(*lengths), "logprobs has another length than response_tokens")\n',
-        "",
+        "column.refuse(lengths_of(lists) != lengths_of(responses), ",
+        "column.refuse(lengths_of(lists) == -1, ",
         _IMPORT,
     ),
     Mutant(

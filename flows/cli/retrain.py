@@ -112,12 +112,11 @@ def import_command(
     Parameters
     ----------
     files
-        Paths or URLs of .jsonl or .parquet files.
+        Paths or URLs of .jsonl, .json or .parquet files.
     """
     if not files:
-        raise InputError("name at least one .jsonl or .parquet file to import")
-    columns = dict(mapped(one) for one in map)
-    order = ImportOrder(files, run, columns, temperature, logprobs=not without_logprobs)
+        raise InputError("name at least one .jsonl, .json or .parquet file to import")
+    order = ImportOrder(files, run, mapped(map), temperature, logprobs=not without_logprobs)
     made = import_samples(open_root(root), order)
     with Output(json=json) as output:
         output.result(made, _of_import(made))

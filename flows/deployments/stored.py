@@ -187,7 +187,7 @@ def import_files(
     Args:
         run: Id of the run that is to hold them.
         root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
-        files: Absolute paths or URLs of .jsonl or .parquet files.
+        files: Absolute paths or URLs of .jsonl, .json or .parquet files.
         columns: Columns with another name than what they hold, each as WHAT=COLUMN: reward=score.
         temperature: At which all samples were drawn.
         without_logprobs: They have no log-probabilities: only objectives that need none can train on them.
@@ -195,10 +195,9 @@ def import_files(
 
     def work() -> State[Any]:
         if not files:
-            raise InputError("name at least one .jsonl or .parquet file to import")
-        pairs = dict(mapped(one) for one in columns)
+            raise InputError("name at least one .jsonl, .json or .parquet file to import")
         made = import_samples(
-            open_root(root), ImportOrder(tuple(files), run, pairs, temperature, logprobs=not without_logprobs)
+            open_root(root), ImportOrder(tuple(files), run, mapped(columns), temperature, logprobs=not without_logprobs)
         )
         return Completed(message=f"run {made.run}: {made.samples} samples of {made.groups} prompts")
 

@@ -20,7 +20,7 @@ from tasks.config.data import DataSource
 from tasks.config.environment import resolve, without_secrets
 from tasks.data import forms, hub_rows
 from tasks.data.forms import LeftOut, Read
-from tasks.data.values import without_nulls
+from tasks.data.values import is_encodable, without_nulls
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -50,14 +50,14 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
         InputError: it does not exist or cannot be read.
     """
     address = str(resolve(source.source, "the URL of a dataset"))
-    form = source.format or forms.form_of(_path_of(address))
+    form = source.format or forms.form_of(path_of(address))
     if hub_rows.is_id(address) and form is None and not Path(address).exists():
         rows = hub_rows.rows(source, address, download)
         whole = hub_rows.digest(one.values for one in _of_hub(source, rows))
         yield Opened(whole, lambda: _columns(source, _of_hub(source, rows)))
         return
     with tempfile.TemporaryDirectory(prefix="ratchet-data-") as folder:
-        files = _fetched(source.source, address, Path(folder))
+        files = fetched(source.source, address, Path(folder))
         digests = [file_digest(file)[0] for file in files]
         whole = digests[0] if len(digests) == 1 else value_digest(digests)
         yield Opened(whole, lambda: _records(source, form, files))
@@ -65,7 +65,7 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
 
 def state(source: DataSource) -> str:
     """What a source looks like without being read: changes whenever its files do, as far as their filesystem says."""
-    with suppress(InputError), _reading(source.source):
+    with suppress(InputError), reading(source.source):
         address = str(resolve(source.source, "the URL of a dataset"))
         fs, path = _filesystem(address)
         return value_digest([address, *(fs.ukey(one) for one in _matching(fs, path))])
@@ -77,12 +77,12 @@ def name_of(source: DataSource) -> str:
     if source.name is not None:
         return source.name
     address = referenced(source.source) or hub_rows.without_revision(source.source)
-    parts = [part for part in _path_of(address).split("/") if part and "*" not in part and "[" not in part]
+    parts = [part for part in path_of(address).split("/") if part and "*" not in part and "[" not in part]
     return parts[-1].partition(".")[0] or parts[-1] if parts else address
 
 
 @contextmanager
-def _reading(shown: str, form: str = "") -> Iterator[None]:
+def reading(shown: str, form: str = "") -> Iterator[None]:
     """Make an InputError of whatever goes wrong in a block that reads a source."""
     try:
         yield
@@ -95,13 +95,16 @@ def _reading(shown: str, form: str = "") -> Iterator[None]:
         raise InputError(f"dataset {shown} cannot be read{form}: {reason}. Correct it, or its format") from None
 
 
-def _fetched(shown: str, address: str, folder: Path) -> list[Path]:
+def fetched(shown: str, address: str, folder: Path) -> list[Path]:
     """The local files of an address; those of another machine are copied into `folder`."""
-    with _reading(shown):
+    with reading(shown):
         fs, path = _filesystem(address)
         names = _matching(fs, path)
         if not names:
             raise InputError(_missing(shown))
+        odd = next((name for name in names if not is_encodable(name)), None)
+        if odd is not None:
+            raise InputError(f"the name of the file {odd!r} is not UTF-8, so no record can hold it: rename the file")
         if any(fs.isdir(name) for name in names):
             raise InputError(
                 f"dataset {shown} is a folder: name its files by a pattern, such as {shown.rstrip('/')}/*.jsonl"
@@ -136,10 +139,10 @@ def _copied(fs: Any, name: str, place: Path) -> Path:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", _path_of(name).rpartition("/")[2])[-80:]
+    return re.sub(r"[^A-Za-z0-9._-]", "_", path_of(name).rpartition("/")[2])[-80:]
 
 
-def _path_of(address: str) -> str:
+def path_of(address: str) -> str:
     """An address without what may stand behind the path of a URL; in other names `?` and `#` are letters."""
     return re.sub(r"[?#].*", "", address) if address.startswith(("http://", "https://")) else address
 
@@ -149,7 +152,7 @@ def _records(source: DataSource, form: str | None, files: list[Path]) -> Iterato
     for file in files:
         shown = source.source + (f", {file.name!r}," if len(files) > 1 else "")
         kind = source.format or forms.form_of(file.name) or form or "jsonl"
-        with _reading(shown, f" as {kind}"):
+        with reading(shown, f" as {kind}"):
             found = forms.read(file, kind, f"dataset {shown.rstrip(',')}", left_out)
             yield from _columns(source, found) if kind == "parquet" else found
     left_out.check(f"dataset {source.source}")
@@ -157,7 +160,7 @@ def _records(source: DataSource, form: str | None, files: list[Path]) -> Iterato
 
 def _of_hub(source: DataSource, rows: "Dataset") -> Iterator[Read]:
     where, left_out = f"dataset {source.source}", LeftOut(source.leave_out or ())
-    with _reading(source.source):
+    with reading(source.source):
         yield from forms.of_tables(hub_rows.tables(rows), where, left_out)
     left_out.check(where)
 

@@ -76,13 +76,18 @@ def read(file: Path, form: str, where: str, left_out: LeftOut) -> Iterator[Read]
         InputError: something in it is no record, naming its line or record, and its field.
     """
     if form == "parquet":
-        with _parquet(file, where) as table:
+        with opened_parquet(file, where) as table:
             yield from of_tables(table.iter_batches(ARROW_ROWS), where, left_out)
         return
-    with unpacked(file, where) as stream:
-        for number, values in enumerate(_READERS[form](stream, where), 1):
-            place = f"{where}, record {number}"
-            yield Read(place, checked(left_out.rest(values), place))
+    for number, values in enumerate(objects(file, form, where), 1):
+        place = f"{where}, record {number}"
+        yield Read(place, _checked(left_out.rest(values), place))
+
+
+def objects(file: Path, form: str, where: str) -> Iterator[Record]:
+    """The objects of a file of lines; their values are not checked. Raises InputError as `read`."""
+    with _unpacked(file, where) as stream:
+        yield from _READERS[form](stream, where)
 
 
 def of_tables(tables: Iterable[pa.RecordBatch | pa.Table], where: str, left_out: LeftOut) -> Iterator[Read]:
@@ -90,11 +95,11 @@ def of_tables(tables: Iterable[pa.RecordBatch | pa.Table], where: str, left_out:
     number = 0
     for table in tables:
         names = table.schema.names
-        _check_different(names, where, "the table")
+        check_different(names, where, "the table")
         kept = table.select(list(left_out.rest(dict.fromkeys(names))))
         for number, values in enumerate(_rows(kept, where, number), number + 1):  # noqa: B020
             place = f"{where}, record {number}"
-            yield Read(place, checked(values, place))
+            yield Read(place, _checked(values, place))
 
 
 def _rows(table: pa.RecordBatch | pa.Table, where: str, before: int) -> list[Record]:
@@ -114,7 +119,7 @@ def _check_object(value: pa.Scalar, place: str) -> None:
         raise InputError(f"{place} cannot be read ({error}). Correct it, or leave it out with data.leave_out") from None
 
 
-def checked(values: Record, place: str) -> Record:
+def _checked(values: Record, place: str) -> Record:
     """The values of a record.
 
     Raises:
@@ -134,7 +139,7 @@ def checked(values: Record, place: str) -> Record:
 
 
 @contextmanager
-def unpacked(file: Path, where: str) -> Iterator[IO[bytes]]:
+def _unpacked(file: Path, where: str) -> Iterator[IO[bytes]]:
     """What a file holds, which its name may say is compressed.
 
     Raises:
@@ -150,7 +155,7 @@ def unpacked(file: Path, where: str) -> Iterator[IO[bytes]]:
             yield stream
 
 
-def json_lines(stream: Iterable[bytes], where: str) -> Iterator[dict[str, Any]]:
+def _json_lines(stream: Iterable[bytes], where: str) -> Iterator[dict[str, Any]]:
     """The objects of a stream with one in each line; blank lines are skipped.
 
     Raises:
@@ -173,7 +178,7 @@ def _json(stream: IO[bytes], where: str) -> Iterator[Record]:
     lines = iter(stream)
     first = next((line for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
     if not first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        yield from json_lines(_after(first, lines), where)
+        yield from _json_lines(_after(first, lines), where)
         return
     try:
         found = parsed((first + b"".join(lines)).decode("utf-8-sig"))
@@ -200,7 +205,7 @@ def _csv(stream: IO[bytes], where: str, delimiter: str = ",") -> Iterator[Record
     with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
         rows = csv.DictReader(text, delimiter=delimiter, strict=True)
         try:
-            _check_different(rows.fieldnames or (), where, "the header")
+            check_different(rows.fieldnames or (), where, "the header")
             for row in rows:
                 if None in row or None in row.values():
                     count = (
@@ -221,7 +226,8 @@ def _tsv(stream: IO[bytes], where: str) -> Iterator[Record]:
 
 
 @contextmanager
-def _parquet(file: Path, where: str) -> Iterator[pyarrow.parquet.ParquetFile]:
+def opened_parquet(file: Path, where: str) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """A Parquet file; raises InputError if it is none."""
     try:
         table = pyarrow.parquet.ParquetFile(file)
     except pa.ArrowInvalid as error:
@@ -230,12 +236,13 @@ def _parquet(file: Path, where: str) -> Iterator[pyarrow.parquet.ParquetFile]:
         yield table
 
 
-def _check_different(names: Sequence[str], where: str, what: str) -> None:
+def check_different(names: Sequence[str], where: str, what: str) -> None:
+    """Raises InputError: two fields have one name."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"{where}: {what} has the field {twice!r} twice, and one would hide the other: rename one")
 
 
 _READERS: Mapping[str, Callable[[IO[bytes], str], Iterator[Record]]] = {
-    "jsonl": json_lines, "json": _json, "csv": _csv, "tsv": _tsv
+    "jsonl": _json_lines, "json": _json, "csv": _csv, "tsv": _tsv
 }  # fmt: skip

@@ -40,7 +40,7 @@ def flaw(value: object) -> Flaw | None:
         return next((Flaw(f"[{place}]{one.place}", one.fact) for place, one in each if one is not None), None)
     if kind is float and not math.isfinite(value):  # pyright: ignore[reportArgumentType]
         return Flaw("", f"is {value}, which is no number")
-    if kind is str and not _is_encodable(value):  # pyright: ignore[reportArgumentType]
+    if kind is str and not is_encodable(value):  # pyright: ignore[reportArgumentType]
         return Flaw("", f"is {shown(value)}, which has half of a surrogate pair")
     return None if kind in _PLAIN else Flaw("", f"is a {kind.__name__} ({shown(value)})")
 
@@ -66,7 +66,7 @@ def without_nulls(value: Any) -> Any:
 
 def _flaw_of_dict(value: Mapping[object, object]) -> Flaw | None:
     for key, one in value.items():
-        if not isinstance(key, str) or not _is_encodable(key):
+        if not isinstance(key, str) or not is_encodable(key):
             return Flaw("", f"has the key {shown(key)}, which is not a text")
         found = flaw(one)
         if found is not None:
@@ -74,7 +74,8 @@ def _flaw_of_dict(value: Mapping[object, object]) -> Flaw | None:
     return None
 
 
-def _is_encodable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
     if text.isascii():
         return True
     try:

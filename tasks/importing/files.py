@@ -1,19 +1,21 @@
-"""Rows of JSONL and Parquet files, some at a time."""
+"""Rows of JSONL, JSON and Parquet files, some at a time, each value of a column with the type that it has there."""
 
-import json
-from collections.abc import Collection, Iterator
-from contextlib import closing
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
-from pydantic import JsonValue
 
 from storage.errors import InputError
+from tasks.data.files import fetched, path_of, reading
+from tasks.data.forms import check_different, form_of, objects, opened_parquet
 
 _ROWS = 8192
+_FORMS = ("jsonl", "json", "parquet")
 
 
 @dataclass(frozen=True)
@@ -25,66 +27,67 @@ class Batch:
     """Rows of the file before these."""
     names: tuple[str, ...]
     """Columns that the file has."""
-    table: pa.Table
-    """Those of them that are wanted."""
+    columns: Mapping[str, pa.Array | Sequence[Any]]
+    """Those of them that are wanted: of Parquet in its types, of JSON in those of each value."""
+    rows: int
 
 
-def read_batches(file: str, wanted: Collection[str]) -> Iterator[Batch]:
-    """The wanted columns of a .jsonl or .parquet file.
+@dataclass(frozen=True)
+class Local:
+    """A file with its content on this machine."""
+
+    file: str
+    """As it was named."""
+    path: Path
+    form: str
+
+    def batches(self, wanted: Collection[str]) -> Iterator[Batch]:
+        """The wanted columns.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        with reading(self.file, f" as {self.form}"):
+            yield from (self._parquet if self.form == "parquet" else self._objects)(wanted)
+
+    def _parquet(self, wanted: Collection[str]) -> Iterator[Batch]:
+        with opened_parquet(self.path, self.file) as parquet:
+            names, first = tuple(parquet.schema_arrow.names), 0
+            check_different(names, self.file, "the table")
+            for batch in parquet.iter_batches(_ROWS, columns=[name for name in names if name in wanted]):
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                yield Batch(self.file, first, names, columns, batch.num_rows)
+                first += batch.num_rows
+
+    def _objects(self, wanted: Collection[str]) -> Iterator[Batch]:
+        first = 0
+        for rows in itertools.batched(objects(self.path, self.form, self.file), _ROWS):
+            names = tuple(dict.fromkeys(name for row in rows for name in row))
+            columns = {name: [row.get(name) for row in rows] for name in names if name in wanted}
+            yield Batch(self.file, first, names, columns, len(rows))
+            first += len(rows)
+
+
+@contextmanager
+def local_files(files: Sequence[str]) -> Iterator[list[Local]]:
+    """Files by their paths or URLs, on this machine while the block lasts.
 
     Raises:
-        InputError: it is another file, does not exist or cannot be read.
+        InputError: one is of another form, is named twice or does not exist.
     """
-    if not file.endswith((".jsonl", ".parquet")):
-        raise InputError(f"{file} cannot be imported: give files that end with .jsonl or .parquet")
-    try:
-        with fsspec.open(file, "rb") as opened:
-            read = _parquet if file.endswith(".parquet") else _json_lines
-            yield from read(file, opened, wanted)  # pyright: ignore[reportArgumentType]
-    except FileNotFoundError:
-        raise InputError(f"{file} does not exist: give the path or URL of a .jsonl or .parquet file") from None
-    except (pa.ArrowException, OSError, ImportError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from None
+    twice = next((file for file in files if files.count(file) > 1), None)
+    if twice is not None:
+        raise InputError(f"{twice} is named twice, so its samples would be there twice: name it once")
+    with TemporaryDirectory(prefix="ratchet-import-") as folder:
+        yield [_local(file, Path(folder, str(number))) for number, file in enumerate(files)]
 
 
-def _parquet(file: str, opened: IO[bytes], wanted: Collection[str]) -> Iterator[Batch]:
-    with closing(pq.ParquetFile(opened)) as parquet:
-        names, first = tuple(parquet.schema_arrow.names), 0
-        for batch in parquet.iter_batches(_ROWS, columns=[name for name in names if name in wanted]):
-            yield Batch(file, first, names, pa.Table.from_batches([batch]))
-            first += batch.num_rows
-
-
-def _json_lines(file: str, opened: IO[bytes], wanted: Collection[str]) -> Iterator[Batch]:
-    rows: list[dict[str, JsonValue]] = []
-    number = 0
-    for number, line in enumerate(opened, 1):
-        rows.append(_record(file, number, line))
-        if len(rows) == _ROWS:
-            yield _batch(file, number - len(rows), rows, wanted)
-            rows = []
-    if rows:
-        yield _batch(file, number - len(rows), rows, wanted)
-
-
-def _record(file: str, number: int, line: bytes) -> dict[str, JsonValue]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{file}, line {number}: it is not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise InputError(f"{file}, line {number}: it is a {type(row).__name__}, not a record")
-    return row
-
-
-def _batch(file: str, first: int, rows: list[dict[str, JsonValue]], wanted: Collection[str]) -> Batch:
-    names = tuple(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [row.get(name) for row in rows] for name in names if name in wanted}
-    return Batch(file, first, names, pa.table({name: _array(file, name, values) for name, values in columns.items()}))
-
-
-def _array(file: str, name: str, values: list[JsonValue]) -> pa.Array:
-    try:
-        return pa.array(values)
-    except pa.ArrowException as error:
-        raise InputError(f"{file}: the values of {name!r} are of different kinds ({error})") from None
+def _local(file: str, folder: Path) -> Local:
+    form = form_of(path_of(file))
+    if form not in _FORMS:
+        raise InputError(f"{file} cannot be imported: give files that end with .jsonl, .json or .parquet")
+    folder.mkdir()
+    there = fetched(file, file, folder)
+    if len(there) > 1:
+        raise InputError(f"{file} names {len(there)} files: name each by itself, since each becomes an iteration")
+    return Local(file, there[0], form)

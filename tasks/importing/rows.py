@@ -1,8 +1,10 @@
 """Rows of files as the columns of our tables."""
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,10 +14,15 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.schema import REWARD
+from tasks.importing.columns import KINDS, Column, any_of, lengths_of
 from tasks.importing.files import Batch
 
 UNKNOWN = -1
 """Weight version and seed of a sample that does not say them."""
+
+_INT32 = 2**31 - 1
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32
+_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class ImportOrder:
     """What is asked for."""
 
     files: tuple[str, ...]
-    """Paths or URLs of .jsonl or .parquet files."""
+    """Paths or URLs of .jsonl, .json or .parquet files."""
     run: str
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column of the files by what it becomes; what is not named is looked for under our own name."""
@@ -33,50 +40,53 @@ class ImportOrder:
     """Whether the samples must have log-probabilities. Without, only maximum likelihood can be trained on them."""
 
 
-def mapped(text: str) -> tuple[str, str]:
-    """Read WHAT=COLUMN: the column that a property is in.
+def mapped(texts: Iterable[str]) -> dict[str, str]:
+    """Columns by what they become, from WHAT=COLUMN of each.
 
     Raises:
-        InputError: it has another form.
+        InputError: one has another form, or one property is given twice.
     """
-    what, equals, column = text.partition("=")
-    if not (what and equals and column):
-        raise InputError(f"{text!r} is not of the form WHAT=COLUMN, as in prompt_tokens=input_ids")
-    return what, column
+    columns: dict[str, str] = {}
+    for text in texts:
+        what, equals, column = text.partition("=")
+        if not (what and equals and column):
+            raise InputError(f"{text!r} is not of the form WHAT=COLUMN, as in prompt_tokens=input_ids")
+        if what in columns:
+            raise InputError(f"{what} is to be both {columns[what]!r} and {column!r}: give one column for it")
+        columns[what] = column
+    return columns
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rows:
     """Some rows of a file, as the columns of our tables."""
 
     batch: Batch
     order: ImportOrder
-    found: dict[str, str] = field(default_factory=dict)
 
-    def column(self, name: str) -> pa.Array | None:
-        """The column that becomes `name`, if the file has it."""
-        wanted = self.order.columns.get(name, name)
-        if wanted in self.batch.table.column_names:
-            self.found[name] = wanted
-            return self.batch.table[wanted].combine_chunks()
-        if name in self.order.columns:
-            there = ", ".join(self.batch.names)
-            raise InputError(f"{self.batch.file} has no column {wanted!r} for {name}: its columns are {there}")
-        return None
+    @property
+    def found(self) -> dict[str, str]:
+        """Columns that the file has, by what they become."""
+        wanted = {name: self.order.columns.get(name, name) for name in KINDS}
+        return {name: column for name, column in wanted.items() if column in self.batch.columns}
 
-    def lists(self, name: str, kind: pa.DataType) -> pa.Array:
-        """A list column that every row must have."""
-        column = self.column(name)
+    def tokens(self, name: str) -> pa.ListArray:
+        """Token ids, which every row must have: (N rows) of int32."""
+        column = self._column(name)
         if column is None:
             raise InputError(
                 f"{self.batch.file} has no {name}: samples are trained on as the token ids that were sampled, because "
                 f"a text made of them may give others. Name the column of token ids with --map {name}=COLUMN"
             )
-        return self._cast(name, column, pa.list_(kind), required=True)
+        lists = column.array()
+        column.refuse(lengths_of(lists) == 0, "is empty")
+        flat = _flat(lists)
+        column.refuse(any_of(lists, (flat < 0) | (flat > _INT32)), "holds a number that is no token id")
+        return lists.cast(pa.list_(pa.int32()))
 
-    def logprobs(self, responses: pa.Array) -> pa.Array:
+    def logprobs(self, responses: pa.ListArray) -> pa.ListArray:
         """Log-probabilities of the response tokens; NaN where they are not known."""
-        column = self.column("logprobs")
+        column = self._column("logprobs")
         if column is None and self.order.logprobs:
             raise InputError(
                 f"{self.batch.file} has no logprobs: without the log-probabilities of the policy that sampled, no "
@@ -87,94 +97,129 @@ class Rows:
         if column is None:
             unknown = pa.array(np.full(len(responses.flatten()), np.nan, np.float32))
             return pa.ListArray.from_arrays(responses.offsets.cast(pa.int32()), unknown)
-        values = self._cast("logprobs", column, pa.list_(pa.float32()), required=True)
-        lengths = (pc.list_value_length(one).to_numpy() for one in (values, responses))  # pyright: ignore[reportAttributeAccessIssue]
-        self._refuse(np.not_equal(*lengths), "logprobs has another length than response_tokens")
-        flat = values.flatten().to_numpy(zero_copy_only=False)
-        wrong = ~(flat <= 0) | ~np.isfinite(flat)
-        self._refuse(_any_of(values, wrong), "a log-probability is above 0 or not finite")
-        return values
+        lists = column.array()
+        column.refuse(lengths_of(lists) != lengths_of(responses), "has another length than response_tokens")
+        flat = _flat(lists)
+        column.refuse(any_of(lists, ~((flat <= 0) & (flat >= -_LARGEST))), "holds one above 0 or not finite")
+        return lists.cast(pa.list_(pa.float32()))
 
-    def texts(self, name: str) -> list[str] | None:
-        column = self.column(name)
-        return None if column is None else self._cast(name, column, pa.string(), required=True).to_pylist()
+    def prompts(self) -> tuple[list[str], list[int], pa.ListArray]:
+        """Ids of the prompts, by default equal for equal tokens; a digest of their tokens, and the tokens."""
+        tokens = self.tokens("prompt_tokens")
+        digests = list(_digests(tokens))
+        column = self._column("prompt_id")
+        if column is None:
+            return [f"{digest:032x}"[:16] for digest in digests], digests, tokens
+        ids = column.array()
+        column.refuse(pc.equal(ids, "").to_numpy(zero_copy_only=False), "is empty")  # pyright: ignore[reportAttributeAccessIssue]
+        return ids.to_pylist(), digests, tokens
 
-    def numbers(self, name: str, kind: pa.DataType, default: float | None) -> pa.Array | None:
-        column = self.column(name)
-        if column is not None:
-            return self._cast(name, column, kind, required=True)
-        return None if default is None else pa.repeat(pa.scalar(default, kind), self.batch.table.num_rows)
+    def sample_ids(self) -> list[int] | None:
+        """Numbers of the samples within their prompts' groups, if the file has them."""
+        found = self._numbers("sample_id", pa.int32(), lambda one: (one >= 0) & (one <= _INT32))
+        return None if found is None else found.to_pylist()
+
+    def prompt_error(self, row: int, name: str, first: int) -> InputError:
+        """That a prompt's id was another prompt's before."""
+        column = self._column("prompt_id")
+        assert column is not None
+        return column.error(row, f"is {name!r}, as of sample {first}, but its prompt_tokens are others")
 
     def constants(self, run: str, iteration: int) -> dict[str, pa.Array]:
         """The columns that a row need not have."""
-        rows = self.batch.table.num_rows
-        reasons = self.texts("finish_reason") or ["stop"] * rows
+        rows = self.batch.rows
+        version = self._numbers("weight_version", pa.int32(), lambda one: (one >= UNKNOWN) & (one <= _INT32))
+        seed = self._numbers("seed", pa.int64(), lambda one: one >= UNKNOWN)
+        top_p = self._numbers("top_p", pa.float32(), lambda one: (one.astype(np.float32) > 0) & (one <= 1))
         return {
             "run": pa.repeat(run, rows),
             "iteration": pa.repeat(pa.scalar(iteration, pa.int32()), rows),
-            "finish_reason": pa.array(reasons),
-            "weight_version": self.numbers("weight_version", pa.int32(), UNKNOWN),
-            "seed": self.numbers("seed", pa.int64(), UNKNOWN),
+            "finish_reason": self._reasons(),
+            "weight_version": pa.repeat(pa.scalar(UNKNOWN, pa.int32()), rows) if version is None else version,
+            "seed": pa.repeat(pa.scalar(UNKNOWN, pa.int64()), rows) if seed is None else seed,
             "temperature": self._temperature(),
-            "top_p": self.numbers("top_p", pa.float32(), 1.0),
+            "top_p": pa.repeat(pa.scalar(1.0, pa.float32()), rows) if top_p is None else top_p,
         }
 
     def scores(self, ids: pa.Array, numbers: pa.Array) -> pa.Table:
-        """Rewards as a table of scores; those that are not there or not finite are null."""
-        column = self.column("reward")
-        kind, rows = pa.float32(), self.batch.table.num_rows
-        given = pa.nulls(rows, kind) if column is None else self._cast("reward", column, kind, required=False)
-        rewards = pc.if_else(pc.is_finite(given), given, None)  # pyright: ignore[reportAttributeAccessIssue]
-        columns = {field.name: pa.nulls(rows, field.type) for field in REWARD}
+        """Rewards as a table of scores; those that are not there are null."""
+        column, rows = self._column("reward"), self.batch.rows
+        rewards = pa.nulls(rows, pa.float64()) if column is None else column.array()
         there = rewards.is_valid()
+        if column is not None:
+            finite = np.abs(rewards.to_numpy(zero_copy_only=False)) <= _LARGEST
+            column.refuse(there.to_numpy(zero_copy_only=False) & ~finite, "is not finite as float32")
+        columns = {field.name: pa.nulls(rows, field.type) for field in REWARD}
         columns |= {
             "prompt_id": ids,
             "sample_id": numbers,
-            "reward": rewards,
+            "reward": rewards.cast(pa.float32()),
             "status": pc.if_else(there, "ok", "error"),  # pyright: ignore[reportAttributeAccessIssue]
-            "detail": pc.if_else(there, "", "imported without a finite reward"),  # pyright: ignore[reportAttributeAccessIssue]
+            "detail": pc.if_else(there, "", "imported without a reward"),  # pyright: ignore[reportAttributeAccessIssue]
             "reason": pc.if_else(there, None, pa.scalar("no_number")),  # pyright: ignore[reportAttributeAccessIssue]
         }
         return pa.Table.from_arrays([columns[name] for name in REWARD.names], schema=REWARD)
 
+    def _column(self, name: str) -> Column | None:
+        found = self.found.get(name)
+        if found is not None:
+            return Column(self.batch, name, found)
+        if name in self.order.columns:
+            there = ", ".join(self.batch.names)
+            raise InputError(
+                f"{self.batch.file} has no column {self.order.columns[name]!r} for {name}: its columns are {there}"
+            )
+        return None
+
+    def _numbers(
+        self, name: str, kind: pa.DataType, right: Callable[[NDArray[Any]], NDArray[np.bool_]]
+    ) -> pa.Array | None:
+        column = self._column(name)
+        if column is None:
+            return None
+        found = column.array()
+        values = found.to_numpy(zero_copy_only=False)
+        wrong = ~right(values)
+        column.refuse(wrong, f"is {values[int(np.argmax(wrong))] if len(wrong) else 0}, which it cannot be")
+        return found.cast(kind)
+
     def _temperature(self) -> pa.Array:
-        found = self.numbers("temperature", pa.float32(), self.order.temperature)
-        if found is None:
+        found = self._numbers("temperature", pa.float32(), lambda one: (one >= 0) & (one <= _LARGEST))
+        if found is not None:
+            return found
+        if self.order.temperature is None:
             raise InputError(
                 f"{self.batch.file} does not say at which temperature the samples were drawn, and log-probabilities "
                 "mean nothing without: name its column with --map temperature=COLUMN, or give --temperature"
             )
+        return pa.repeat(pa.scalar(self.order.temperature, pa.float32()), self.batch.rows)
+
+    def _reasons(self) -> pa.Array:
+        column = self._column("finish_reason")
+        if column is None:
+            return pa.repeat("stop", self.batch.rows)
+        found = column.array()
+        known = pc.is_in(found, value_set=pa.array(_REASONS)).to_numpy(zero_copy_only=False)  # pyright: ignore[reportAttributeAccessIssue]
+        column.refuse(~known, f"is none of {', '.join(_REASONS)}")
         return found
 
-    def _cast(self, name: str, column: pa.Array, kind: pa.DataType, *, required: bool) -> pa.Array:
-        try:
-            cast = column.cast(kind)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise InputError(
-                f"{self.batch.file}: {self.found[name]!r} cannot become {name} ({kind}): {error}"
-            ) from None
-        if required:
-            self._refuse(cast.is_null().to_numpy(zero_copy_only=False), f"{name} is null")
-        if pa.types.is_list(kind) and required:
-            nulls = cast.flatten().is_null().to_numpy(zero_copy_only=False)
-            self._refuse(_any_of(cast, nulls), f"{name} holds a null")
-        return cast
 
-    def _refuse(self, wrong: NDArray[np.bool_], fact: str) -> None:
-        if wrong.any():
-            row = self.batch.first + int(np.argmax(wrong)) + 1
-            raise InputError(f"{self.batch.file}, sample {row}: {fact}. Correct the file, or leave that sample out")
+def check_temperature(temperature: float | None) -> None:
+    """Refuse a temperature that samples cannot have been drawn at.
+
+    Raises:
+        InputError: it is negative or not finite.
+    """
+    if temperature is not None and not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
+        raise InputError(f"--temperature {temperature} is none that samples are drawn at: give a number from 0")
 
 
-def prompt_ids(prompts: pa.Array) -> list[str]:
-    """Ids of prompts that have none: equal for equal tokens."""
-    flat, offsets = prompts.flatten().to_numpy(), prompts.offsets.to_numpy()
+def _flat(lists: pa.ListArray) -> NDArray[Any]:
+    return lists.flatten().to_numpy(zero_copy_only=False)
+
+
+def _digests(tokens: pa.ListArray) -> Iterator[int]:
+    """xxh3-128 of each row of tokens."""
+    flat, offsets = _flat(tokens), tokens.offsets.to_numpy()
     starts = offsets - offsets[0]
-    return [xxhash.xxh3_128_hexdigest(flat[a:b].tobytes())[:16] for a, b in itertools.pairwise(starts)]
-
-
-def _any_of(lists: pa.Array, wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether any value of a row is wrong: (sum of lengths,) -> (N,)."""
-    lengths = pc.list_value_length(lists).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
-    rows = np.repeat(np.arange(len(lists)), lengths)
-    return np.bincount(rows[wrong], minlength=len(lists)) > 0
+    return (xxhash.xxh3_128_intdigest(flat[a:b].tobytes()) for a, b in itertools.pairwise(starts))

@@ -4,7 +4,7 @@ Such a run has no model or prompts, so it cannot be continued. Its token ids mus
 trained on them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,14 +24,10 @@ from storage.parts import PartWriter
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from storage.upkeep.catalog import check_not_removed, names
 from tasks.config.code_version import code_version
-from tasks.importing.files import read_batches
-from tasks.importing.rows import UNKNOWN, ImportOrder, Rows, prompt_ids
+from tasks.importing.columns import KINDS
+from tasks.importing.files import Local, local_files
+from tasks.importing.rows import UNKNOWN, ImportOrder, Rows, check_temperature
 from tasks.stages.names import Stage
-
-_REQUIRED = ("prompt_tokens", "response_tokens")
-_OPTIONAL = (
-    "logprobs", "reward", "prompt_id", "sample_id", "finish_reason", "weight_version", "seed", "temperature", "top_p"
-)  # fmt: skip
 
 
 class Imported(BaseModel):
@@ -79,12 +75,20 @@ def import_samples(root: Root, order: ImportOrder) -> Imported:
     check_run_name(order.run)
     check_not_removed(root, order.run)
     _check_columns(order)
-    root.check_writable()
-    record = ImportRecord.of(order)
-    _check_unused(root, order.run, record)
+    check_temperature(order.temperature)
+    with local_files(order.files) as places:
+        root.check_writable()
+        record = ImportRecord.of(order)
+        _check_unused(root, order.run, record)
+        for place in places:
+            _Samples(order, place).check()
+        return _store(root, order, record, places)
+
+
+def _store(root: Root, order: ImportOrder, record: ImportRecord, places: Sequence[Local]) -> Imported:
     with hold(root, order.run, "ratchet import") as lease:
         _check_unused(root, order.run, record)
-        files = [_File(root, order, file, number) for number, file in enumerate(order.files, 1)]
+        files = [_File(root, _Samples(order, place), number) for number, place in enumerate(places, 1)]
         for file in files:
             file.read()
         # without a record, what is committed would belong to no run
@@ -95,17 +99,16 @@ def import_samples(root: Root, order: ImportOrder) -> Imported:
         run=order.run,
         iterations=len(files),
         samples=sum(file.rows for file in files),
-        groups=sum(len(file.next_sample) for file in files),
+        groups=sum(file.samples.groups for file in files),
         scored=sum(file.scored for file in files),
-        columns={name: column for file in files for name, column in file.found.items()},
+        columns={name: column for file in files for name, column in file.samples.found.items()},
     )
 
 
 def _check_columns(order: ImportOrder) -> None:
     for name, column in order.columns.items():
-        if name not in (*_REQUIRED, *_OPTIONAL):
-            known = ", ".join((*_REQUIRED, *_OPTIONAL))
-            raise InputError(f"--map {name}={column}: a sample has no {name}, only {known}")
+        if name not in KINDS:
+            raise InputError(f"--map {name}={column}: a sample has no {name}, only {', '.join(KINDS)}")
 
 
 def _check_unused(root: Root, run: str, record: ImportRecord) -> None:
@@ -118,74 +121,127 @@ def _check_unused(root: Root, run: str, record: ImportRecord) -> None:
 
 
 @dataclass
-class _File:
-    """One file, which becomes one iteration."""
+class _Samples:
+    """The samples of one file, as our tables."""
 
-    root: Root
     order: ImportOrder
-    file: str
-    iteration: int
-    samples: list[Part] = field(default_factory=list)
-    scores: list[Part] = field(default_factory=list)
-    rows: int = 0
-    scored: int = 0
+    place: Local
     found: dict[str, str] = field(default_factory=dict)
-    next_sample: dict[str, int] = field(default_factory=dict)
-    """Number of the next sample of each prompt."""
+    _prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of each prompt the digest of its tokens, and the row in which it came first, from 1."""
+    _next: dict[str, int] = field(default_factory=dict)
     _seen: set[tuple[str, int]] = field(default_factory=set)
-    _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
-    def read(self) -> None:
-        """Store its rows as parts.
+    @property
+    def groups(self) -> int:
+        """Prompts so far."""
+        return len(self._prompts)
+
+    def check(self) -> None:
+        """Raises InputError: they cannot be used. Nothing is kept or stored."""
+        for _ in self.tables(1):
+            pass
+        if not self.groups:
+            raise InputError(f"{self.place.file}: there are no samples in it")
+
+    def tables(self, iteration: int) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """Samples and their scores, some at a time.
 
         Raises:
-            InputError: it cannot be used.
+            InputError: they cannot be used.
         """
-        columns = {self.order.columns.get(name, name) for name in (*_REQUIRED, *_OPTIONAL)}
-        for batch in read_batches(self.file, columns):
-            self._add(Rows(batch, self.order))
-        if not self.rows:
-            raise InputError(f"{self.file}: there are no samples in it")
+        for batch in self.place.batches({self.order.columns.get(name, name) for name in KINDS}):
+            rows = Rows(batch, self.order)
+            self._check_alike(rows)
+            self.found |= rows.found
+            yield self._tables(rows, iteration)
 
-    def commit(self, config_digest: str, fence: Fence) -> None:
-        """Publish them, and their scores if they have any."""
-        facts: dict[str, JsonValue] = {"weight_version": UNKNOWN, "imported": True}
-        rollout = commit(self.root, self._manifest(Stage.ROLLOUT, config_digest, self.samples, facts, {}), fence)
-        if self.scored:
-            inputs = {"rollout": rollout.digest}
-            commit(self.root, self._manifest(Stage.REWARD, config_digest, self.scores, {}, inputs), fence)
-
-    def _add(self, rows: Rows) -> None:
-        prompts, responses = rows.lists("prompt_tokens", pa.int32()), rows.lists("response_tokens", pa.int32())
-        ids = rows.texts("prompt_id") or prompt_ids(prompts)
-        given = rows.numbers("sample_id", pa.int32(), None)
-        numbers = self._numbered(ids) if given is None else given.to_pylist()
+    def _tables(self, rows: Rows, iteration: int) -> tuple[pa.Table, pa.Table]:
+        ids, digests, prompts = rows.prompts()
+        self._check_prompts(rows, ids, digests)
+        responses, given = rows.tokens("response_tokens"), rows.sample_ids()
+        numbers = self._numbered(ids) if given is None else given
         self._check_unique(ids, numbers)
-        logprobs = rows.logprobs(responses)
         columns = {
-            **rows.constants(self.order.run, self.iteration),
+            **rows.constants(self.order.run, iteration),
             "prompt_id": pa.array(ids),
             "sample_id": pa.array(numbers, pa.int32()),
             "prompt_tokens": prompts,
             "response_tokens": responses,
-            "logprobs": logprobs,
+            "logprobs": rows.logprobs(responses),
             "max_tokens": pc.list_value_length(responses).cast(pa.int32()),  # pyright: ignore[reportAttributeAccessIssue]
         }
-        self._store(
-            pa.Table.from_arrays([columns[name] for name in ROLLOUT.names], schema=ROLLOUT),
-            rows.scores(columns["prompt_id"], columns["sample_id"]),
-        )
-        self.found |= rows.found
+        samples = pa.Table.from_arrays([columns[name] for name in ROLLOUT.names], schema=ROLLOUT)
+        return samples, rows.scores(columns["prompt_id"], columns["sample_id"])
+
+    def _check_alike(self, rows: Rows) -> None:
+        """Refuse properties that only some batches have: the others would get a default."""
+        odd = sorted(name for name in self.found.keys() ^ rows.found.keys() if not KINDS[name].optional)
+        if rows.batch.first and odd:
+            has, had = ("has", "have not") if odd[0] in rows.found else ("has no", "have one")
+            raise InputError(
+                f"{self.place.file}, sample {rows.batch.first + 1}: it {has} {odd[0]}, and samples before it {had}. "
+                "Correct the file, or leave that sample out"
+            )
+
+    def _check_prompts(self, rows: Rows, ids: Sequence[str], digests: Sequence[int]) -> None:
+        for row, (name, digest) in enumerate(zip(ids, digests, strict=True)):
+            before, first = self._prompts.setdefault(name, (digest, rows.batch.first + row + 1))
+            if before != digest:
+                raise rows.prompt_error(row, name, first)
+
+    def _numbered(self, ids: Sequence[str]) -> list[int]:
+        numbers: list[int] = []
+        for name in ids:
+            numbers.append(self._next.get(name, 0))
+            self._next[name] = numbers[-1] + 1
+        return numbers
+
+    def _check_unique(self, ids: Sequence[str], numbers: Sequence[int]) -> None:
+        for name, number in zip(ids, numbers, strict=True):
+            if (name, number) in self._seen:
+                raise InputError(
+                    f"{self.place.file}: sample {number} of prompt {name!r} occurs twice: number them otherwise, or "
+                    "give no column for sample_id"
+                )
+            self._seen.add((name, number))
+
+
+@dataclass
+class _File:
+    """One file, which becomes one iteration."""
+
+    root: Root
+    samples: _Samples
+    iteration: int
+    sampled: list[Part] = field(default_factory=list)
+    scores: list[Part] = field(default_factory=list)
+    rows: int = 0
+    scored: int = 0
+    _started: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def read(self) -> None:
+        """Store its rows as parts."""
+        for samples, scores in self.samples.tables(self.iteration):
+            self._store(samples, scores)
+
+    def commit(self, config_digest: str, fence: Fence) -> None:
+        """Publish them, and their scores if they have any."""
+        facts: dict[str, JsonValue] = {"weight_version": UNKNOWN, "imported": True}
+        rollout = commit(self.root, self._manifest(Stage.ROLLOUT, config_digest, self.sampled, facts, {}), fence)
+        if self.scored:
+            inputs = {"rollout": rollout.digest}
+            commit(self.root, self._manifest(Stage.REWARD, config_digest, self.scores, {}, inputs), fence)
 
     def _store(self, samples: pa.Table, scores: pa.Table) -> None:
-        number = len(self.samples)
-        self.samples.append(self._writer(Stage.ROLLOUT).write_table(f"samples-{number:05d}.arrow", samples, ROLLOUT))
+        number = len(self.sampled)
+        self.sampled.append(self._writer(Stage.ROLLOUT).write_table(f"samples-{number:05d}.arrow", samples, ROLLOUT))
         self.scores.append(self._writer(Stage.REWARD).write_table(f"rewards-{number:05d}.arrow", scores, REWARD))
         self.scored += scores.num_rows - scores["reward"].null_count
         self.rows += samples.num_rows
 
     def _writer(self, stage: Stage) -> PartWriter:
-        return PartWriter(self.root, self.order.run, self.iteration, stage)
+        return PartWriter(self.root, self.samples.order.run, self.iteration, stage)
 
     def _manifest(
         self,
@@ -196,7 +252,7 @@ class _File:
         inputs: dict[str, str],
     ) -> Manifest:
         return Manifest(
-            run=self.order.run,
+            run=self.samples.order.run,
             iteration=self.iteration,
             stage=stage,
             schema_fingerprint=fingerprint(ROLLOUT if stage == Stage.ROLLOUT else REWARD),
@@ -209,20 +265,3 @@ class _File:
             started=self._started,
             finished=datetime.now(UTC),
         )
-
-    def _numbered(self, ids: Sequence[str]) -> list[int]:
-        numbers: list[int] = []
-        for name in ids:
-            numbers.append(self.next_sample.get(name, 0))
-            self.next_sample[name] = numbers[-1] + 1
-        return numbers
-
-    def _check_unique(self, ids: Sequence[str], numbers: Sequence[int]) -> None:
-        for name, number in zip(ids, numbers, strict=True):
-            if (name, number) in self._seen:
-                raise InputError(
-                    f"{self.file}: sample {number} of prompt {name!r} occurs twice: number them otherwise, or give no "
-                    "column for sample_id"
-                )
-            self._seen.add((name, number))
-            self.next_sample.setdefault(name, 0)

@@ -121,6 +121,9 @@ def test_a_folder_is_refused_with_the_pattern_to_use(tmp_path):
         ("s3://bucket/math/part-*.parquet", "math"),
         ("https://host/words.csv?X-Sig=1", "words"),
         ("openai/gsm8k@main", "gsm8k"),
+        ("https://host/words.csv#all", "words"),
+        ("/data/words?.csv", "words?"),
+        ("s3://bucket/words#1.csv", "words#1"),
         ("env:PROMPTS", "PROMPTS"),
     ],
 )

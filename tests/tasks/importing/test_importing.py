@@ -1,5 +1,7 @@
 """Samples of files as a run: what they become, and what is refused with its reason."""
 
+import datetime
+import decimal
 import json
 from typing import Any
 
@@ -16,7 +18,7 @@ from storage.upkeep.catalog import runs
 from storage.upkeep.verify import verify
 from tasks.config.retrain import RetrainSection
 from tasks.config.stored import stored_config
-from tasks.importing.rows import ImportOrder
+from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
 from tasks.stages.names import Stage
 from tasks.stages.selecting import Selecting, rollouts
@@ -119,27 +121,186 @@ def test_an_imported_run_says_that_it_has_no_configuration(root, tmp_path):
         ([ROW], {"columns": {**COLUMNS, "rewards": "reward"}}, "a sample has no rewards, only"),
         ([ROW], {"temperature": None}, "temperature the samples were drawn"),
         ([ROW, {**ROW, "logprobs": [-1.0]}], {}, "sample 2: logprobs has another length"),
-        ([{**ROW, "logprobs": [-1.0, 0.1, -1.0]}], {}, "sample 1: a log-probability is above 0"),
-        ([ROW, {**ROW, "input_ids": [3, None]}], {}, "sample 2: prompt_tokens holds a null"),
+        ([{**ROW, "logprobs": [-1.0, 0.1, -1.0]}], {}, "sample 1: logprobs holds one above 0"),
+        ([{**ROW, "logprobs": [-1.0, -1e300, -1.0]}], {}, "sample 1: logprobs holds one above 0 or not finite"),
+        (
+            [ROW, {**ROW, "input_ids": [3, None]}],
+            {},
+            r"sample 2: prompt_tokens \(column 'input_ids'\) is \[3, None\], but",
+        ),
         ([ROW, {**ROW, "response_tokens": None}], {}, "sample 2: response_tokens is null"),
-        ([{**ROW, "input_ids": ["a"]}], {}, "'input_ids' cannot become prompt_tokens"),
-        ([{**ROW, "input_ids": [1.5]}], {}, "'input_ids' cannot become prompt_tokens"),
-        ([{**ROW, "input_ids": [2**40]}], {}, "'input_ids' cannot become prompt_tokens"),
-        ([ROW, "{no"], {}, "line 2: it is not JSON"),
-        ([ROW, "[1]"], {}, "line 2: it is a list"),
+        ([{**ROW, "input_ids": ["a"]}], {}, r"is \['a'\], but a list of integers is expected"),
+        ([{**ROW, "input_ids": [1.5]}], {}, r"is \[1.5\], but a list of integers"),
+        ([{**ROW, "input_ids": [True]}], {}, r"is \[True\], but a list of integers"),
+        ([{**ROW, "input_ids": "12"}], {}, "is '12', but a list of integers"),
+        ([{**ROW, "input_ids": [2**31]}], {}, "holds a number that is no token id"),
+        ([{**ROW, "input_ids": [-1]}], {}, "holds a number that is no token id"),
+        ([ROW, {**ROW, "input_ids": [2**63]}], {}, "sample 2: prompt_tokens .* cannot be stored"),
+        ([{**ROW, "input_ids": []}], {}, "prompt_tokens .* is empty"),
+        ([{**ROW, "response_tokens": [], "logprobs": []}], {}, "response_tokens is empty"),
+        ([ROW, "", "{no"], {}, "line 3: not valid JSON"),
+        ([ROW, "[1]"], {}, "line 2: a list where an object is expected"),
+        ([ROW, {**ROW, "reward": float("nan")}], {}, "line 2: not valid JSON .*NaN"),
         ([{**ROW, "sample_id": 1}] * 2, {}, "occurs twice"),
-        ([ROW, {**ROW, "reward": "high"}], {}, "different kinds"),
+        ([{**ROW, "sample_id": -3}], {}, "sample 1: sample_id is -3"),
+        ([{**ROW, "sample_id": 1.0}], {}, "sample_id is 1.0, but an integer"),
+        ([{**ROW, "sample_id": "3"}], {}, "sample_id is '3', but an integer"),
+        ([{**ROW, "sample_id": 2**31}], {}, "sample_id is 2147483648"),
+        ([ROW, {**ROW, "reward": "high"}], {}, "sample 2: reward is 'high', but a number, a truth value or null"),
+        ([{**ROW, "reward": 1e39}], {}, r"reward is not finite as float32"),
+        ([{**ROW, "reward": 10**400}], {}, "sample 1: reward cannot be stored"),
+        ([{**ROW, "prompt_id": 1.0}], {}, "prompt_id is 1.0, but a text or an integer"),
+        ([{**ROW, "prompt_id": True}], {}, "prompt_id is True"),
+        ([{**ROW, "prompt_id": ["a"]}], {}, r"prompt_id is \['a'\]"),
+        ([{**ROW, "prompt_id": ""}], {}, "prompt_id is empty"),
+        ([{**ROW, "prompt_id": "a"}, {**ROW, "prompt_id": None}], {}, "sample 2: prompt_id is null"),
+        ([{**ROW, "prompt_id": "a"}, {**ROW, "prompt_id": "\ud83d"}], {}, "sample 2: prompt_id cannot be stored"),
+        (
+            [{**ROW, "prompt_id": 7}, {**ROW, "prompt_id": "7", "input_ids": [9]}],
+            {},
+            "sample 2: prompt_id is '7', as of sample 1",
+        ),
+        ([{**ROW, "finish_reason": "eos"}], {}, "finish_reason is none of stop, length, abort"),
+        ([{**ROW, "finish_reason": 1}], {}, "finish_reason is 1, but a text"),
+        ([ROW, {**ROW, "seed": 2**63}], {}, "sample 2: seed"),
+        ([{**ROW, "seed": 2**63}], {}, "sample 1: seed cannot be stored"),
+        ([{**ROW, "seed": -2}], {}, "seed is -2"),
+        ([{**ROW, "weight_version": 2**40}], {}, "weight_version is 1099511627776"),
+        ([{**ROW, "temperature": -1.0}], {}, "temperature is -1.0"),
+        ([{**ROW, "temperature": "1"}], {}, "temperature is '1', but a number"),
+        ([{**ROW, "temperature": True}], {}, "temperature is True, but a number"),
+        ([{**ROW, "top_p": 0.0}], {}, "top_p is 0.0"),
+        ([{**ROW, "top_p": 2.0}], {}, "top_p is 2.0"),
+        ([{**ROW, "top_p": 1e-60}], {}, "top_p is 1e-60"),
+        ([ROW], {"temperature": -1.0}, "--temperature -1.0 is none that samples are drawn at"),
+        ([ROW], {"temperature": float("nan")}, "--temperature nan"),
+        (['{"input_ids": [1], "input_ids": [2]}'], {}, "line 1: not valid JSON .*'input_ids' occurs twice"),
         ([], {}, "no samples in it"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_with_the_reason(root, tmp_path, rows, given, words):
     with pytest.raises(InputError, match=words):
         import_samples(root, order(jsonl(tmp_path, rows), **given))
+    assert [path for path in (tmp_path / "runs").rglob("*") if path.is_file() or path.name == "ext"] == []
+
+
+def column(name: str, value: Any, kind: pa.DataType | None = None) -> pa.Table:
+    """Two samples, as a table with `value` in a column of the second."""
+    good = {**ROW, "prompt_id": "a", "sample_id": 0, "seed": 1, "temperature": 1.0, "finish_reason": "stop"}
+    table = pa.Table.from_pylist([good, {**good, "sample_id": 1}])
+    return table.set_column(table.schema.names.index(name), name, pa.array([table[name][0].as_py(), value], kind))
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (column("seed", 2**63, pa.uint64()), "sample 2: seed cannot be stored"),
+        (column("seed", None), "sample 2: seed is null"),
+        (column("temperature", float("nan")), "sample 2: temperature is nan"),
+        (column("reward", float("nan")), "sample 2: reward is not finite"),
+        (column("reward", float("-inf")), "sample 2: reward is not finite"),
+        (column("logprobs", [-1.0, None, -1.0]), "sample 2: logprobs holds a null"),
+        (column("logprobs", [-1.0, float("nan"), -1.0]), "sample 2: logprobs holds one above 0 or not finite"),
+        (column("input_ids", [-1]), "sample 2: prompt_tokens .* no token id"),
+    ],
+)
+def test_columns_of_parquet_that_are_refused(root, tmp_path, table, words):
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=words):
+        import_samples(root, order(str(tmp_path / "a.parquet")))
     assert runs(root) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("a.csv", "end with .jsonl or .parquet"), ("gone.jsonl", "does not exist")]
+    ("name", "values", "words"),
+    [
+        ("input_ids", pa.array([[3.0, 4.0]]), "is of the type list<.*double>, but a list of integers"),
+        ("input_ids", pa.array(["34"]), "is of the type string, but a list of integers"),
+        ("sample_id", pa.array([0.0]), "is of the type double, but an integer"),
+        ("prompt_id", pa.array([b"a"]), "is of the type binary, but a text or an integer"),
+        ("prompt_id", pa.array([b"\xff"]).view(pa.string()), "sample 1: prompt_id cannot be stored"),
+        ("temperature", pa.array([decimal.Decimal("1.0")]), "is of the type decimal.*, but a number"),
+        ("temperature", pa.array(["1.0"]), "is of the type string, but a number"),
+        ("seed", pa.array([datetime.date(2020, 1, 1)]), "is of the type date32.*, but an integer"),
+        ("finish_reason", pa.array([1]), "is of the type int64, but a text"),
+    ],
+)
+def test_types_of_parquet_that_are_refused(root, tmp_path, name, values, words):
+    table = pa.Table.from_pylist([ROW])
+    if name in table.schema.names:
+        table = table.drop_columns(name)
+    pq.write_table(table.append_column(name, values), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=rf"a\.parquet, sample 1: .*{words}" if "sample" not in words else words):
+        import_samples(root, order(str(tmp_path / "a.parquet")))
+
+
+def test_types_that_are_meant(root, tmp_path):
+    rows = [
+        {**ROW, "prompt_id": 7, "reward": True},
+        "",
+        {**ROW, "prompt_id": "7", "reward": None, "logprobs": [-1, 0, -2]},
+        "",
+    ]
+    file = jsonl(tmp_path, rows, "A.JSONL")
+    wide = {
+        "input_ids": pa.array([[3, 4]] * 2, pa.large_list(pa.uint16())),
+        "response_tokens": pa.array([[5, 6, 7]] * 2, pa.list_(pa.int8(), 3)),
+        "logprobs": pa.array([[-0.5, -1.0, 0.0]] * 2, pa.list_(pa.float16())),
+        "prompt_id": pa.array(["a", "a"]).dictionary_encode(),
+        "sample_id": pa.array([1, 0], pa.uint64()),
+        "reward": pa.nulls(2),
+        "temperature": pa.array([0, 0]),
+    }
+    pq.write_table(pa.table(wide), tmp_path / "b.parquet")
+    array = tmp_path / "c.json"
+    array.write_text(json.dumps([ROW, ROW], indent=1))
+    import_samples(root, order(file, str(tmp_path / "b.parquet"), str(array)))
+    assert [(one["prompt_id"], one["sample_id"]) for one in samples(root)] == [("7", 0), ("7", 1)]
+    rewards = read_stored_table(root, need(root, "ext", 1, Stage.REWARD)).to_pylist()
+    assert [one["reward"] for one in rewards] == [1.0, None]
+    assert [(one["sample_id"], one["logprobs"], one["temperature"]) for one in samples(root, 2)] == [
+        (1, [-0.5, -1.0, 0.0], 0.0),
+        (0, [-0.5, -1.0, 0.0], 0.0),
+    ]
+    assert len(samples(root, 3)) == 2
+
+
+MANY = 8192  # rows of a batch
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({"sample_id": 0}, "sample 0 of prompt 'a' occurs twice"),
+        ({"sample_id": MANY, "input_ids": [9]}, f"sample {MANY + 1}: prompt_id is 'a', as of sample 1"),
+        ({"sample_id": -1}, f"sample {MANY + 1}: sample_id is -1"),
+        ({"sample_id": MANY, "seed": 3}, f"sample {MANY + 1}: it has seed, and samples before it have not"),
+    ],
+)
+def test_samples_of_different_batches_are_of_one_file(root, tmp_path, last, words):
+    rows = [{**ROW, "prompt_id": "a", "sample_id": number} for number in range(MANY)]
+    with pytest.raises(InputError, match=words):
+        import_samples(root, order(jsonl(tmp_path, [*rows, {**rows[0], **last}])))
+
+
+def test_a_file_or_a_property_is_given_once(root, tmp_path):
+    file = jsonl(tmp_path, [ROW])
+    with pytest.raises(InputError, match="is named twice"):
+        import_samples(root, order(file, file))
+    with pytest.raises(InputError, match="reward is to be both 'a' and 'b'"):
+        mapped(["reward=a", "reward=b"])
+
+
+def test_what_is_refused_in_a_later_file_leaves_nothing(root, tmp_path):
+    good, bad = jsonl(tmp_path, [ROW]), jsonl(tmp_path, [{**ROW, "seed": "x"}], "b.jsonl")
+    with pytest.raises(InputError, match=r"b\.jsonl, sample 1"):
+        import_samples(root, order(good, bad))
+    assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file() or path.name == "ext"]
+    import_samples(root, order(good))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("a.csv", r"end with \.jsonl, \.json or \.parquet"), ("gone.jsonl", "does not exist")]
 )
 def test_other_files_are_refused(root, tmp_path, name, words):
     with pytest.raises(InputError, match=words):
@@ -148,5 +309,5 @@ def test_other_files_are_refused(root, tmp_path, name, words):
 
 def test_a_damaged_parquet_file_is_refused(root, tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and more")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="is not a Parquet file"):
         import_samples(root, order(str(tmp_path / "a.parquet")))

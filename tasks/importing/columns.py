@@ -1,0 +1,169 @@
+"""Columns of files by what they become, of the types that each may have: another type is refused."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from storage.errors import InputError
+from tasks.data.values import shown, text_of
+from tasks.importing.files import Batch
+
+_NOT_STORABLE = (OverflowError, UnicodeError, pa.ArrowException)
+"""What Arrow raises about an integer beyond 64 bits, or a text that is not UTF-8."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that a column may have."""
+
+    words: str
+    wide: pa.DataType
+    """Wide enough for all of them."""
+    values: frozenset[type]
+    """Their types in JSON; in a column of lists, those of the elements."""
+    columns: Callable[[pa.DataType], bool]
+    """Whether a column of Parquet may have a type; in a column of lists, its elements."""
+    listed: bool = False
+    optional: bool = False
+    """Whether a value may be null."""
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+_INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
+_TOKENS = Kind("a list of integers", pa.list_(_INT), frozenset([int]), pa.types.is_integer, listed=True)
+_INTEGER = Kind("an integer", _INT, frozenset([int]), pa.types.is_integer)
+_NUMBER = Kind("a number", _FLOAT, frozenset([int, float]), _is_number)
+
+KINDS = {
+    "prompt_tokens": _TOKENS,
+    "response_tokens": _TOKENS,
+    "logprobs": Kind("a list of numbers", pa.list_(_FLOAT), frozenset([int, float]), _is_number, listed=True),
+    "reward": Kind(
+        "a number, a truth value or null",
+        _FLOAT,
+        frozenset([int, float, bool]),
+        lambda kind: _is_number(kind) or pa.types.is_boolean(kind),
+        optional=True,
+    ),
+    "prompt_id": Kind(
+        "a text or an integer", _TEXT, frozenset([str, int]), lambda kind: _is_text(kind) or pa.types.is_integer(kind)
+    ),
+    "sample_id": _INTEGER,
+    "finish_reason": Kind("a text", _TEXT, frozenset([str]), _is_text),
+    "weight_version": _INTEGER,
+    "seed": _INTEGER,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+}
+"""What a sample has."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of some rows of a file."""
+
+    batch: Batch
+    name: str
+    """What it becomes."""
+    called: str
+    """Its name in the file."""
+
+    def array(self) -> pa.Array:
+        """Its values in the wide type of their kind, without nulls unless they may be null.
+
+        Raises:
+            InputError: a value is of another kind, naming the sample.
+        """
+        found = self.batch.columns[self.called]
+        made = self._of_column(found) if isinstance(found, pa.Array) else self._of_values(found)
+        if not KINDS[self.name].optional:
+            self.refuse(made.is_null().to_numpy(zero_copy_only=False), "is null")
+        if pa.types.is_list(made.type):
+            self.refuse(any_of(made, made.flatten().is_null().to_numpy(zero_copy_only=False)), "holds a null")
+        return made
+
+    def refuse(self, wrong: NDArray[np.bool_], fact: str) -> None:
+        """Raises InputError if a row is wrong: (N,)."""
+        if wrong.any():
+            raise self.error(int(np.argmax(wrong)), fact)
+
+    def error(self, row: int, fact: str) -> InputError:
+        """An error that names one of these rows."""
+        mapped = "" if self.called == self.name else f" (column {self.called!r})"
+        return InputError(
+            f"{self.batch.file}, sample {self.batch.first + row + 1}: {self.name}{mapped} {fact}. Correct the file, or "
+            "leave that sample out"
+        )
+
+    def _of_values(self, values: Sequence[Any]) -> pa.Array:
+        kind = KINDS[self.name]
+        for row, value in enumerate(values):
+            if value is not None and not _fits(value, kind):
+                raise self.error(row, f"is {shown(value)}, but {kind.words} is expected")
+        if kind.wide == _TEXT:
+            values = [None if value is None else text_of(value) for value in values]
+        elif kind.wide == _FLOAT:  # Arrow takes no mixture with truth values
+            values = [int(value) if isinstance(value, bool) else value for value in values]
+        return self._stored(values, lambda some: pa.array(some, kind.wide))
+
+    def _of_column(self, found: pa.Array) -> pa.Array:
+        kind = KINDS[self.name]
+        column = found.dictionary_decode() if isinstance(found, pa.DictionaryArray) else found
+        if not _takes(column.type, kind):
+            raise self.error(0, f"is of the type {column.type}, but {kind.words} is expected")
+        return self._stored(column, lambda some: _validated(some.cast(kind.wide)))
+
+    def _stored[T: Sequence[Any] | pa.Array](self, values: T, make: Callable[[T], pa.Array]) -> pa.Array:
+        try:
+            return make(values)
+        except _NOT_STORABLE:
+            for row in range(len(values)):
+                try:
+                    make(values[row : row + 1])  # pyright: ignore[reportArgumentType] - a part of the same type
+                except _NOT_STORABLE as error:
+                    raise self.error(row, f"cannot be stored ({error})") from None
+            raise
+
+
+def any_of(lists: pa.Array, wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether any value of a row is wrong: (sum of lengths,) -> (N,)."""
+    rows = np.repeat(np.arange(len(lists)), lengths_of(lists))
+    return np.bincount(rows[wrong], minlength=len(lists)) > 0
+
+
+def lengths_of(lists: pa.Array) -> NDArray[np.int64]:
+    """Lengths of lists: (N,)."""
+    return pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _fits(value: object, kind: Kind) -> bool:
+    if kind.listed:
+        return isinstance(value, list) and set(map(type, value)) <= kind.values
+    return type(value) in kind.values
+
+
+def _takes(found: pa.DataType, kind: Kind) -> bool:
+    if pa.types.is_null(found):
+        return True
+    if not kind.listed:
+        return kind.columns(found)
+    listed = pa.types.is_list(found) or pa.types.is_large_list(found) or pa.types.is_fixed_size_list(found)
+    return listed and (pa.types.is_null(found.value_type) or kind.columns(found.value_type))
+
+
+def _validated(column: pa.Array) -> pa.Array:
+    if column.type == _TEXT:
+        column.validate(full=True)  # a file may hold bytes that are no UTF-8
+    return column
