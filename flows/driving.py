@@ -10,6 +10,7 @@ from flows import retraining
 from flows.views.history import read_record
 from flows.views.progress import Progress
 from flows.views.retrained import last_iteration, next_iteration, workflow_of
+from storage import layout
 from storage.backends.root import Root
 from storage.errors import Overtaken
 from storage.ownership.lease import Lease, hold
@@ -21,7 +22,7 @@ from storage.upkeep.shared import SharedParts
 from tasks.config.document import parse_config
 from tasks.config.run import RunConfig
 from tasks.config.stage_settings import with_settings
-from tasks.config.stored import documents, read_config, record_config
+from tasks.config.stored import corrections, documents, read_config, record_config
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.retrying import persistent
@@ -85,11 +86,18 @@ def _driven(
         with hold(root, name, owner) if held is None else nullcontext(held) as lease:
             keep_copies(root, name)
             names(root, name)  # refuses to go on where the record of a rerun is lost
-            digest = record_config(root, name, config, lease) if held is None else read_config(root, name).digest
+            digest = _recorded(root, name, config, progress, lease) if held is None else read_config(root, name).digest
             with opener(lease, digest) as context:
                 yield on_head(persistent(context, progress.say))
     except Overtaken as fact:
         progress.say(f"{fact}")
+
+
+def _recorded(root: Root, name: str, config: RunConfig, progress: Progress, lease: Lease) -> str:
+    there = root.exists(layout.run_config_key(name))
+    for line in corrections(root, name, config) if there else []:
+        progress.say(f"corrected, since nothing was made from it yet: {line}")
+    return record_config(root, name, config, lease)
 
 
 def is_redoing(root: Root, name: str) -> bool:

@@ -7,6 +7,7 @@ _SECRETS = ("tests/tasks/rewards/test_secrets.py",)
 _ANSWERS = ("tests/tasks/rewards/test_answers.py",)
 _TRYING = ("tests/tasks/rewards/test_trying.py",)
 _CHECK = ("tests/flows/cli/test_check.py",)
+_CORRECTED = ("tests/flows/test_corrections.py",)
 _LAZY = (
     "tests/tasks/rewards/test_isolation.py::test_what_the_first_call_loads_is_charged_to_no_sample_also_after_a_restart"
 )
@@ -157,6 +158,38 @@ SCORING = (
         "[*texts, (False, WRONG)]",
         "texts",
         _TRYING,
+    ),
+    Mutant(
+        "what-was-read-is-corrected",
+        "a run takes other settings after stages have read them",
+        "tasks/config/stored.py",
+        "trained or any(touches(key, stage) for key in changed for _, stage in places)",
+        "trained",
+        _CORRECTED,
+    ),
+    Mutant(
+        "nothing-is-corrected",
+        "a run that failed for a misspelt weight can never go on",
+        "tasks/config/stored.py",
+        "    return [] if fixed else changed_meaning(stored, config.meaning())\n",
+        "    return []\n",
+        _CORRECTED,
+    ),
+    Mutant(
+        "former-configuration-is-forgotten",
+        "what was made before a correction is of another configuration",
+        "tasks/config/stored.py",
+        '        kept = record.model_copy(update={"former": former, ',
+        '        kept = record.model_copy(update={"former": former[:0], ',
+        _CORRECTED,
+    ),
+    Mutant(
+        "former-configuration-returns",
+        "a configuration from before a correction takes the place of the one that stages were made under since",
+        "tasks/config/stored.py",
+        "record.digest not in (stored.first, *stored.former)",
+        "record.digest != stored.first",
+        _CORRECTED,
     ),
     Mutant(
         "try-is-not-obeyed",

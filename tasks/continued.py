@@ -17,7 +17,7 @@ from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
-from tasks.config.stored import continued_by, read_config
+from tasks.config.stored import continued_by, corrections, read_config
 from tasks.data.model_files import is_weights
 from tasks.data.models import ModelFolder, find_model
 from tasks.stages.names import Stage
@@ -56,7 +56,7 @@ def fork_command(root: Root, run: str, changes: dict[str, JsonValue]) -> str | N
 def _check_settings(config: RunConfig, root: Root, run: str) -> None:
     stored = read_config(root, run).config.meaning()
     lines = changed_meaning(stored, config.meaning())
-    if not lines:
+    if not lines or corrections(root, run, config):
         return
     fork = fork_command(root, run, _changes(stored, config.meaning()))
     repair = f"make a fork that has them:\n  {fork}" if fork else "start a new run with another --run"

@@ -90,7 +90,9 @@ def launch(order: Order, output: Output) -> int:
     except InputError:
         raise
     except RatchetError as error:
-        raise type(error)(f"{told(error)}\nFix this, then continue with: {order.again}") from error
+        raise type(error)(
+            f"{told(error)}\nFix this, a wrong setting also in the command, then continue with: {order.again}"
+        ) from error
     status = read_status(root, order.run)
     output.result(summarise(status, meter), closing_lines(status))
     return 0

@@ -129,7 +129,8 @@ class Root:
             return objects.put_file_if_absent(self.fs, self.full(key), source, self.patience)
 
     def replace(self, key: str, data: bytes | pa.Buffer) -> None:
-        """Write a derived file for people, replacing what was there. Nothing may decide anything by reading it."""
+        """Write a file, replacing what was there at once: one for people that nothing decides by, or the configuration
+        of a run that is corrected under its lease."""
         with _explained(self, key):
             if self.protocol == "file":
                 self._retried(lambda: local.replace(Path(self.full(key)), memoryview(data)))

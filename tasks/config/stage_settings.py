@@ -48,6 +48,12 @@ def is_read(key: str, stage: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in READS[stage])
 
 
+def touches(key: str, stage: str) -> bool:
+    """Whether a stage reads anything of a setting, or of a whole section or document (empty)."""
+    below = any(name.startswith(f"{key}.") for name in READS.get(stage, ()))
+    return not key or stage not in READS or below or is_read(key, stage)
+
+
 def leaves(document: Document, prefix: str = "") -> dict[str, JsonValue]:
     """The settings of a document by `section.key`."""
     found: dict[str, JsonValue] = {}

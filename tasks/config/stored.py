@@ -23,7 +23,10 @@ from tasks.config.document import apply_overrides, explained, parse_config, with
 from tasks.config.identity import FIRST_RULES, FIXED_BY_PREPARE, RULES, Document, changed_meaning, meaning_digest
 from tasks.config.run import RunConfig
 from tasks.config.section import FROM_STORAGE
-from tasks.config.stage_settings import with_settings
+from tasks.config.stage_settings import changed_settings, touches, with_settings
+
+_ABOUT = {"rules", "request", "former"}
+"""Keys of a record that are not of the configuration."""
 
 
 class ConfigRecord(RunConfig):
@@ -35,6 +38,9 @@ class ConfigRecord(RunConfig):
     request: str | None = None
     """Identity of the flow run that began the run, which no other flow run takes for its own; None if a command did."""
 
+    former: tuple[str, ...] = ()
+    """Digests of the configurations that the run had before it was corrected in place (`corrections`)."""
+
     @classmethod
     def of(cls, config: RunConfig, request: str | None = None) -> "ConfigRecord":
         """The record of a new run."""
@@ -43,7 +49,7 @@ class ConfigRecord(RunConfig):
     @property
     def digest(self) -> str:
         """What every manifest of the run carries as `config_digest`."""
-        return meaning_digest(self.model_dump(mode="json", exclude={"rules", "request"}), self.rules)
+        return meaning_digest(self.model_dump(mode="json", exclude=_ABOUT), self.rules)
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class StoredConfig:
     """What every manifest of the run that is made now carries as `config_digest`."""
     first: str
     """The same of revision 0: identity of what the run was started with."""
+    former: tuple[str, ...] = ()
+    """What it was before the configuration was corrected. What was made under it had read nothing that was changed."""
 
 
 def read_config(root: Root, run: str, revisions: Revisions | None = None) -> StoredConfig:
@@ -67,8 +75,8 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
         SchemaMismatch: this version cannot read it.
     """
     document, where = _document(root, run)
-    rules = _rules(document.pop("rules", FIRST_RULES), where)
-    document.pop("request", None)
+    rules, former = _rules(document.get("rules", FIRST_RULES), where), document.get("former")
+    document = {key: value for key, value in document.items() if key not in _ABOUT}
     first = meaning_digest(document, rules)
     document = with_settings(document, (read_revisions(root, run) if revisions is None else revisions).settings())
     try:
@@ -78,15 +86,19 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
             f"{where} is not a configuration that this version can read:\n{explained(error)}\n"
             "Continue the run with the version that made it"
         ) from None
-    return StoredConfig(config, meaning_digest(document, rules), first)
+    known = tuple(map(str, former)) if isinstance(former, list) else ()
+    return StoredConfig(config, meaning_digest(document, rules), first, known)
 
 
 def documents(root: Root, run: str, revisions: Revisions) -> dict[str, Document]:
-    """The configuration of each revision of a run by its digest; empty if no revision has settings of its own."""
-    if not any(rerun.settings for rerun in revisions.reruns):
+    """The configuration of each revision of a run by its digest, also by those that the first one had before it was
+    corrected; empty if there is one alone."""
+    first = read_config(root, run, revisions.seen(0))
+    if not first.former and not any(rerun.settings for rerun in revisions.reruns):
         return {}
-    read = [read_config(root, run, revisions.seen(number)) for number in revisions.numbers]
-    return {one.digest: one.config.model_dump(mode="json") for one in read}
+    read = [first, *(read_config(root, run, revisions.seen(number)) for number in revisions.numbers[1:])]
+    found = {one.digest: one.config.model_dump(mode="json") for one in read}
+    return {**dict.fromkeys(first.former, found[first.digest]), **found}
 
 
 def begun_by(root: Root, run: str) -> JsonValue:
@@ -138,7 +150,8 @@ def record_config(
     """Record what a run is made from, or check that it is continued unchanged.
 
     A record binds the run once a manifest was made under it. Until then the holder of the lease may replace it: nothing
-    was made from it, because the start that wrote it failed.
+    was made from it, because the start that wrote it failed. Later it may correct what no stage has read
+    (`corrections`).
 
     Args:
         fence: the run's lease. Without one an existing record is never replaced.
@@ -160,7 +173,28 @@ def record_config(
         fence.check()
         root.remove(key)
         records.publish(root, key, record)  # if another process was faster, its record is compared like any
+    elif fence is not None and corrections(root, run, config):
+        stored = read_config(root, run)
+        former = tuple(one for one in dict.fromkeys((*stored.former, stored.first)) if one != record.digest)
+        kept = record.model_copy(update={"former": former, "request": begun_by(root, run)})
+        fence.check()
+        root.replace(key, records.seal(kept, key))
     return _continued(root, run, config)
+
+
+def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
+    """What would be corrected in place if a run were continued with a configuration, as lines with both values.
+
+    None if nothing differs, or if anything that differs was read by a stage that is committed or has begun.
+    """
+    revisions = read_revisions(root, run)
+    stored = read_config(root, run, revisions).config.meaning()
+    there = names(root, run, revisions=revisions)
+    places = {place for key in (*there.manifests, *there.pieces) if (place := layout.place_of(key)) is not None}
+    trained = any(iteration and stage == "train" for iteration, stage in places)  # from all that an iteration reads
+    changed = changed_settings(stored, config.meaning())
+    fixed = revisions.reruns or trained or any(touches(key, stage) for key in changed for _, stage in places)
+    return [] if fixed else changed_meaning(stored, config.meaning())
 
 
 def check_record(root: Root, run: str, config: RunConfig) -> None:
@@ -169,7 +203,8 @@ def check_record(root: Root, run: str, config: RunConfig) -> None:
     Raises:
         InputError: as `record_config`.
     """
-    if _is_there(root, run) and not _is_unused(root, run, _record(run, config)):
+    there = _is_there(root, run) and not _is_unused(root, run, _record(run, config))
+    if there and not corrections(root, run, config):
         _continued(root, run, config)
 
 
@@ -199,7 +234,8 @@ def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
     made = {load(root, key).config_digest for key in names(root, run, 0).manifests if not layout.revision_of(key)}
     if not made:  # iteration 0 is committed first, but it may be lost
         return not names(root, run).manifests
-    return made == {record.digest} and read_config(root, run).first != record.digest
+    stored = read_config(root, run)
+    return made == {record.digest} and record.digest not in (stored.first, *stored.former)
 
 
 def _continued(root: Root, run: str, config: RunConfig) -> str:

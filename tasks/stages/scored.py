@@ -86,7 +86,8 @@ def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limi
         f"{what}: {len(bad)} of {asked} responses have no score ({kinds} time-outs), but reward.max_failures = "
         f"{limit:g} allows {failures_allowed(limit, len(scores))} of {len(scores)}. For example:\n{examples}\n"
         "Nothing was trained on them. Fix the function (`ratchet reward` tries it on stored samples), or change "
-        "reward.max_failures: neither begins another run"
+        "reward.max_failures: neither begins another run. Other settings of [reward] can be changed until an iteration "
+        "is scored"
     )
 
 
