@@ -10,10 +10,13 @@ REWARDS = (
     Mutant(
         "reward-library-imported-late",
         "the first sample of a process has the import of a library in its deadline",
-        "tasks/rewards/math.py",
-        "from math_verify import parse, verify",
-        "def parse(*given, **how):\n    from math_verify import parse\n\n    return parse(*given, **how)\n\n\n"
-        "def verify(*given, **how):\n    from math_verify import verify\n\n    return verify(*given, **how)\n\n\n",
+        "tasks/rewards/answers.py",
+        "from math_verify import LatexExtractionConfig, parse, verify",
+        "def parse(*given, **how):\n    import math_verify\n\n    return math_verify.parse(*given, **how)\n\n\n"
+        "def verify(*given, **how):\n    import math_verify\n\n    return math_verify.verify(*given, **how)\n\n\n"
+        "def LatexExtractionConfig(**how):\n    import math_verify\n\n"
+        "    return math_verify.LatexExtractionConfig(**how)\n"
+        "\n\n",
         ("tests/tasks/rewards/test_rewards.py::test_the_first_sample_is_not_charged_with_the_import_of_a_library",),
     ),
     Mutant(

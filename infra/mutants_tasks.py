@@ -186,8 +186,8 @@ TASKS = (
         "record-replaced-without-a-fence",
         "a process that lost its lease replaces the record of a run",
         "tasks/config/stored.py",
-        "        fence.check()\n",
-        "",
+        "        fence.check()\n        root.remove(key)\n",
+        "        root.remove(key)\n",
         ("tests/tasks/config/test_failed_start.py",),
     ),
     Mutant(

@@ -108,6 +108,11 @@ def equal(gold: Any, given: Any) -> bool:
     return verify([gold], [given], timeout_seconds=None, allow_set_relation_comp=True)
 
 
+def expressions_in(text: str) -> list[Any]:
+    """What math-verify finds in prose."""
+    return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
 def _is_text(bare: str, plain: str) -> bool:
     """Whether an answer is words: with nothing to calculate, or inside of a text command, or a name before a number."""
     words = [word for word in _WORD.findall(_COMMAND.sub(" ", plain)) if word.casefold() not in _FUNCTIONS]

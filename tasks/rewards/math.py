@@ -4,9 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from math_verify import parse
-
-from tasks.rewards.answers import Answer, Unreadable, chosen, equal, read, same
+from tasks.rewards.answers import Answer, Unreadable, chosen, equal, expressions_in, read, same
 from tasks.rewards.notation import boxed
 
 _AFTER = re.compile(r"####\s*(.+)")
@@ -45,9 +43,8 @@ def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answe
             return float(same(gold, given))
     if gold.expression is None:
         return 0.0
-    found = parse(response, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     wholes = (gold.expression, gold.expression / 100) if gold.percent else (gold.expression,)
-    return float(any(equal(whole, one) for whole in wholes for one in found))
+    return float(any(equal(whole, one) for one in expressions_in(response) for whole in wholes))
 
 
 def gold_answer(record: Mapping[str, Any], field: str = "answer") -> Answer:
