@@ -42,7 +42,7 @@ STORE = (
         "storage/revisions.py",
         "    lost = (_needed(run, found, reruns, choices) | copies.keys()) -",
         "    lost = set(copies) -",
-        ("tests/storage/test_revisions.py",),
+        _LOST,
     ),
     Mutant(
         "another-choice-in-its-place",

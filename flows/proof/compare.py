@@ -1,10 +1,8 @@
 """Comparing two runs bit for bit, in the order of work: manifests, tables, metrics and train states."""
 
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +11,7 @@ from flows.views.history import evaluation_due, stages_of
 from storage import layout
 from storage.backends.root import Root
 from storage.manifest import Manifest, find
+from storage.ownership.scratch import scratch
 from storage.parts import materialize, read_table
 from storage.schema import EVALUATION, REWARD, ROLLOUT
 from storage.unfinished import read_piece
@@ -125,9 +124,9 @@ class Pair:
             yield from _column(name, ours[name].combine_chunks(), theirs[name].combine_chunks())
 
     def _states(self, left: Manifest, right: Manifest, tally: Counter[str], plant: int | None) -> Iterator[str]:
-        with tempfile.TemporaryDirectory(prefix="ratchet-compare-") as scratch:
+        with scratch() as place:
             folders = [
-                materialize(root, manifest, Path(scratch, side), layout.STATE)
+                materialize(root, manifest, place / side, layout.STATE)
                 for side, root, manifest in (("left", self.left, left), ("right", self.right, right))
             ]
             found = compare_states(*folders, plant=plant)

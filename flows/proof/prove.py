@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
 from storage.kill_points import Point
 from storage.manifest import find
+from storage.ownership.scratch import scratch
 from storage.upkeep.catalog import names
 from tasks.config.environment import with_faults
 from tasks.config.run import RunConfig
@@ -120,14 +120,14 @@ def prove(order: ProofOrder, output: Output) -> int:
     check(order.config, faults, order.regenerate)
     whole, interrupted = (open_root(f"{order.root.rstrip('/')}/{name}") for name in ("whole", "interrupted"))
     _check_empty(order.root, whole, interrupted)
-    with tempfile.TemporaryDirectory(prefix="ratchet-prove-") as scratch:
+    with scratch() as place:
         output.say(f"prove-resume: {order.config.run.iterations} iterations without interruption")
-        undisturbed = FaultFolder(Path(scratch, "none"))
+        undisturbed = FaultFolder(place / "none")
         undisturbed.plan([])
         _must_succeed(_start(order, whole, undisturbed))
         if not order.regenerate:
             lend_rollouts(whole, interrupted, RUN)
-        folder = FaultFolder(Path(scratch, "faults"))
+        folder = FaultFolder(place / "faults")
         folder.plan(list(faults))
         output.say(f"prove-resume: again, with {len(faults)} kills: {', '.join(map(str, faults))}")
         starts = _run_killed(order, interrupted, folder, output)

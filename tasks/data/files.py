@@ -4,7 +4,6 @@ Records are read one after another, so a large source never is in memory as a wh
 """
 
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import fsspec
 
 from storage.digest import file_digest, value_digest
 from storage.errors import InputError
+from storage.ownership.scratch import scratch
 from tasks.config.credentials import referenced
 from tasks.config.data import DataSource
 from tasks.config.environment import resolve, without_secrets
@@ -56,8 +56,8 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
         whole = hub_rows.digest(one.values for one in _of_hub(source, rows))
         yield Opened(whole, lambda: _columns(source, _of_hub(source, rows)))
         return
-    with tempfile.TemporaryDirectory(prefix="ratchet-data-") as folder:
-        files = fetched(source.source, address, Path(folder))
+    with scratch() as folder:
+        files = fetched(source.source, address, folder)
         digests = [file_digest(file)[0] for file in files]
         whole = digests[0] if len(digests) == 1 else value_digest(digests)
         yield Opened(whole, lambda: _records(source, form, files))

@@ -2,16 +2,15 @@
 
 import functools
 import itertools
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from storage.digest import value_digest
 from storage.errors import InputError
+from storage.ownership.scratch import scratch
 from tasks.config.data import DataSource, GeneratedAddition
 from tasks.config.model import ModelSection
 from tasks.config.run import RunConfig
@@ -57,8 +56,7 @@ def text_codec(section: ModelSection, stop_tokens: Sequence[int | str] | None = 
     Raises:
         InputError: the model directory does not exist or lacks a file.
     """
-    with tempfile.TemporaryDirectory(prefix="ratchet-tokenizer-") as folder:
-        directory = Path(folder)
+    with scratch() as directory:
         if section.generate is not None:
             generate_tokenizer(directory, section.generate)
         else:

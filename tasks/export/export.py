@@ -5,7 +5,6 @@ export.
 """
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from storage.backends.root import Root
 from storage.errors import DigestMismatch
 from storage.layout import STATE
 from storage.manifest import Manifest
+from storage.ownership.scratch import scratch
 from storage.parts import materialize, read_part
 from storage.upkeep.lineage import of_weights
 from tasks.config.stored import stored_config
@@ -114,8 +114,7 @@ def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:
 @contextmanager
 def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", SavedState, dict]]:
     """The weights of a stored state, the state, and the content of the model's config.json."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-export-") as place:
-        folder = Path(place)
+    with scratch() as folder:
         prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
         model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
         (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")

@@ -3,9 +3,7 @@
 From here on the run depends on nothing outside its storage root.
 """
 
-import tempfile
-from pathlib import Path
-
+from storage.ownership.scratch import scratch
 from storage.schema import PROMPTS, fingerprint
 from tasks.data.models import fill_model_directory
 from tasks.data.sources import Prompts, prompts_of
@@ -20,8 +18,7 @@ from tasks.stages.views import Prepared
 def prepare(work: Work) -> StageOutput:
     """Record what the run is made from. Generated models and data sets are made here, from the run's seed."""
     config, writer = work.config, work.writer
-    with tempfile.TemporaryDirectory(prefix="ratchet-model-") as folder:
-        directory = Path(folder)
+    with scratch() as directory:
         names = fill_model_directory(directory, config.model, config.run.seed)
         codec = TextCodec.from_directory(directory, config.rollout.stop_tokens)
         prompts = prompts_of(config, codec)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pyarrow as pa
 
 from storage.backends.root import Root
 from storage.manifest import Part
+from storage.ownership.scratch import scratch
 from storage.parts import materialize, read_parts
 from storage.schema import PROMPTS
 from tasks.config.data import DataSection
@@ -43,9 +43,9 @@ def text_codec(context: RunContext, prepared: Prepared, stop: tuple[int, ...] | 
 
 def stored_codec(root: Root, prepared: Prepared) -> TextCodec:
     """The same without a process of the run: its files are read, and none is kept."""
-    with tempfile.TemporaryDirectory(prefix="ratchet-tokenizer-") as folder:
-        materialize(root, prepared.manifest, Path(folder), MODEL, lambda name: not is_weights(name))
-        return TextCodec.from_directory(Path(folder), prepared.stop_tokens)
+    with scratch() as folder:
+        materialize(root, prepared.manifest, folder, MODEL, lambda name: not is_weights(name))
+        return TextCodec.from_directory(folder, prepared.stop_tokens)
 
 
 def prompts(context: RunContext, prepared: Prepared, table: str) -> pa.Table:
