@@ -197,7 +197,8 @@ def test_a_stray_file_is_named_and_disturbs_nothing(two, name):
     assert two.keys(RUN) == []
 
 
-SOURCE = Source(root=None, run="r", iteration=1, revision=0, key="k", rollout="0", reward=None, rows=1, selected=1)
+NOTHING = {"root": None, "reward": None, "prepare": None, "stop_tokens": None, "run": "r", "key": "k", "rollout": "0"}
+SOURCE = Source.model_validate({**dict.fromkeys(Source.model_fields, 0), **NOTHING})
 FORMS = {
     "not JSON": b"garbage",
     "of another form": b'[{"a": 1}]',
