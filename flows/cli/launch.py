@@ -74,7 +74,9 @@ def launch(order: Order, output: Output) -> int:
     try:
         with signals, MemoryMeter() as meter:
             first = next_iteration(root, order.run, order.config)
-            if first > last_iteration(root, order.run, order.config) and not is_redoing(root, order.run):
+            last = last_iteration(root, order.run, order.config)
+            complete = first > last and not is_redoing(root, order.run)
+            if complete:
                 _release(order.run, output)
                 finish_report(root, order.run, order.config, output.say)
             else:
@@ -94,8 +96,18 @@ def launch(order: Order, output: Output) -> int:
             f"{told(error)}\nFix this, a wrong setting also in the command, then continue with: {order.again}"
         ) from error
     status = read_status(root, order.run)
+    if complete:
+        output.say(nothing_done(status, last, order.config.retrain is not None))
     output.result(summarise(status, meter), closing_lines(status))
     return 0
+
+
+def nothing_done(status: RunStatus, asked: int, retrains: bool) -> str:
+    """Why a run that is complete does nothing, and what goes on."""
+    more = "" if retrains else f"; --iterations {status.iterations + 1}, or more, goes on"
+    if status.iterations > asked:
+        return f"nothing is done: {asked} iterations are asked for, and run {status.run} has {status.iterations}{more}"
+    return f"nothing is done: run {status.run} has all {asked} iterations that are asked for{more}"
 
 
 def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:

@@ -1,19 +1,19 @@
 """What the store commands print, for people and as JSON."""
 
-from collections.abc import Collection as Container
 from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout
 from storage.manifest import Manifest
-from storage.revisions import Choice, Rerun, Revisions
+from storage.revisions import Choice, Rerun
 from storage.upkeep.archive import Archive
-from storage.upkeep.catalog import RunSummary
+from storage.upkeep.catalog import Contents, RunSummary
 from storage.upkeep.fork import Forked
 from storage.upkeep.lineage import SampleLineage, Step, WeightsLineage
 from storage.upkeep.retention import Collection, Garbage
 from storage.upkeep.verify import Verification
+from tasks.config.evaluation import PREFIX
 from tasks.config.reference import Table, default_of
 from tasks.config.stored import continued_by
 
@@ -36,6 +36,8 @@ class ShownStage(BaseModel):
     """Identity of the manifest."""
     retired: bool
     """Whether retention has deleted its parts."""
+    replaced: bool = False
+    """Whether it is an evaluation of weights that were replaced since: they are not the run's any more."""
     manifest: Manifest
 
 
@@ -55,13 +57,20 @@ class Shown(BaseModel):
     """What became the head, and why, in the order of time."""
 
     @classmethod
-    def of(
-        cls, root: str, run: str, manifests: Sequence[Manifest], retired: Container[str], revisions: Revisions
-    ) -> "Shown":
-        """Build it from manifests and the keys of those whose parts may be gone."""
-        stages = (ShownStage(digest=one.digest, retired=one.key in retired, manifest=one) for one in manifests)
+    def of(cls, root: str, stored: Contents, manifests: Sequence[Manifest]) -> "Shown":
+        """Some of the manifests that a run has stored."""
+        current, revisions = {one.digest for one in stored.newest}, stored.revisions
+        stages = (
+            ShownStage(
+                digest=one.digest,
+                retired=one.key in stored.retired,
+                replaced=one.stage.startswith(PREFIX) and one.inputs.get("weights") not in current,
+                manifest=one,
+            )
+            for one in manifests
+        )
         asked = {"head": revisions.head, "reruns": revisions.reruns, "choices": revisions.choices}
-        return cls(root=root, run=run, stages=tuple(stages), **asked)
+        return cls(root=root, run=stored.run, stages=tuple(stages), **asked)
 
 
 class Verifications(BaseModel):
@@ -312,4 +321,5 @@ def _remarks(stage: ShownStage) -> str:
     origin = stage.manifest.origin
     remarks = [f"shared with {origin.run}"] if origin else []
     remarks += [f"revision {stage.manifest.revision}"] if stage.manifest.revision else []
+    remarks += ["of weights that were replaced"] if stage.replaced else []
     return ", ".join([*remarks, *(["parts deleted"] if stage.retired else [])])

@@ -20,7 +20,7 @@ class Report(BaseModel):
     metrics: str
     """URL of the CSV with a row for each iteration."""
     tensorboard: str
-    """URL of the folder for `tensorboard --logdir`."""
+    """URL of the folder for `tensorboard --logdir`, a program of its own: `pip install tensorboard`."""
     plot: str
     """URL of the curves."""
 

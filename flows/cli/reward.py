@@ -17,7 +17,6 @@ from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
 from tasks.rewards.check import check_reward
-from tasks.rewards.scoring import notices
 from tasks.stages.trial import Trial, try_reward
 
 _EXCERPT = 60
@@ -57,8 +56,6 @@ def reward_command(
     section = _section(stored_config(store, check_run_name(run)), function, settings)
     check_reward(section)
     with Output(json=json) as output:
-        for notice in notices(section):
-            output.say(notice)
         trial = try_reward(store, run, iteration, section)
         output.result(trial, list(_lines(trial)))
     return StageFailed.exit_code if trial.too_many else 0

@@ -92,7 +92,7 @@ def show_command(
     chosen = [one for one in stored.newest if iteration in (None, one.iteration) and stage in (None, one.stage)]
     if not chosen and iteration is not None:
         raise InputError(f"run {run!r} has no {stage or 'committed stage'} in iteration {iteration}")
-    shown = lines.Shown.of(store.url, run, chosen, stored.retired, stored.revisions)
+    shown = lines.Shown.of(store.url, stored, chosen)
     with Output(json=json) as output:
         output.result(shown, lines.of_shown(shown, in_detail=stage is not None))
     return 0

@@ -1,5 +1,6 @@
 """Whether a configuration can be run, what its prompts look like, and what the run would take: `ratchet check`."""
 
+import json
 from collections.abc import Mapping
 
 import pyarrow as pa
@@ -96,7 +97,7 @@ def checked(config: RunConfig) -> Checked:
         sources=_counts(prompts),
         reward=tuple(map(shown, reward_calls(config))),
         notes=(
-            *_notes(config, codec),
+            *notes_of(config, codec, train),
             *_unsolved(prompts),
             *advice(config),
             *notices(config.reward),
@@ -179,11 +180,18 @@ def _unsolved(prompts: Prompts) -> list[str]:
     ]
 
 
-def _notes(config: RunConfig, codec: TextCodec) -> list[str]:
-    plain = not config.data.chat and config.data.system is None
-    fields = [one for one in config.data.sources("train") if not (one.chat or one.system)]
-    if codec.has_template and plain and fields:
+def notes_of(config: RunConfig, codec: TextCodec, train: pa.Table) -> list[str]:
+    """A text that a chat model is given without its template, unless `data.chat = false` says that it is meant."""
+    (first,) = train.slice(0, 1).to_pylist()
+    record = json.loads(first["record"])
+    plain = [
+        one.prompt is not None or record.get(one.prompt_field) == first["prompt"]
+        for one in config.data.sources("train")
+        if not (one.chat or one.system)
+    ]
+    if codec.has_template and any(plain) and "chat" not in config.data.model_fields_set:
         return [
-            "the tokenizer has a chat template; prompts that are texts are given without it unless data.chat = true"
+            "the tokenizer has a chat template, and the first prompt is a text, which is given without it: set "
+            "data.chat = true, or data.chat = false if that is meant"
         ]
     return []

@@ -9,8 +9,9 @@ from storage.backends.root import Root
 from storage.errors import DigestMismatch, SchemaMismatch
 from storage.manifest import Manifest, load
 from storage.parallel import each
-from storage.upkeep.catalog import names
+from storage.upkeep.catalog import Names, names
 from tasks.config.evaluation import PASS, PREFIX, SCORED_BY, SETTINGS
+from tasks.stages.names import Stage
 
 _READERS = 8
 _TAKEN = "seconds"
@@ -25,6 +26,8 @@ class EvaluationRecord(BaseModel):
     """Id of the run whose weights answered."""
     iteration: int
     """Iteration whose weights answered."""
+    replaced: bool = False
+    """Whether these weights were replaced since, by a rerun: then nothing is compared with it."""
     manifest: str
     """Digest of its manifest."""
     stored: str
@@ -50,7 +53,8 @@ class EvaluationRecord(BaseModel):
 
 def evaluations(root: Root, run: str) -> list[EvaluationRecord]:
     """All evaluations of a run, by iteration and time. One listing, and one reading for each evaluation."""
-    keys = [key for key in names(root, run).manifests if f"/{PREFIX}" in key]
+    recorded = names(root, run)
+    keys = [key for key in recorded.manifests if f"/{PREFIX}" in key]
 
     def read(key: str) -> Manifest | None:
         try:
@@ -60,7 +64,13 @@ def evaluations(root: Root, run: str) -> list[EvaluationRecord]:
 
     found = [manifest for manifest in each(read, keys, _READERS) if manifest is not None]
     found.sort(key=lambda one: (one.iteration, one.finished))
-    return compared([_record(root, manifest) for manifest in found])
+    served = {one.digest for one in each(read, _served(recorded, {one.iteration for one in found}), _READERS) if one}
+    return compared([_record(root, one, one.inputs.get("weights") not in served) for one in found])
+
+
+def _served(recorded: Names, iterations: set[int]) -> list[str]:
+    """Keys of what the engines were given in some iterations, as it counts now."""
+    return [key for (at, stage), key in recorded.newest.items() if at in iterations and stage == Stage.WEIGHT_SYNC]
 
 
 def compared(records: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
@@ -70,6 +80,9 @@ def compared(records: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
     made: list[EvaluationRecord] = []
     for one in records:
         asked = repr(sorted(one.settings.items()))
+        if one.replaced:
+            made.append(one)
+            continue
         by = (asked, one.scored_by)
         before, last = alike.get(by), newest.get(asked)
         apart = None if last is None or last is before else last.iteration
@@ -122,11 +135,12 @@ def compared_with(record: EvaluationRecord) -> str:
     return f"{since}; not compared with iteration {record.apart}, which another reward function has scored"
 
 
-def _record(root: Root, manifest: Manifest) -> EvaluationRecord:
+def _record(root: Root, manifest: Manifest, replaced: bool) -> EvaluationRecord:
     settings, passing = manifest.facts.get(SETTINGS), manifest.facts.get(PASS)
     return EvaluationRecord(
         run=manifest.run,
         iteration=manifest.iteration,
+        replaced=replaced,
         manifest=manifest.digest,
         stored=f"{root.url}/{manifest.key}",
         finished=manifest.finished,

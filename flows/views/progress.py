@@ -152,7 +152,8 @@ def portion_text(portion: Portion) -> str:
 
 
 def iteration_line(record: IterationRecord, iterations: int) -> str:
-    """One iteration in one line."""
+    """One iteration in one line; `iterations` is how many there are to be, which a run may have gone beyond."""
+    iterations = max(iterations, record.iteration)
     figures = [
         ("reward", record.reward, ".3f"),
         ("held-out reward", None if record.passing == EXACT else record.held_out_reward, ".3f"),

@@ -1,7 +1,7 @@
 """Stored samples as a person reads them: texts, rewards, advantages. Imports no torch, Ray, vLLM or Prefect."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,11 +9,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from storage.backends.root import Root
+from storage.backends.root import Root, open_root
 from storage.errors import InputError
-from storage.manifest import Manifest, find, need
-from storage.upkeep.archive import scored
-from storage.upkeep.catalog import names, require_run
+from storage.manifest import Manifest, find, load, need
+from storage.upkeep.archive import SAMPLES, Texts, scored, without_texts
+from storage.upkeep.catalog import names, names_of, require_run
 from tasks.config.stored import stored_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import Stage
@@ -116,6 +116,43 @@ def read_chosen(root: Root, run: str, iteration: int | None, choice: Choice) -> 
     require_run(root, run)
     texts = StoredTexts.of(root, need(root, run, 0, Stage.PREPARE)) if find(root, run, 0, Stage.PREPARE) else None
     return chosen(root, run, _sampled(root, run, iteration), choice, texts, stored_config(root, run).train.policy)
+
+
+def scored_samples(
+    root: str, run: str, iterations: Collection[int] | None = None, *, revision: int | None = None, texts: bool = False
+) -> pa.Table:
+    """The samples of a run with their scores, a row each, as an Arrow table that other tools read: for people.
+
+    Rollout and reward of each iteration are those of one revision, joined by prompt and sample; what was replaced, or
+    is not finished, is not among them.
+
+    Args:
+        root: as `--root` takes it.
+        iterations: only these; by default all that have sampled.
+        revision: of the run, by default the head.
+        texts: read the texts of prompts and responses, too; without, their columns are null.
+
+    Returns:
+        The columns of `storage.upkeep.archive.SAMPLES`; those of scores are null where nothing is scored yet.
+
+    Raises:
+        InputError: there is no such run, or one of the iterations has no samples.
+    """
+    store = open_root(root)
+    require_run(store, run)
+    newest = names_of(store, run, revision).newest
+    there = sorted(at for at, stage in newest if stage == Stage.ROLLOUT)
+    if iterations is not None and (missing := sorted(set(iterations) - set(there))):
+        raise InputError(f"iterations {missing} of run {run!r} have no samples: those of {there} do")
+    decoded = StoredTexts.of(store, need(store, run, 0, Stage.PREPARE)) if texts else without_texts
+    tables = [_joined(store, newest, at, decoded) for at in there if iterations is None or at in iterations]
+    return pa.concat_tables(tables) if tables else SAMPLES.empty_table()
+
+
+def _joined(store: Root, newest: Mapping[tuple[int, str], str], iteration: int, texts: Texts) -> pa.Table:
+    rewards = newest.get((iteration, Stage.REWARD))
+    rollout = load(store, newest[iteration, Stage.ROLLOUT])
+    return scored(store, rollout, None if rewards is None else load(store, rewards), texts)
 
 
 def chosen(

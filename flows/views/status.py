@@ -40,7 +40,7 @@ class RunStatus(BaseModel):
     iterations: int
     """RL iterations that are complete."""
     asked: int
-    """RL iterations that the run was started with; a continuation may ask for more."""
+    """RL iterations that the run was started with, or that it has, if a continuation has asked for more."""
     complete: bool
     """Whether everything that was asked for at the start is done."""
     revision: int = 0
@@ -82,7 +82,7 @@ def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
         run=run,
         root=root.url,
         iterations=max(found.first - 1, 0),
-        asked=last_iteration(root, run, config),
+        asked=max(found.first - 1, last_iteration(root, run, config)),
         complete=not going_on,
         revision=revisions.head,
         redoing=None if begun is None else f"{begun}, as revision {begun.revision} ({begun.reason})",

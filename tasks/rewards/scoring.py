@@ -97,16 +97,7 @@ def scoring_processes(section: RewardSection) -> int:
 
 def notices(section: RewardSection) -> list[str]:
     """What a person should know about how responses will be scored."""
-    named = [find_reward(part.function) for part in section.parts]
-    alone = [target.name for target in named if target.needs_process] if section.processes == 0 else []
-    untried = [] if section.tried else ["reward.try is false: the reward is not called on records before the run"]
-    if not alone:
-        return untried
-    which = "it runs in a process" if len(alone) == 1 else "each runs in a process"
-    return [
-        *untried,
-        f"reward.processes is 0, but {', '.join(alone)} may hang or crash: {which} of its own, with the deadline",
-    ]
+    return [] if section.tried else ["reward.try is false: the reward is not called on records before the run"]
 
 
 def _scored(section: RewardSection, part: RewardFunction, responses: Sequence[Response], allowed: int | None) -> Scored:

@@ -1,13 +1,18 @@
 """A finished stage done again: what is repeated, what becomes the head, and what a kill leaves; over small workers."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 
+from flows.cli.printing import Shown, of_shown
 from flows.driving import is_redoing, rerun
+from flows.views.evaluations import evaluations
 from flows.views.history import synced_iterations
+from flows.views.samples import scored_samples
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, SchemaMismatch
@@ -16,19 +21,23 @@ from storage.manifest import Manifest, find, need
 from storage.ownership.lease import hold
 from storage.parts import read_table
 from storage.revisions import read_revisions, uncopied
-from storage.schema import ROLLOUT
+from storage.schema import REWARD, ROLLOUT
+from storage.upkeep.catalog import contents
 from storage.upkeep.redoing import Wanted, choose
 from storage.upkeep.verify import verify
+from tasks.config.evaluation import EvaluationSettings
 from tasks.config.run import RunConfig
 from tasks.config.stage_settings import changed_settings
 from tasks.config.stored import read_config
+from tasks.stages.evaluation import evaluation
 from tasks.stages.names import LOOP, WORKFLOW, Stage
-from tests.small.config import small_config
+from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
-from tests.small.here import WorkersHere
+from tests.small.here import WorkersHere, context_here
 from tests.small.workers import SmallTrainer
 
 AFTER_ROLLOUT = [Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE]
+ASKED = EvaluationSettings(samples=1)
 FULL = [Stage.ROLLOUT, *AFTER_ROLLOUT]
 
 
@@ -266,3 +275,40 @@ def test_work_of_a_rerun_whose_record_is_lost_is_not_gone_on_with(root, tmp_path
         with pytest.raises(SchemaMismatch, match=r"whose record small/revisions/rerun-000001.json is lost"):
             rerun(root, RUN, wanted(Stage.REWARD, 3)) if iterations == 3 else drive(root, tmp_path, asked_for(4))
     assert not verify(root, RUN).sound
+
+
+def test_an_evaluation_of_weights_that_were_replaced_is_labelled_and_compared_with_nothing(root, done, tmp_path):
+    def evaluate(iteration: int) -> Manifest:
+        config = asked_for()
+        with context_here(root, config, tmp_path / f"{iteration}", RUN, workers=WorkersHere(config)) as context:
+            return evaluation(replace(context, revisions=read_revisions(root, RUN)), iteration, ASKED).manifest
+
+    old = [evaluate(iteration) for iteration in (1, 2)]
+    rerun(root, RUN, wanted(Stage.ROLLOUT, 2, new_seeds=True))
+    drive(root, tmp_path)
+    new = [evaluate(iteration) for iteration in (2, 3)]
+    found = {one.manifest: one for one in evaluations(root, RUN)}
+    assert [found[one.digest].replaced for one in (*old, *new)] == [False, True, False, False]
+    assert [found[one.digest].before for one in new] == [1, 2]
+    stored = contents(root, RUN)
+    lines = of_shown(Shown.of(root.url, stored, stored.newest), in_detail=False)
+    (labelled,) = (line for line in lines if "of weights that were replaced" in line)
+    assert old[1].digest[:12] in labelled
+
+
+def test_samples_are_joined_with_the_rewards_of_their_own_revision(root, done, tmp_path):
+    """A pattern over parts finds both revisions of both stages."""
+    rerun(root, RUN, wanted(Stage.ROLLOUT, 2, new_seeds=True))
+    drive(root, tmp_path)
+    for revision in (0, 1):
+        table = scored_samples(root.url, RUN, revision=revision)
+        of_revision = manifests(root, revision)
+        assert table.num_rows == 3 * PROMPTS * SAMPLES
+        for iteration in (1, 2, 3):
+            rollout, reward = (of_revision[iteration, stage] for stage in (Stage.ROLLOUT, Stage.REWARD))
+            part = table.filter(pc.field("iteration") == iteration)
+            assert part["seed"].equals(read_table(root, rollout, ROLLOUT, ["seed"])["seed"])
+            assert part["reward"].equals(read_table(root, reward, REWARD, ["reward"])["reward"])
+    assert scored_samples(root.url, RUN, [2]).num_rows == PROMPTS * SAMPLES
+    with pytest.raises(InputError, match=r"iterations \[7\] of run 'small' have no samples: those of \[1, 2, 3\] do"):
+        scored_samples(root.url, RUN, [2, 7])

@@ -80,9 +80,16 @@ def test_polars_reads_the_parts(rollout):
     assert logprob == pytest.approx(mean, rel=1e-6)
 
 
-def test_duckdb_reads_the_parts(rollout):
-    names = carried_out("DuckDB, on the parts")
-    assert dict(names["lengths"].fetchall()) == pytest.approx(mean_lengths(rollout))
+def test_duckdb_reads_samples_joined_with_their_rewards(root, rollout):
+    rows = carried_out("DuckDB, on samples joined with their rewards")["lengths"].fetchall()
+    first = {prompt: length for iteration, prompt, length, _ in rows if iteration == 1}
+    assert first == pytest.approx(mean_lengths(rollout))
+    rewards = read_stored_table(root, need(root, "demo", 1, Stage.REWARD))
+    for prompt in first:
+        own = [row["reward"] for row in rewards.to_pylist() if row["prompt_id"] == prompt and row["reward"] is not None]
+        (mean,) = (reward for iteration, name, _, reward in rows if (iteration, name) == (1, prompt))
+        assert mean == (pytest.approx(np.mean(own)) if own else None)
+    assert {iteration for iteration, *_ in rows} == {1, 2}
 
 
 def test_duckdb_reads_the_archive(root):

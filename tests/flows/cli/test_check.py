@@ -5,8 +5,12 @@ import json
 import pytest
 
 from flows.cli.app import execute
+from flows.views.checked import notes_of
 from flows.views.needs import needs_of
-from tasks.config.document import parse_config
+from tasks.config.document import load_config, parse_config
+from tasks.data.checking import check_prompts
+from tasks.data.sources import text_codec
+from tests.tasks.data.chat_model import chat_model
 
 CONFIG = """\
 [run]
@@ -120,3 +124,27 @@ def test_a_reward_that_cannot_score_the_records_is_refused(checked, tmp_path, ca
     assert execute(["check", "run.toml", *(f"--set=reward.{setting}" for setting in settings)]) == 2
     said = capfd.readouterr().err
     assert all(word in said for word in words), said
+
+
+TEXT, MESSAGES = '{"prompt": "one and"}', '{"prompt": [{"role": "user", "content": "one and"}]}'
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "noted"),
+    [
+        (TEXT, [], True),
+        (TEXT, ["data.prompt={prompt} one"], True),
+        (TEXT, ["data.chat=true"], False),
+        (TEXT, ["data.chat=false"], False),
+        (TEXT, ["data.system=Add."], False),
+        (MESSAGES, [], False),
+    ],
+)
+def test_a_text_without_the_template_is_noted_unless_that_is_said(tmp_path, record, settings, noted):
+    source = chat_model(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text(f"{record}\n" * 4)
+    text = CONFIG.replace("[model.generate]", f'[model]\nsource = "{source}"').replace("hold_out = 2\n", "")
+    (tmp_path / "run.toml").write_text(text)
+    config = load_config(str(tmp_path / "run.toml"), settings)
+    codec = text_codec(config.model, None)
+    assert bool(notes_of(config, codec, check_prompts(config).tables["train"])) == noted

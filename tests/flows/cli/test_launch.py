@@ -13,7 +13,10 @@ import pytest
 from flows.cli import launch
 from flows.cli.app import DEMO_CONFIG
 from flows.views.output import Output
+from flows.views.status import read_status
+from storage.backends.root import Root
 from tasks.config.run import RunConfig
+from tests.flows.runs import MakeRun
 
 PROJECT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 180.0
@@ -25,6 +28,18 @@ def wait_for(path: Path, text: str, process: "subprocess.Popen[str]") -> None:
         assert process.poll() is None, path.read_text()
         assert time.monotonic() < deadline, path.read_text()
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (3, "nothing is done: 3 iterations are asked for, and run a has 10; --iterations 11, or more, goes on"),
+        (10, "nothing is done: run a has all 10 iterations that are asked for; --iterations 11, or more, goes on"),
+    ],
+)
+def test_a_complete_run_says_why_it_does_nothing(make_run: MakeRun, root: Root, asked: int, said: str):
+    make_run("a", 10)
+    assert launch.nothing_done(read_status(root, "a"), asked, retrains=False) == said
 
 
 @pytest.mark.slow

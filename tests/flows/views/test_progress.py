@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from flows.views.history import read_history
@@ -19,6 +20,14 @@ def test_an_iteration_is_one_line_with_every_figure(make_run: MakeRun, root: Roo
         "iteration  1/20 | reward 0.500 | held-out reward 1.000 | KL before||after 2.00e-03 | entropy 1.800 | "
         "grad norm 3.000 | tokens/s 2000 | 11.0 s (rollout 1.0 reward 1.0 train 1.0 weight-sync 1.0 evaluate 1.0)"
     )
+
+
+@pytest.mark.parametrize(("asked", "shown"), [(6, "8/8"), (8, "8/8"), (10, " 8/10")])
+def test_an_iteration_is_never_beyond_those_there_are_to_be(make_run: MakeRun, root: Root, asked: int, shown: str):
+    make_run("a", 8)
+    assert iteration_line(read_history(root, "a")[8], asked).startswith(f"iteration {shown} |")
+    lines = status_lines(read_status(root, "a"))  # started with 4
+    assert [line.partition(" |")[0] for line in lines[:9]] == [f"iteration {number}/8" for number in range(9)]
 
 
 def test_where_there_is_no_terminal_the_lines_are_plain_and_whole(make_run: MakeRun, root: Root):

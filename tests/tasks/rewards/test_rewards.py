@@ -17,7 +17,7 @@ from tasks.rewards import answers, match, math, notation
 from tasks.rewards.match import characters, exact_match, regex
 from tasks.rewards.pool import Response
 from tasks.rewards.resolve import VERSIONS, find_reward
-from tasks.rewards.scoring import notices, score_responses, sources_of
+from tasks.rewards.scoring import score_responses, scoring_processes, sources_of
 from tests.tasks.rewards.misbehaving import RETURNED
 from tests.tasks.rewards.orders import HELPERS, RECORD, order, responses, scores
 
@@ -333,12 +333,8 @@ def test_one_failing_function_of_several_leaves_the_sample_without_a_score():
 
 
 def test_only_what_cannot_hang_is_scored_in_the_calling_process():
-    assert notices(RewardSection()) == []
-    assert notices(RewardSection(function="math_verify", processes=1)) == []
-    (notice,) = notices(RewardSection(function=f"{HELPERS}:crashing"))
-    assert notice.startswith(
-        f"reward.processes is 0, but {HELPERS}:crashing may hang or crash: it runs in a process of"
-    )
+    assert scoring_processes(RewardSection()) == 0
+    assert scoring_processes(RewardSection(function=f"{HELPERS}:crashing")) == 1
     found = score_responses(RewardSection(), [Response({}, "42"), Response(RECORD, "42")], patient=True).scores
     assert [score.reward for score in found] == [None, 1.0]
     assert found[0].detail.startswith("ValueError: field 'answer' of the record is None")
