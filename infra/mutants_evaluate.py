@@ -20,8 +20,8 @@ EVALUATE = (
         "pass-of-a-misspelt-component",
         "a component that no answer has is a pass rate of 0",
         "tasks/rewards/passing.py",
-        "    if len(_rewards(table)) and (missing",
-        "    if False and (missing",
+        "    if len(_rewards(table)):\n",
+        "    if False:\n",
         _PASSING,
     ),
     Mutant(

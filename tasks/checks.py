@@ -25,7 +25,7 @@ from tasks.data.models import open_model
 from tasks.data.sources import text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.rewards.check import check_reward
-from tasks.rewards.passing import check_passing
+from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
 from tasks.rewards.trying import Call, call_reward, check_golds
 from tasks.stages.names import Stage
@@ -59,9 +59,10 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
         check_continued(config, root, Prepared(prepared))
         _check_kept(config, root, prepared, "the run's model")
         if config.retrain is None and "train.arrow" in prepared.part_names:
-            _call_stored(
+            calls = _call_stored(
                 _Stored(config.reward.model_dump_json(), _texts(config.reward), prepared.digest, root, prepared)
             )
+            check_components([call.score for call in calls], config.evaluate.passing, "evaluate.pass")
 
 
 def check_content(config: RunConfig) -> None:
@@ -71,7 +72,7 @@ def check_content(config: RunConfig) -> None:
         InputError: as `check_config`.
     """
     _check_content(config.model_dump_json(), _device(config))
-    reward_calls(config)
+    check_components([call.score for call in reward_calls(config)], config.evaluate.passing, "evaluate.pass")
 
 
 def reward_calls(config: RunConfig) -> tuple[Call, ...]:
@@ -170,11 +171,11 @@ class _Stored:
 
 
 @functools.lru_cache(maxsize=1)
-def _call_stored(stored: _Stored) -> None:
+def _call_stored(stored: _Stored) -> tuple[Call, ...]:
     part = stored.prepared.part("train.arrow")
     prompts = read_parts(stored.root, [part], PROMPTS, ["prompt_id", "answer", "record"])
     codec = stored_codec(stored.root, Prepared(stored.prepared))
-    call_reward(RewardSection.model_validate_json(stored.reward), prompts, codec)
+    return tuple(call_reward(RewardSection.model_validate_json(stored.reward), prompts, codec))
 
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:

@@ -12,6 +12,7 @@ from storage.filters import Condition, parse_condition
 from tasks.config.evaluation import EXACT
 from tasks.config.reward import RewardSection
 from tasks.rewards.resolve import find_reward
+from tasks.rewards.sample import Score
 
 _COMPONENTS = "components"
 _SCHEMA = pa.schema([("reward", pa.float32()), (_COMPONENTS, pa.map_(pa.string(), pa.float32()))])
@@ -32,6 +33,17 @@ def check_passing(section: RewardSection, given: str | None, key: str) -> None:
     named, known = _parsed(given, key).keys, _known(section)
     if known is not None and (missing := sorted(name for name in named if name.partition("/")[0] not in known)):
         raise InputError(_unknown(given, key, missing, known))
+
+
+def check_components(scores: Sequence[Score], given: str | None, key: str) -> None:
+    """Refuse a condition that names a component which none of some scores has.
+
+    Raises:
+        InputError: with the components there are.
+    """
+    there = {name for score in scores for name in score.components or ()}
+    if given is not None and any(score.reward is not None for score in scores):
+        _check_named(given, key, _parsed(given, key).keys, there)
 
 
 def condition_of(table: pa.Table, section: RewardSection, given: str | None) -> str | None:
@@ -55,13 +67,18 @@ def passing(table: pa.Table, condition: str, key: str = "evaluate.pass") -> NDAr
     """
     parsed = _parsed(condition, key)
     there = {name for row in table[_COMPONENTS].to_pylist() for name, _ in row or ()}
-    if len(_rewards(table)) and (missing := sorted(parsed.keys - there)):
-        raise InputError(_unknown(condition, key, missing, sorted(there)))
+    if len(_rewards(table)):
+        _check_named(condition, key, parsed.keys, there)
     passes = np.zeros(table.num_rows, np.bool_)
     rows = pa.array(np.arange(table.num_rows))
     scored = table.select(_SCHEMA.names).append_column(_ROW, rows).filter(pc.field("reward").is_valid())
     passes[scored.filter(parsed.expression)[_ROW].to_numpy()] = True
     return passes
+
+
+def _check_named(condition: str, key: str, named: frozenset[str], there: set[str]) -> None:
+    if missing := sorted(named - there):
+        raise InputError(_unknown(condition, key, missing, sorted(there)))
 
 
 def _parsed(condition: str, key: str) -> Condition:

@@ -148,3 +148,11 @@ def test_a_text_without_the_template_is_noted_unless_that_is_said(tmp_path, reco
     config = load_config(str(tmp_path / "run.toml"), settings)
     codec = text_codec(config.model, None)
     assert bool(notes_of(config, codec, check_prompts(config).tables["train"])) == noted
+
+
+def test_a_condition_names_a_component_that_the_reward_gives(checked, tmp_path, capfd):
+    """It is known before the warm-up, from the calls on records."""
+    (tmp_path / "own.py").write_text(OWN)
+    assert checked("--set=reward.function=own.py:parts", "--set=evaluate.pass=right >= 1")
+    assert execute(["check", "run.toml", "--set=reward.function=own.py:parts", "--set=evaluate.pass=rigth >= 1"]) == 2
+    assert "names rigth, which the reward does not give; its components are brief, right" in capfd.readouterr().err
