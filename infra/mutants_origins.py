@@ -98,6 +98,14 @@ ORIGINS = (
         _SOURCES,
     ),
     Mutant(
+        "rescore-batches-of-what-is-left",
+        "after a kill a batch holds only the shares that are missing",
+        "tasks/stages/rescore.py",
+        "        for block in _blocks(shares):\n",
+        "        for block in [[n for n in one if found[n] is None] for one in _blocks(shares)]:\n",
+        _SOURCES,
+    ),
+    Mutant(
         "rescore-unwatched",
         "a function that changes between two shares is not noticed",
         "tasks/stages/rescore.py",

@@ -20,8 +20,10 @@ def names_a_run(given: str, root: Root) -> bool:
     Raises:
         InputError: both are there, or neither.
     """
+    if not is_run_name(given):
+        return False
     file = Path(given).is_file()
-    if not is_run_name(given) or (file and given.endswith(".toml")):
+    if file and given.endswith(".toml"):
         return False
     there = root.exists(layout.run_config_key(given))
     if there and file:

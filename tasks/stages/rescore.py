@@ -68,8 +68,9 @@ class _Scoring:
         stamp = value_digest([self.selected.digest, settings, dict(self.made_of)])[:_STAMP]
         pieces = [f"{number:06d}-{stamp}" for number in range(len(shares))]
         found = {number: find_piece(writer, name) for number, name in enumerate(pieces)}
-        missing = [number for number, part in found.items() if part is None]
-        for block in _blocks(missing, shares):
+        for block in _blocks(shares):
+            if None not in [found[number] for number in block]:
+                continue
             tables = [read_parts(self.work.root, [shares[number]], SELECTION, _NEEDED) for number in block]
             results = self._scores(tables, f"rescore of share {block[0]}")
             for number, result in zip(block, results, strict=True):
@@ -113,12 +114,12 @@ class _Scoring:
         return self.readings[prepare]
 
 
-def _blocks(numbers: Sequence[int], shares: Sequence[Part]) -> Iterator[list[int]]:
-    """The shares `numbers`, some together."""
+def _blocks(shares: Sequence[Part]) -> Iterator[list[int]]:
+    """The numbers of shares that are scored together, whatever of them is stored: a batch is one call for all."""
     block, rows = list[int](), 0
-    for number in numbers:
+    for number, share in enumerate(shares):
         block.append(number)
-        rows += shares[number].rows or 0
+        rows += share.rows or 0
         if rows >= _TOGETHER:
             yield block
             block, rows = [], 0

@@ -61,9 +61,9 @@ def function(sampled: Path) -> str:
     return f"{sampled}/my.py:score"
 
 
-def retrain(root: Root, run: str, function: str, at: Any = None, **given: Any) -> None:
+def retrain(root: Root, run: str, function: str, at: Any = None, settings: tuple[str, ...] = (), **given: Any) -> None:
     table = {"start": "other@1", "select": [RUN], "samples": 4, "rescore": True, **given}
-    config = retrain_config(root, run, table, None, (f"reward.function={function}",))
+    config = retrain_config(root, run, table, None, (f"reward.function={function}", *settings))
     begin_retraining(root, run, config)
     driver(root, config, Path(f"{root.path}-scratch") / run, run=run, at=at).drive()
 
@@ -128,6 +128,16 @@ def test_a_killed_rescore_ends_in_the_same_digest(root: Root, tmp_path: Path, fu
     for place in ((0, Stage.SELECT), (0, Stage.RESCORE), (1, Stage.TRAIN), (2, Stage.TRAIN)):
         assert need(twin, "re", *place).digest == need(root, "re", *place).digest
     assert list(need(twin, "re", 0, Stage.RESCORE).facts["reward_source"]) == ["my.py:score"]
+
+
+def test_a_batch_is_the_same_after_a_kill(root: Root, tmp_path: Path):
+    """What a function returns may depend on all that it is called with."""
+    (tmp_path / "whole.py").write_text("def score(records, responses):\n    return [len(responses)] * len(responses)\n")
+    function = f"{tmp_path}/whole.py:score"
+    with pytest.raises(Killed):
+        retrain(root, "re", function, killing(Stage.RESCORE, 0, Point.MID_PART, 1), settings=("reward.batch=true",))
+    retrain(root, "re", function, settings=("reward.batch=true",))
+    assert rewards(root, "re") == [8.0] * 8
 
 
 @pytest.fixture
