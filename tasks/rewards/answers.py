@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify  # slow to import: not at the first sample
-from sympy import Eq, FiniteSet, Union, nan, zoo
+from sympy import Eq, Expr, FiniteSet, Union, nan, zoo
 from sympy.core.relational import Relational
 
 from tasks.rewards.notation import detexted, is_balanced, latex, unwrapped, words_of
 
-_CHOICE = re.compile(r"\(?([A-J])\)?[.:)]?|\(?([a-j])\)|\(([A-J])\)\s.*|([A-J])[):]\s.*|([A-D])\.\s.*")
+_CHOICE = re.compile(
+    r"(?:[Oo]ption |[Cc]hoice )?\(?([A-J])\)?[.:)]?|\(?([a-j])\)|\(([A-J])\)\s.*|([A-J])[):]\s.*|([A-D])\.\s.*"
+)
 _CHOSEN = re.compile(r"(?:option|choice|answer)?\s*(?:\(([a-j])\)(?:\s.*)?|([a-j])[.:)](?:\s.*)?|([a-j]))")
 _BASED = re.compile(r"([0-9A-Za-z]+)\s*_\s*(?:\{\s*([0-9]+)\s*\}|([0-9]+))")
 _WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
@@ -25,12 +27,13 @@ _CURRENCY = re.compile(
 )
 _PERCENT = re.compile(r"\s*(?:\\?%|\bper ?cent(?:age)?)\s*$")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*([CF]?)$")
-_UNIT = re.compile(r"(?:(?<=[\d})\]!])\s*|\s+)([^\W\d_]+(?:[ /.·*-]*[^\W\d_]+){0,4})\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?$")
+_UNIT = re.compile(r"(?:(?<=[\d})\]!])\s*|\s+)([^\W\d_]+(?:[ /.·*-]+[^\W\d_]+){0,4})\s*(?:\^\s*\{?\s*(-?\d)\s*\}?)?$")
+_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
 _SMALL_WORD = re.compile(
     r"so|it|is|we|the|get|of|are|to|be|by|if|as|at|was|has|for|not|can|you|he|she|his|her|its|but|all"
 )
-_LONGEST_TEXT = 10  # words
+LONGEST, _LONGEST_TEXT = 500, 10  # characters, words
 
 _SCALES = {
     "length": {"mm": 0.001, "millimeter": 0.001, "cm": 0.01, "centimeter": 0.01, "m": 1, "meter": 1, "metre": 1,
@@ -70,6 +73,8 @@ def read(text: str) -> Answer:
     Raises:
         Unreadable: with the reason.
     """
+    if len(text) > LONGEST:
+        raise Unreadable(f"has more than {LONGEST} characters")
     bare = unwrapped(text)
     plain = detexted(bare)
     if not plain:
@@ -118,11 +123,17 @@ def _is_text(bare: str, plain: str) -> bool:
     words = [word for word in _WORD.findall(_COMMAND.sub(" ", plain)) if word.casefold() not in _FUNCTIONS]
     if re.fullmatch(r"\d{1,2}(?::\d\d)?\s*[ap]\.?m\.?", plain.casefold()):
         return True
-    if not words or re.search(r"[=<>^+*\\{}\[\]]", plain):
+    if not (words or plain[:1].isalpha()) or re.search(r"[=<>^+*\\{}\[\]]", plain):
         return False
     wrapped = bare != plain and not _WORD.search(_COMMAND.sub(" ", re.sub(r"\\[A-Za-z]+\s*\{[^{}]*\}", " ", bare)))
     if not re.search(r"\d", plain):
-        return wrapped or any(len(word) > 3 for word in words) or plain.casefold() in ("yes", "no", "dne", "odd")
+        return (
+            (wrapped and bool(words))
+            or any(len(word) > 3 for word in words)
+            or plain.casefold() in ("yes", "no", "dne", "odd")
+        )
+    if re.fullmatch(r"[A-Z][A-Za-z]*\d[A-Za-z0-9]*", plain):  # H2O
+        return True
     return re.match(r"[^\W\d_]{3,}", plain) is not None and not plain.startswith(tuple(_FUNCTIONS))
 
 
@@ -133,10 +144,13 @@ def _value(bare: str) -> Answer:
     text, unit = _without_unit(text)
     if _is_prose(text):
         raise Unreadable("is prose: give the answer alone, in a box, or after ####")
-    expression = _expression(latex(text))
+    try:
+        expression = _expression(latex(text))
+    except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
+        expression = None  # of sympy, for what no solver knows
     if expression is None or expression in (nan, zoo):
         raise Unreadable("cannot be read as an expression")
-    return Answer(words_of(bare), expression=expression, percent=percent, unit=unit)
+    return Answer(words_of(bare), "", expression, percent and isinstance(expression, Expr), unit)
 
 
 def _without_unit(text: str) -> tuple[str, tuple[str, int]]:
@@ -150,7 +164,12 @@ def _without_unit(text: str) -> tuple[str, tuple[str, int]]:
     name, wrapped = found[1].casefold(), plain != text and found[1] in " ".join(re.findall(r"\{([^{}]*)\}", text))
     words, known = re.findall(r"[^\W\d_]+", name), _singular(name) in _KNOWN
     apart = plain[found.start() : found.start() + 1] == " "
-    is_unit = (known and (len(name) > 1 or apart)) or any(len(word) > 3 for word in words) or "/" in name
+    is_unit = (
+        (apart and name in "knjwv")
+        or (known and (len(name) > 1 or apart))
+        or any(len(word) > 3 for word in words)
+        or "/" in name
+    )
     if not (wrapped or is_unit) or not _FUNCTIONS.isdisjoint(words) or re.search(r"[=<>]", plain):
         return text, ("", 1)
     power = 2 if name.startswith(("square ", "sq ")) else 3 if name.startswith("cubic ") else int(found[2] or 1)
@@ -169,16 +188,24 @@ def _is_prose(text: str) -> bool:
 
 
 def _expression(text: str) -> Any:
-    r"""What sympy has for LaTeX; None if it has nothing. A number is not read by the grammar, which takes long."""
-    if _NUMBER.fullmatch(text):
-        text = text.lstrip("+")
-    config = LatexExtractionConfig(boxed_match_priority=-1)
-    found = parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    one = found[0] if found else None
+    r"""What sympy has for LaTeX, with both signs of \pm; None if it has nothing."""
+    one = _parsed(text)
+    if one is None and _SIGN.search(text):
+        signs = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})
+        both = [_parsed(_SIGN.sub(lambda found, sign=sign: sign[found.group()], text)) for sign in signs]
+        return None if None in both else FiniteSet(*both)
     relations: list[Any] = list(one.args) if isinstance(one, FiniteSet) else []
     if relations and all(isinstance(each, Relational) and not isinstance(each, Eq) for each in relations):
         return Union(*(each.as_set() for each in relations))  # x < 2 or x > 3
     return one
+
+
+def _parsed(text: str) -> Any:
+    if _NUMBER.fullmatch(text):
+        text = text.lstrip("+")
+    config = LatexExtractionConfig(boxed_match_priority=-1)
+    found = parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return found[0] if found else None
 
 
 def _equal(gold: Answer, given: Answer) -> bool:
@@ -186,10 +213,12 @@ def _equal(gold: Answer, given: Answer) -> bool:
     if gold.percent != given.percent:  # 50 % is 50 and 0.5; 0.5 is 50 %, and not 0.5 %
         share = right / 100 if given.percent else right
         wholes = (left / 100, left) if gold.percent else (left,)
-        spelled = given.percent and equal(left, right) and not equal(left, right / 100) and abs(left) >= 1
+        spelled = given.percent and isinstance(left, Expr) and left.is_number and abs(left) >= 1 and equal(left, right)
         return bool(spelled) or any(equal(whole, share) for whole in wholes)
     (name, power), (other, its) = gold.unit, given.unit
     if name in _KNOWN and other in _KNOWN and (name, power) != (other, its):
         (kind, factor), (its_kind, its_factor) = _KNOWN[name], _KNOWN[other]
-        return kind == its_kind and power == its and equal(left * factor**power, right * its_factor**its)
+        if kind != its_kind or power != its or not (isinstance(left, Expr) and isinstance(right, Expr)):
+            return False
+        return equal(left * factor**power, right * its_factor**its)
     return equal(left, right)

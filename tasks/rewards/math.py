@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.rewards.answers import Answer, Unreadable, chosen, equal, expressions_in, read, same
+from tasks.rewards.answers import LONGEST, Answer, Unreadable, chosen, equal, expressions_in, read, same
 from tasks.rewards.notation import boxed
 
 _AFTER = re.compile(r"####\s*(.+)")
@@ -41,7 +41,8 @@ def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answe
             continue
         if given.expression is not None if gold.expression is not None else chosen(given) or not gold.choice:
             return float(same(gold, given))
-    if gold.expression is None:
+    box = boxed(response)
+    if gold.expression is None or (box is not None and len(box) > LONGEST):
         return 0.0
     wholes = (gold.expression, gold.expression / 100) if gold.percent else (gold.expression,)
     return float(any(equal(whole, one) for one in expressions_in(response) for whole in wholes))
@@ -80,6 +81,6 @@ def _candidates(response: str) -> Iterator[str]:
     for anchor in list(_ANCHOR.finditer(response))[-1:]:
         tail = response[anchor.end() :]
         span = _SPAN.match(tail)
-        yield next(filter(None, span.groups()[1:])) if span else _SENTENCE_END.split(tail, maxsplit=1)[0]
+        yield next(filter(None, span.groups()[1:])) if span else _SENTENCE_END.split(tail, maxsplit=1)[0].rstrip("* ")
     yield from response.strip().splitlines()[-1:]
     yield from re.findall(r"\([A-J]\)", response)[-1:]

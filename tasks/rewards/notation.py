@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Iterator
 
 _WRAPPINGS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_BOXES = 20  # that are not closed are tried
 _BOX = re.compile(r"\\f?boxed?\s*(?=\{)")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)\s*\{([^{}]*)\}"
@@ -21,7 +22,14 @@ _SYMBOLS = {
     r"\lbrack": "[", r"\rbrack": "]", r"\displaystyle": "", "{,}": ",", "{:}": ":",
     r"\$": "", r"\!": "", r"\,": " ", r"\;": " ", r"\:": " ", r"\ ": " ", "~": " ",
 }  # fmt: skip
-_SYMBOL = re.compile("|".join(re.escape(sign) + (r"(?![A-Za-z])" if sign[-1].isalpha() else "") for sign in _SYMBOLS))
+_SYMBOL = re.compile(
+    "|".join(
+        ("(?<!\\\\)" if sign.startswith("\\") else "")
+        + re.escape(sign)
+        + ("(?![A-Za-z])" if sign[-1].isalpha() else "")
+        for sign in _SYMBOLS
+    )
+)
 _REWRITTEN = (
     (r"^\s*(?:\\approx|\\sim|≈|=)", ""),
     (r"(?<![\\A-Za-z])(?:pi)(?![A-Za-z])", r"\\pi "),
@@ -34,8 +42,8 @@ _REWRITTEN = (
     (r"(?<![0-9./])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9./])", r"\1\\frac{\2}{\3}"),
     (r"(?<=[0-9])\s+(?=\\[dt]?frac)", ""),
     (r"(?<![0-9.,])([1-9][0-9]{0,2}(?:[ ,][0-9]{3})+)(?![0-9,])", lambda found: re.sub("[ ,]", "", found.group(1))),
-    (r"(?<=[0-9.])\s*\\(?:overline|bar)\s*\{([0-9]+)\}", r"(\1)"),
-    (r"([0-9]*)\.([0-9]*)\(([0-9]+)\)", lambda found: _repeating(*found.groups())),
+    (r"(?<=[0-9.])\s*\\(?:overline|bar)\s*\{([0-9]{1,20})\}", r"(\1)"),
+    (r"([0-9]*)\.([0-9]*)\(([0-9]{1,20})\)", lambda found: _repeating(*found.groups())),
     (r"\\sqrt\s*\(([^()]*)\)|(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", lambda found: rf"\sqrt{{{found[1] or found[2]}}}"),
     (r"\\text\s*\{\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])", ","),
     (r",\s*,", ","),
@@ -66,7 +74,7 @@ def detexted(text: str) -> str:
     r"""A text without the commands around words, such as \text{...}."""
     while (found := _TEXT.sub(r" \1 ", text)) != text:
         text = found
-    return re.sub(r"\s+", " ", re.sub(r"\\[ ,;:!]|~", " ", text)).strip()
+    return re.sub(r"\s+", " ", re.sub(r"(?<!\\)\\[ ,;:!]|~", " ", text)).strip()
 
 
 def words_of(text: str) -> str:
@@ -95,7 +103,7 @@ def latex(text: str) -> str:
 
 def _boxes(text: str) -> Iterator[str]:
     """The contents of boxes, the last one first."""
-    for found in reversed(list(_BOX.finditer(text))):
+    for found in list(_BOX.finditer(text))[: -_BOXES - 1 : -1]:
         depth = 0
         for place in range(found.end(), len(text)):
             depth += {"{": 1, "}": -1}.get(text[place], 0) if text[place - 1] != "\\" else 0

@@ -245,34 +245,24 @@ PAIRS = {
         ("42", r"\boxed{42} no, \boxed{41}", WRONG),
     ],
     "more": [
-        ("5 hours", r"\boxed{300 \text{ minutes}}", RIGHT),
         ("2 kg", r"\boxed{2000\,\text{kg}}", WRONG),
         ("10 ft", r"\boxed{10 \mathrm{ft}}", RIGHT),
-        (r"5\sqrt{2}\text{ units}", r"\boxed{5\sqrt{2}}", RIGHT),
         ("20 °C", r"\boxed{20^\circ C}", RIGHT),
         ("{1, 2, 3}", r"\boxed{1,2,3}", RIGHT),
-        ("(x, y) = (1, 2)", r"\boxed{(1,2)}", RIGHT),
         ("x = 1 and y = 2", r"\boxed{y=2, x=1}", RIGHT),
         ("1/2, 3/4", r"\boxed{\frac34,\frac12}", RIGHT),
-        ("(-5,0) and (5,0)", r"\boxed{(5,0), (-5,0)}", RIGHT),
         (r"\text{none}", r"\boxed{none}", RIGHT),
         (r"\frac{1+\sqrt{5}}{2}", r"\boxed{\frac{\sqrt5+1}{2}}", RIGHT),
-        (r"\sqrt{x^2}", r"\boxed{|x|}", RIGHT),
         (r"\ln(2)", r"\boxed{\ln 2}", RIGHT),
         ("2^(1/3)", r"\boxed{\sqrt[3]{2}}", RIGHT),
-        (r"\lfloor 3.7 \rfloor", r"\boxed{3}", RIGHT),
         ("n(n+1)/2", r"\boxed{\frac{n(n+1)}{2}}", RIGHT),
         (r"\frac{n!}{k!(n-k)!}", r"\boxed{\frac{n!}{k!(n-k)!}}", RIGHT),
-        ("3:00 PM", r"\boxed{3:00 \text{ PM}}", RIGHT),
         ("0.333", r"\boxed{\frac{1}{3}}", WRONG),
         (".5", r"\boxed{0.5}", RIGHT),
-        ("+7", r"\boxed{7}", RIGHT),
         ("1e6", "1000000", RIGHT),
         ("-0", "0", RIGHT),
-        (r"\overrightarrow{AB}", r"\boxed{\overrightarrow{AB}}", RIGHT),
         (r"\triangle ABC", r"\boxed{\triangle ABC}", RIGHT),
         ("(A) 5", r"\boxed{A}", RIGHT),
-        ("A, C", r"\boxed{A, C}", RIGHT),
         ("B", "After long thought, the answer must be B", RIGHT),
         ("B", r"\boxed{\mathbf{B}}", RIGHT),
         ("B", "(B)\n\nHope it helps", RIGHT),
@@ -304,6 +294,32 @@ PAIRS = {
         (r"2\sqrt{3}", r"The answer is 2\sqrt{3}.", RIGHT),
         ("1/2", "The probability is 1/2.", RIGHT),
         ("$5", "He pays $5.", RIGHT),
+    ],
+    "more wrong ones, and what was wrong once": [
+        (r"\frac{1}{2}", r"\boxed{\frac{2}{1}}", WRONG),
+        (r"(-\infty, 3]", r"\boxed{3}", WRONG),
+        (r"\{1,2,3\}", r"\boxed{1}", WRONG),
+        ("1,2", r"\boxed{1,2,3}", WRONG),
+        (r"5\text{ cm}", r"\boxed{6\text{ cm}}", WRONG),
+        ("50%", r"\boxed{500}", WRONG),
+        ("10,000", r"\boxed{10}", WRONG),
+        ("B", r"\boxed{\text{AB}}", WRONG),
+        ("x=5", r"\boxed{x=-5}", WRONG),
+        ("x>3", r"\boxed{3}", WRONG),
+        (r"3\times10^8", r"\boxed{10^8}", WRONG),
+        (r"90^\circ", r"\boxed{9}", WRONG),
+        (r"1\frac{1}{2}", r"\boxed{\frac{11}{2}}", WRONG),
+        ("3+4i", r"\boxed{3}", WRONG),
+        ("e^2", r"\boxed{2}", WRONG),
+        (r"0.\overline{3}", r"\boxed{0}", WRONG),
+        ("x^2+1", r"\boxed{x^2-1}", WRONG),
+        ("no solution", r"\boxed{0}", WRONG),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", RIGHT),
+        ("D", "The answer is **D**.", RIGHT),
+        ("H2O", r"\boxed{\text{H2O}}", RIGHT),
+        (r"k = \pm 3", r"\boxed{\pm 3}", RIGHT),
+        (r"x = \frac{-1 \pm \sqrt{5}}{2}", r"\boxed{\frac{-1\pm\sqrt5}{2}}", RIGHT),
+        (r"\sqrt{3} \mp 1", r"\boxed{\sqrt{3} \pm 1}", RIGHT),
     ],
 }
 
@@ -351,6 +367,27 @@ def test_a_gold_that_cannot_be_read_is_no_score(gold, fact):
         with pytest.raises((TypeError, ValueError), match="answer ") as flaw:
             math_verify({"answer": gold}, response)
         assert fact in str(flaw.value)
+
+
+HOSTILE = {
+    "letters": "5 " + "a" * 5000,
+    "letters in a box": r"\boxed{5 " + "ab" * 900 + "!}",
+    "boxes": r"\boxed{" * 20000,
+    "digits": r"\boxed{0.\overline{" + "9" * 1900 + "}}",
+    "two unknowns": r"\boxed{x<y \text{ or } y<z}",
+    "a set in percent": r"\boxed{\{1,2\}\%}",
+    "an unknown in percent": r"\boxed{x\%}",
+    "a set of lengths": r"\boxed{\{1,2\} \text{ mm}}",
+    "braces": "{" * 5000,
+    "nothing defined": r"\boxed{\frac{1}{0}}",
+}
+
+
+@pytest.mark.parametrize("gold", ["50%", r"\{1,2\} cm", "x<2 or x>3"])
+@pytest.mark.parametrize("response", HOSTILE.values(), ids=HOSTILE)
+def test_no_response_is_without_a_score(gold, response):
+    """It would not be trained on, which is better than to be wrong: a policy would learn it."""
+    assert math_verify({"answer": gold}, response) in (RIGHT, WRONG)
 
 
 def test_a_gold_that_is_not_there_is_no_score():

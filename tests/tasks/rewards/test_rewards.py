@@ -58,9 +58,9 @@ def test_an_answer_that_is_no_text_scores_nothing(value):
 # a change that makes one of our functions score differently raises its version in tasks/rewards/resolve.py
 CONTENT = {
     match: "b2b347859ce133f5ffb153a07165acd2",
-    answers: "2d544bc272020bb4d48eb825f0c650b3",
-    math: "35762b4c3858a9b821428aceb0b1d0ac",
-    notation: "367b8fd4999b829dc0348cd3aceafc33",
+    answers: "9ba60a4cc6b3a8c3536660d201d4ee8e",
+    math: "ea3b1cdc4e5f109f2190e469bac6bd3b",
+    notation: "8d4e9d75d3a854e80398b392ad59e0a2",
 }
 
 
