@@ -9,6 +9,7 @@ from typing import Any, get_args
 import fsspec
 from pydantic import BaseModel, ValidationError
 
+from storage.backends.objects import client_errors
 from storage.errors import InputError
 from tasks.config.credentials import shown, shown_setting, shown_text
 from tasks.config.functions import located_function
@@ -72,8 +73,12 @@ def read_document(path: str) -> dict[str, Any]:
         raise InputError(f"configuration {shown_text(path)} does not exist: give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ImportError, ValueError, *_of_a_store(path)) as error:
         raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
+
+
+def _of_a_store(path: str) -> tuple[type[Exception], ...]:
+    return client_errors() if path.startswith("s3") else ()
 
 
 def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where: str) -> RunConfig:

@@ -67,6 +67,9 @@ def test_settings_that_decide_nothing_are_replaced(root: Root):
         (["nobody"], r"no run 'nobody' in \S+, only small"),
         (["nobody.toml"], r"nobody\.toml does not exist: give the path of a TOML file"),
         (["./small"], r"\./small does not exist: give the path of a TOML file"),
+        (["s3://bucket/small"], r"s3://bucket/small cannot be read: Unable to locate credentials"),
+        (["a" * 300], r"aaa cannot be read: .*File name too long"),
+        ([""], r"cannot be read: .*Is a directory"),
         (["Small"], r"Small does not exist: give the path of a TOML file"),
         (["small@1"], r"small@1 does not exist"),
         ([RUN, "--run=other"], r"continued under its own name, not as 'other': `ratchet fork small --at ITERATION"),
@@ -75,7 +78,10 @@ def test_settings_that_decide_nothing_are_replaced(root: Root):
         ([RUN, "--iterations=-1"], r"run\.iterations"),
     ],
 )
-def test_what_is_neither_a_file_nor_a_run_to_continue_is_refused(root: Root, capfd, words, said):
+def test_what_is_neither_a_file_nor_a_run_to_continue_is_refused(root: Root, capfd, monkeypatch, words, said):
+    nobody = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_PROFILE": None}
+    for name, value in (nobody | dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     before = content(root)
     assert execute(["run", *words, f"--root={root.url}"]) == 2
     shown = capfd.readouterr().err
