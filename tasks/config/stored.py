@@ -188,13 +188,15 @@ def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
     None if nothing differs, or if anything that differs was read by a stage that is committed or has begun.
     """
     revisions = read_revisions(root, run)
-    stored = read_config(root, run, revisions).config.meaning()
+    stored, given = read_config(root, run, revisions).config.meaning(), config.meaning()
+    lines = changed_meaning(stored, given)
+    if not lines or revisions.reruns:
+        return []
     there = names(root, run, revisions=revisions)
     places = {place for key in (*there.manifests, *there.pieces) if (place := layout.place_of(key)) is not None}
     trained = any(iteration and stage == "train" for iteration, stage in places)  # from all that an iteration reads
-    changed = changed_settings(stored, config.meaning())
-    fixed = revisions.reruns or trained or any(touches(key, stage) for key in changed for _, stage in places)
-    return [] if fixed else changed_meaning(stored, config.meaning())
+    changed = changed_settings(stored, given)
+    return [] if trained or any(touches(key, stage) for key in changed for _, stage in places) else lines
 
 
 def check_record(root: Root, run: str, config: RunConfig) -> None:

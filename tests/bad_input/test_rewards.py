@@ -13,6 +13,10 @@ FILES = {
     "exits.py": "import sys\nsys.exit('not today')\n",
     "dies.py": "import os\nos._exit(7)\n",
     "hangs.py": "import time\ntime.sleep(600)\n",
+    "parts.py": """
+def score(record, response): return {"right": response == record["answer"]}
+def other(record, response): return record["solution"] in response
+""",
     "wrong.py": """
 LIMIT = 3
 def one(record): return 1.0
@@ -87,6 +91,12 @@ CASES = {
     ),
     "a weight that is no number": (of("good.py:score", "reward.weights.a=much"), ["reward.weights.a", "number"]),
     "a weight that is not finite": (of("good.py:score", "reward.weights.a=nan"), ["reward.weights.a", "finite"]),
+    "a weight of a component that does not come back": (
+        of("parts.py:score", "reward.weights.rihgt=0.5"),
+        ["6 of 6 calls", "returned right, but there is a weight for rihgt", "reward.try = false"],
+    ),
+    "a field that is not there": (of("parts.py:other"), ["KeyError: 'solution' (parts.py, line 3)"]),
+    "a word for whether it is tried": (of("good.py:score", "reward.try=maybe"), ["reward.try", "maybe"]),
     "a share above one": (["reward.max_failures=10"], ["reward.max_failures", "less than or equal to 1"]),
     "a deadline of nothing": (["reward.deadline_s=0"], ["reward.deadline_s", "greater than 0"]),
 }

@@ -10,6 +10,8 @@ from tasks.config.reward import RewardSection
 from tasks.rewards.calling import Caller, NotCallable, parameters_of
 from tasks.rewards.check import check_reward
 from tasks.rewards.sample import Sample
+from tasks.rewards.scoring import score_responses
+from tests.tasks.rewards.orders import responses
 
 
 def function_of(text: str) -> Callable[..., Any]:
@@ -94,3 +96,41 @@ def test_functions_that_cannot_be_called_so(section, words):
 def test_a_function_whose_parameters_have_no_names_is_refused():
     with pytest.raises(NotCallable, match=r"the names of its parameters are not known\. Values are given by name"):
         parameters_of(max, {}, batch=False)
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return ground_truth in solution_str
+"""
+REPAIRED = {
+    "set batch = true": ("def f(records, responses):\n    return [1.0]", {"batch": True}),
+    "set batch = false": ("def f(record, response):\n    return 1.0", {"batch": False}),
+    "call it from a function that has these": (
+        f"{VERL}\ndef f(record, response):\n    return compute_score('math', response, record['answer'])",
+        {},
+    ),
+    "set its arguments": ("def f(record, response, scale):\n    return scale", {"arguments": {"scale": 1}}),
+    "give file.py:function": ("def f(record, response):\n    return 1.0", {}),
+}
+BROKEN = {
+    "set batch = true": {"batch": False},
+    "set batch = false": {"batch": True},
+    "call it from a function that has these": {"name": "compute_score"},
+    "set its arguments": {"arguments": {}},
+    "give file.py:function": {"function": "own.f"},
+}
+
+
+@pytest.mark.parametrize("repair", REPAIRED)
+def test_each_repair_that_is_printed_works(tmp_path, repair):
+    text, more = REPAIRED[repair]
+    (tmp_path / "own.py").write_text(text)
+    broken = {"function": f"{tmp_path}/own.py:f", **more, **BROKEN[repair]}
+    if name := broken.pop("name", ""):
+        broken["function"] = f"{tmp_path}/own.py:{name}"
+    with pytest.raises(InputError) as refused:
+        check_reward(RewardSection.model_validate(broken))
+    assert repair in str(refused.value)
+    section = RewardSection.model_validate({"function": f"{tmp_path}/own.py:f", **more})
+    check_reward(section)
+    assert [one.reward for one in score_responses(section, responses(["42"])).scores if one] == [1.0]
