@@ -139,9 +139,11 @@ SCORING = (
         "reward-is-not-called",
         "a reward that scores nothing is found after minutes",
         "tasks/checks.py",
-        "    _check_content(config.model_dump_json(), _device(config))\n    reward_calls(config)\n",
-        "    _check_content(config.model_dump_json(), _device(config))\n",
-        _CHECK,
+        "check_components([call.score for call in reward_calls(config)], config",
+        "check_components([], config",
+        (
+            "tests/bad_input/test_rewards.py::test_a_bad_reward_is_refused_before_anything_heavy[a field that is not there]",
+        ),
     ),
     Mutant(
         "stored-records-are-not-tried",
