@@ -37,7 +37,8 @@ _QUERY = re.compile(r"(?P<name>[?&#;][A-Za-z0-9_.-]+)=(?P<value>[^&#;\s'\"]+)")
 
 # of variables of an environment, which have no form: a word of the name, and a value that is no setting
 _SECRET_WORD = re.compile(
-    r"(?:apikey|auth|bearer|cookie|credentials?|dsn|jwt|keys?|pass|passphrase|passwd|password|pat|pwd|secrets?|token)\d*"
+    r"(?:\w*(?:apikey|passphrase|passwd|password|secrets?|token)"
+    r"|auth|bearer|cookie|credentials?|dsn|jwt|keys?|pass|pat|pwd|webhook)\d*"
 )
 _SECRET_END = re.compile(r"(?:^| )auth (?:header|string)$")
 _FOLDERS = ("PWD", "OLDPWD")
@@ -82,6 +83,7 @@ def secret_texts(name: str, value: str) -> tuple[str, ...]:
     """
     inner = [text for found in _USER_INFO.finditer(value) if (text := (found["password"] or "")[1:])]
     inner += [unquote(text) for text in inner]
+    inner += [text for text in value.split("/") if "://" in value and _RANDOM.fullmatch(text)]
     found = [value] if _looks_secret(name, value) or inner or has_credentials(value) else []
     if found and not inner:  # user:password, Bearer token
         found += [value.partition(":")[2], value.rpartition(" ")[2]]
