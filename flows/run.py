@@ -3,6 +3,7 @@
 Command line, deployment and test call it alike; it needs nothing before or after.
 """
 
+import contextvars
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def perform(
     for notice in notices(config.reward):
         progress.note(notice)
     with (
-        heard(get_run_logger().info, progress.counted),
+        heard(functools.partial(contextvars.copy_context().run, get_run_logger().info), progress.counted),
         LivePage(name, store.url, last_iteration(store, name, config), progress.note) as page,
         Reports(store, name, config, progress.warn, examples_publisher()) as reports,
     ):

@@ -24,6 +24,7 @@ from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
 from infra.mutants_memory import MEMORY
 from infra.mutants_models import MODELS
+from infra.mutants_operators import OPERATORS
 from infra.mutants_origins import ORIGINS
 from infra.mutants_pages import PAGES
 from infra.mutants_plan import PLAN
@@ -50,6 +51,7 @@ MUTANTS = (
     *INPUTS,
     *MEMORY,
     *MODELS,
+    *OPERATORS,
     *ORIGINS,
     *PAGES,
     *PLAN,

@@ -175,12 +175,4 @@ INPUTS = (
         "lambda one: one <= _INT32)",
         _IMPORT,
     ),
-    Mutant(
-        "names-of-bytes",
-        "a name that is no UTF-8 is met when the run is recorded",
-        "tasks/config/document.py",
-        "        json.dumps(document, ensure_ascii=False, default=str).encode()\n",
-        "",
-        ("tests/tasks/data/test_sources.py",),
-    ),
 )

@@ -32,10 +32,10 @@ SITE = (
     Mutant(
         "site-counts-reports",
         "two reports of one crash count as two crashes",
-        "flows/deployments/crashes.py",
+        "flows/site/reconciling.py",
         "not before.is_crashed() and state.is_crashed()",
         "state.is_crashed()",
-        ("tests/flows/deployments/test_train.py",),
+        ("tests/flows/site/test_reconciling.py",),
     ),
     Mutant(
         "site-recorded-is-stray",
@@ -89,8 +89,8 @@ SITE = (
         "red-without-a-stage",
         "a red flow run does not say which stage failed",
         "flows/deployments/explaining.py",
-        'f"{place}{told(error)}"',
-        "told(error)",
+        'f"{place}{self.cause}"',
+        "self.cause",
         ("tests/flows/deployments/test_train.py",),
     ),
 )

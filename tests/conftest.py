@@ -49,6 +49,7 @@ SHARES = {
     "tests/flows/site/test_elsewhere.py": "tests/flows/server",
     "tests/flows/site/test_notification.py": "tests/flows/server",
     "tests/flows/site/test_planned.py": "tests/flows/server",
+    "tests/flows/site/test_reconciling.py": "tests/flows/server",
     "tests/flows/test_prefect_tasks.py": "tests/flows/server",
     "tests/flows/views/test_artifacts.py": "tests/flows/server",
 }

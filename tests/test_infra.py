@@ -3,7 +3,7 @@
 None of them is run here.
 """
 
-import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -21,7 +21,6 @@ from prefect.settings.legacy import _get_settings_fields
 
 from flows.cli.app import app
 from flows.site.entries import read_deployments
-from flows.site.registration import POOL
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import HEARTBEAT_S
 
@@ -91,7 +90,7 @@ def test_the_commands_of_the_containers_exist(name: str):
         assert all(word in said for word in words if word.startswith("--")), words
     else:
         assert program == "python"
-        compile(words[-1], name, "exec")
+        assert importlib.util.find_spec(words[1]) if words[0] == "-m" else compile(words[-1], name, "exec")
 
 
 def test_the_containers_refer_to_each_other():
@@ -107,8 +106,7 @@ def test_the_containers_refer_to_each_other():
         for value in one.get("environment", {}).values():
             for host in re.findall(r"(?:://|@)([a-z]+):\d+", value):
                 assert host in services, (name, value)
-    worker = services["worker"]["command"]
-    assert worker[worker.index("--pool") + 1] == POOL
+    assert services["worker"]["command"] == ["python", "-m", "flows.site.worker"]
     assert COMPOSE["x-ratchet"]["build"]["dockerfile"] == "infra/site/Dockerfile"
     assert (SITE / COMPOSE["x-ratchet"]["build"]["context"] / "pyproject.toml").resolve().exists()
 
@@ -173,14 +171,13 @@ def unit_settings() -> dict[str, str]:
 
 def test_the_unit_starts_and_ends_a_site():
     settings = unit_settings()
-    for key, verb in (("ExecStart", "up"), ("ExecStop", "down")):
-        program, *words = shlex.split(settings[key])
-        assert program == f"{HOME}/.venv/bin/ratchet"
-        assert words[0] == verb
-        ratchet(words)
+    program, *words = shlex.split(settings["ExecStart"])
+    assert program == f"{HOME}/.venv/bin/ratchet"
+    assert words[:2] == ["up", "--stay"]
+    ratchet(words)
     assert settings["User"] not in ("", "root")
     assert settings["WorkingDirectory"] == HOME
-    assert (settings["Type"], settings["RemainAfterExit"]) == ("oneshot", "yes")  # `up` returns
+    assert (settings["Type"], settings["Restart"], settings["KillMode"]) == ("exec", "always", "mixed")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

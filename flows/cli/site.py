@@ -1,5 +1,7 @@
 """Commands for a Prefect site on this machine: up, down, doctor."""
 
+import signal
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +18,7 @@ Folder = Annotated[Path, Parameter(help="Where the site keeps its secret, logs a
 DEFAULT_FOLDER = Path("~/.ratchet/site")
 AtOnce = Annotated[
     int | None,
-    Parameter(help="Flow runs that are executed at once; at first 1, then as it was.", validator=Number(gte=1)),
+    Parameter(help="Flow runs that train at once; at first 1, then as it was.", validator=Number(gte=1)),
 ]
 Notify = Annotated[
     str | None,
@@ -46,15 +48,20 @@ def up_command(
     notify: Notify = None,
     deployments: Deployments = DEPLOYMENTS,
     folder: Folder = DEFAULT_FOLDER,
+    stay: Annotated[
+        bool,
+        Parameter(help="Stay, and start again what ends; SIGTERM or Ctrl-C ends the site. For systemd.", negative=()),
+    ] = False,
     json: Json = False,
 ) -> int:
     """Start what is missing of a Prefect site on this machine: server, worker, deployments. It may be repeated."""
+    from flows.site import up as sites  # imports Prefect
     from flows.site.folder import SiteFolder
-    from flows.site.up import Wanted, up  # imports Prefect
 
-    wanted = Wanted(deployments.expanduser().absolute(), port, database, at_once, notify)
+    wanted = sites.Wanted(deployments.expanduser().absolute(), port, database, at_once, notify)
+    place = SiteFolder.at(folder)
     with Output(json=json) as output:
-        site = up(SiteFolder.at(folder), wanted, output.say)
+        site = sites.up(place, wanted, output.say)
         lines = [
             f"UI          {site.ui}",
             f"sign in     with the text in {site.secret_file}",
@@ -63,6 +70,11 @@ def up_command(
             f"started     {', '.join(site.started) or 'nothing: everything was running'}",
         ]
         output.result(site, lines)
+        if stay:
+            stopped = threading.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: stopped.set())
+            sites.stay(place, lambda: sites.up(place, wanted, output.say), stopped, output.say)
     return 0
 
 

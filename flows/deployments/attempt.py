@@ -13,7 +13,6 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import deployment, flow_run
 from prefect.states import Failed
 
-from flows.deployments.crashes import LIMIT, too_many_crashes
 from flows.deployments.explaining import LastLines, explained, show_failure
 from storage.errors import InputError, RatchetError
 from tasks.config.code_version import code_version
@@ -42,14 +41,14 @@ def attempt(asked: Asked, work: Callable[[], State[Any]]) -> State[Any]:
     logger = get_run_logger()
     logger.info("%s", without_secrets(f"{asked.will}, in {asked.root}"))
     _warn_of_versions(logger)
-    if too_many_crashes():
-        return Failed(message=f"its process died {LIMIT + 1} times in a row. Find out why, then press Retry")
     with LastLines() as lines:
         try:
             check_places({"root": asked.root, **asked.places})
-            return work()
+            state = work()
         except (RatchetError, MemoryError) as error:
             return _failed(error, asked, lines)
+    logger.info("%s", state.message)
+    return state
 
 
 def fix(**found: Any) -> None:
@@ -88,10 +87,9 @@ def is_absolute(place: str) -> bool:
 
 
 def _failed(error: BaseException, asked: Asked, lines: LastLines) -> State[Any]:
-    traceback = None if isinstance(error, InputError) else error
-    get_run_logger().error("%s", without_secrets(str(error)), exc_info=traceback)
     why = explained(error, asked.run, asked.root, asked.retry)
     show_failure(asked.run, why, lines.kept)
+    get_run_logger().error("%s", why.message, exc_info=None if isinstance(error, InputError) else error)
     return Failed(message=why.message)
 
 

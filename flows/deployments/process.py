@@ -7,11 +7,13 @@ which only finds what is committed.
 """
 
 import contextlib
+import logging
 import os
 import runpy
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from uuid import UUID
 
 import httpx
@@ -25,6 +27,7 @@ _LOOK_S = 5.0
 def main() -> None:
     """Do the flow run that the environment names."""
     prepare_process()  # before Prefect is imported
+    logging.getLogger("prefect.flow_runs").addFilter(is_ours)
     code, begun = 0, datetime.now(UTC)
     try:
         runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)
@@ -37,6 +40,11 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # only threads are left, which would try for minutes to reach a server that is gone
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of the flow run's log is not Prefect's own: of its beginning, of its end, of loading code."""
+    return record.levelno >= logging.WARNING or "prefect" not in Path(record.pathname).parts
 
 
 def is_reported(begun: datetime) -> bool:

@@ -15,7 +15,7 @@ from prefect.events.schemas.automations import EventTrigger
 from pydantic import BaseModel, ConfigDict
 
 from flows.server.history import TAG
-from flows.site.automations import automations
+from flows.site.automations import silence
 from flows.site.folder import SiteFolder, SiteRecord
 from flows.site.planned import Fact, free_port, listeners, told
 from flows.site.up import connected, running
@@ -158,7 +158,7 @@ def _clock(answer: httpx.Response) -> Finding:
 
 
 def _heartbeats(client: SyncPrefectClient) -> Finding:
-    wanted = automations(TAG)[0]
+    wanted = silence(TAG)
     found = client.read_automations_by_name(wanted.name)
     if not found or not found[0].enabled or not isinstance(found[0].trigger, EventTrigger):
         text = f"automation {wanted.name!r} is missing or paused, so a dead flow run stays Running: `ratchet up`"

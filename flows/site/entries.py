@@ -18,6 +18,8 @@ from storage.errors import InputError
 SHORTEST_S = 60.0
 """Least seconds between two flow runs of a schedule: Prefect looks for new ones about once a minute."""
 
+_OWN_RUNS = "retrain"  # the flow of which each flow run begins a run of its own
+
 
 class ScheduleEntry(BaseModel):
     """A schedule of a deployment. Which one it is says its slug; those made in the UI are left alone."""
@@ -171,6 +173,12 @@ def _parameter_flaws(entry: DeploymentEntry, flow: Flow[..., Any]) -> Iterator[s
         given = {name: value for name, value in {**entry.parameters, **one.parameters}.items() if name in known}
         if missing := [name for name in flow.parameters.required or () if name not in given]:
             yield f"deployment {entry.name}, schedule {one.slug}: parameters {', '.join(missing)} are missing: add them"
+            continue
+        if flow.name == _OWN_RUNS and "{" not in f"{given['run']}":
+            yield (
+                f"deployment {entry.name}, schedule {one.slug}: run {given['run']!r} is the same each time, and only "
+                "the first flow run would train: put {date} or {date}-{time} into it"
+            )
             continue
         try:
             flow.validate_parameters(given)

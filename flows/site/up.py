@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.site.entries import read_deployments
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
-from flows.site.interrupted import set_right
 from flows.site.notification import webhook_url
 from flows.site.processes import HOST, end, end_starter, end_tree, find, kill_tree, start, strays, taken
+from flows.site.reconciling import set_right
 from flows.site.registration import POOL, register
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
@@ -26,9 +27,11 @@ from tasks.config.environment import resolve, site_environment
 
 _SERVER, _WORKER = "server", "worker"
 _APP = "flows.server.sqlite:site_app"
+_WORKER_MODULE = "flows.site.worker"
 _ANSWER_DEADLINE_S = 300.0  # the first start makes the tables of the database, on a busy machine
 _ANSWER_S = 2.0
 _PAUSE_S = 0.3
+_LOOK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,30 @@ def down(folder: SiteFolder) -> Ended:
         return Ended(ended=tuple(ended), gone=tuple(gone))
 
 
+def stay(
+    folder: SiteFolder,
+    again: Callable[[], object],
+    stopped: threading.Event,
+    say: Callable[[str], object],
+    every_s: float = _LOOK_S,
+) -> Ended:
+    """Keep a site up until `stopped` is set, then end it.
+
+    Args:
+        again: starts what is missing of the site, as `up` does.
+        every_s: how often its processes are looked for, seconds.
+
+    Raises:
+        RatchetError: from `again`; the site is left as it is.
+    """
+    while not stopped.wait(every_s):
+        record = folder.record()
+        if gone := [role for role in (_SERVER, _WORKER) if record is None or running(record, role) is None]:
+            say(f"{' and '.join(gone)} ended: starting again")
+            again()
+    return down(folder)
+
+
 @contextlib.contextmanager
 def connected(folder: SiteFolder, record: SiteRecord) -> Iterator[None]:
     """Let Prefect in this process use the site's server."""
@@ -134,7 +161,7 @@ def connected(folder: SiteFolder, record: SiteRecord) -> Iterator[None]:
 def _unrecorded(folder: SiteFolder, record: SiteRecord | None) -> list[psutil.Process]:
     """Servers and workers that an `up` has started that was killed before it recorded them. Flow runs go on."""
     recorded = () if record is None else record.processes
-    return [one for word in (_APP, POOL) for one in strays(folder.path, recorded, word)]
+    return [one for word in (_APP, _WORKER_MODULE) for one in strays(folder.path, recorded, word)]
 
 
 def running(record: SiteRecord, role: str) -> RunningProcess | None:
@@ -180,7 +207,7 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
             kill_tree(process)  # asked to end, it would report itself as crashed, and not go on
         _continue(folder, record)
         environment = site_environment(folder.path, folder.prefect_home, record.api, folder.secret())
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+        command = [sys.executable, "-m", _WORKER_MODULE]
         worker = start(_WORKER, command, environment, folder.log(_WORKER))
     servers = [one for one in record.processes if one.role == _SERVER]
     record = record.model_copy(update={"processes": (*servers, worker)})

@@ -77,6 +77,8 @@ _SITE = {
 _FAULTS = "RATCHET_FAULTS"
 _MEETING_PLACE = "RATCHET_ENGINE_MEETING_PLACE"
 _SITE_FOLDER = "RATCHET_SITE"
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+"""Variable by which Prefect tells a process which flow run it does."""
 
 _SCORING = re.compile(
     r"PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX|JAVA_HOME|CC|CXX"
@@ -222,6 +224,11 @@ def scoring_environment(variables: Iterable[str]) -> dict[str, str]:
 def site_mark(folder: Path) -> tuple[str, str]:
     """The variable, and its value, by which the processes of a site are recognised, also if nothing recorded them."""
     return _SITE_FOLDER, str(folder)
+
+
+def is_of_a_site() -> bool:
+    """Whether this process belongs to a site, whose worker is the only one of its work pool."""
+    return _SITE_FOLDER in os.environ
 
 
 def site_environment(folder: Path, home: Path, api: str, auth: str, database: str | None = None) -> dict[str, str]:

@@ -20,6 +20,13 @@ BURST, PER_S = 100, 5.0
 
 _OURS, _RAYS = "ratchet", "ray_print_logs"
 _LONGEST = 1000
+_HARMLESS = re.compile(
+    r"No CUDA runtime is found, using CUDA_HOME"  # torch, where there is no card
+    r"|Warning: NUMA binding: "  # vLLM on CPU
+    r"|^Loading safetensors checkpoint shards: "  # its progress bar
+    r"|^\[Gloo\] Rank \d+ is connected to "
+)
+"""Lines of others that tell a person nothing."""
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Say = Callable[[str], object]
@@ -61,7 +68,7 @@ class Lines:
             told = understood(text)
             if told is not None and name == _TELLS:
                 self._counted(*told)
-            if text and told is None and budget.spend(self._clock()):
+            if text and told is None and not _HARMLESS.search(text) and budget.spend(self._clock()):
                 self._show(name, text, budget)
 
     def _show(self, name: str, text: str, budget: "_Budget") -> None:

@@ -1,42 +1,17 @@
 """What a deployment refuses, waits for and says; the flow itself runs in tests/flows/site."""
 
+import logging
 import time
 
 import pytest
-from prefect.states import AwaitingRetry, Completed, Crashed, Running, Scheduled
+from prefect.states import Completed
 
 from flows.deployments.attempt import check_places, is_absolute
-from flows.deployments.crashes import AGAIN, LIMIT, crashes
 from flows.deployments.explaining import explained, failure_text
+from flows.deployments.process import is_ours
 from flows.deployments.train import check_goal, waiting
 from storage import errors
 from storage.errors import InputError, LeaseHeld, LeaseLost
-
-
-def history(*states):
-    """States in the order of time."""
-    return [
-        state.model_copy(update={"timestamp": state.timestamp.replace(year=2000 + n)}) for n, state in enumerate(states)
-    ]
-
-
-AUTOMATIC, BY_HAND = Scheduled(name=AGAIN), AwaitingRetry()
-
-
-@pytest.mark.parametrize(
-    ("states", "count"),
-    [
-        ((Scheduled(), Running()), 0),
-        ((Scheduled(), Running(), Crashed(), AUTOMATIC, Running()), 1),
-        ((Scheduled(), Running(), Crashed(), AUTOMATIC, AUTOMATIC, AUTOMATIC, Running()), 1),
-        ((Scheduled(), Running(), Crashed(), Crashed(), AUTOMATIC, Running()), 1),
-        ((Scheduled(), *[Running(), Crashed(), AUTOMATIC] * (LIMIT + 1), Running()), LIMIT + 1),
-        ((Scheduled(), *[Running(), Crashed(), AUTOMATIC] * LIMIT, BY_HAND, Running()), 0),
-    ],
-)
-def test_crashes_count_since_a_person_asked(states, count):
-    assert crashes(history(*states)) == count
-    assert crashes(history(*states)[::-1]) == count
 
 
 @pytest.mark.parametrize(
@@ -135,3 +110,16 @@ def test_a_person_reads_the_stage_what_happened_beside_it_and_how_to_need_less_m
     page = failure_text(explained(error, "a", "/data/runs", "goes on"), ["a `line`", "the | last"])
     for words in ("| cause | rank 0 failed", "<br>What was still", "| stage | train_policy |", "the | last\n```"):
         assert words in page
+
+
+@pytest.mark.parametrize(
+    ("path", "level", "ours"),
+    [
+        ("/site-packages/prefect/flow_engine.py", logging.INFO, False),
+        ("/site-packages/prefect/flow_engine.py", logging.WARNING, True),
+        ("/opt/ratchet/flows/prefect_tasks.py", logging.INFO, True),
+        ("/opt/ratchet/flows/deployments/lines.py", logging.INFO, True),
+    ],
+)
+def test_the_log_of_a_flow_run_holds_no_information_of_prefect_about_itself(path: str, level: int, ours: bool):
+    assert is_ours(logging.makeLogRecord({"pathname": path, "levelno": level})) is ours

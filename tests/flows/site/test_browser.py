@@ -4,20 +4,36 @@ One kind of failure is looked at in headless Chromium, the others by what the pa
 the folder that PICTURES names, or in a temporary one.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import WorkPoolUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Scheduled
 
+from flows.site.registration import POOL
 from flows.views.history import stages_of
 from storage.backends.root import open_root
 from storage.manifest import find, need
+from tasks.config.document import without_blanks
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import DEADLINE_S, SiteHere, ended, open_flow_run, photograph, press_retry
+from tests.flows.site.conftest import (
+    DEADLINE_S,
+    PROJECT,
+    SiteHere,
+    ended,
+    open_flow_run,
+    photograph,
+    press_retry,
+    wait_for,
+)
 from tests.small.config import PIECES
 
 pytestmark = pytest.mark.slow
@@ -143,3 +159,108 @@ def check_the_retry(kind: Kind, person: Looking | Asking, site, client, start, c
     # each piece once: resumed inside the stage, and one is sampled again to compare it with what is kept
     answered = PIECES + (kind.stage == Stage.ROLLOUT)
     assert (tmp_path / "calls-rollout").read_text() == "x" * answered
+
+
+RUN = {"run": "a", "root": "/data/runs"}
+FORMS: dict[str, tuple[dict[str, Any], ...]] = {
+    "train": ({**RUN, "more": 3}, {**RUN, "iterations": 7, "config": "/data/a.toml", "settings": ["run.retries=1"]}),
+    "new-run": (
+        {
+            **RUN, "iterations": 2, "model.source": "/data/model", "data.train": "/data/train.jsonl",
+            "train.max_length": 128, "train.optimizer.learning_rate": 0.001, "data.shuffle": "false",
+        },
+    ),
+    "rerun-stage": ({**RUN, "iteration": 3, "stage": "weight-sync", "reason": "why", "cascade": False},),
+    "retrain": ({**RUN, "start": "b", "select": ["b@1-2", "c"], "newer_than": "24h", "rescore": True},),
+    "maintain": ({"root": "/data/runs", "runs": ["a"], "verify": False},),
+    "evaluate": ({**RUN, "iteration": "best"}, {**RUN, "iteration": "12", "table": "train"}),
+    "choose": ({**RUN, "revision": 0, "reason": "why"},),
+    "export": ({**RUN, "to": "/data/out", "iteration": "best", "precision": "fp32"},),
+    "fork": ({**RUN, "at": 0, "new": "b"},),
+    "verify": ({"root": "/data/runs"},),
+    "import": ({**RUN, "files": ["/data/a.jsonl"], "columns": ["reward=score"], "without_logprobs": True},),
+}  # fmt: skip
+"""What a person fills in."""
+_TABS = {int: "int", str: "str", float: "float"}
+
+
+def fill(page: Any, name: str, value: Any) -> None:
+    """Fill in a field as a person does."""
+    label = page.locator(".schema-form-property__label", has_text=re.compile(rf"^{re.escape(name)}( \(Optional\))?$"))
+    field = page.locator(".schema-form-property", has=label).last
+    if isinstance(value, bool):
+        if (field.get_by_role("switch").get_attribute("aria-checked") == "true") is not value:
+            field.get_by_role("switch").click()
+        return
+    if isinstance(value, list):
+        for number, one in enumerate(value):
+            field.get_by_role("button", name="Add item").click()
+            field.locator("textarea").nth(number).fill(one)
+        return
+    tab = field.get_by_role("button", name=_TABS[type(value)], exact=True)
+    if tab.count():
+        tab.click()
+    choice = field.locator(".p-select-button__control")
+    if choice.count():
+        choice.click()
+        page.locator(".p-select-option", has_text=re.compile(rf"^\s*{value}\s*$")).click()
+    else:
+        field.locator("textarea, input").first.fill(f"{value}")
+
+
+def nested(filled: dict[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for name, value in filled.items():
+        *path, last = name.split(".")
+        here = tables
+        for step in path:
+            here = here.setdefault(step, {})
+        here[last] = value
+    return tables
+
+
+def test_every_form_sends_what_a_person_fills_in_and_the_rest_as_it_was(
+    site: SiteHere, client: SyncPrefectClient, page, pictures: Path
+):
+    client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))  # nothing of this is to be done
+    try:
+        page.goto(f"{site.api.removesuffix('/api')}/login?redirect=/deployments")
+        page.locator("input[type=password]").fill(site.secret)
+        page.keyboard.press("Enter")
+        page.get_by_text("rerun-stage").first.wait_for()
+        for name, filled in ((name, filled) for name, every in FORMS.items() for filled in every):
+            check_form(name, filled, site, client, page, pictures)
+    finally:
+        client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
+
+
+def check_form(
+    name: str, filled: dict[str, Any], site: SiteHere, client: SyncPrefectClient, page: Any, pictures: Path
+) -> None:
+    """Fill in a form and send it; the flow run that it makes is deleted again."""
+    deployment = client.read_deployment_by_name(f"{name}/{name}")
+    schema = deployment.parameter_openapi_schema
+    assert schema is not None
+    default = {at: field["default"] for at, field in schema["properties"].items() if "default" in field}
+    mine = DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id]))
+    before = {one.id for one in client.read_flow_runs(deployment_filter=mine)}
+
+    def new() -> list[FlowRun]:
+        return [one for one in client.read_flow_runs(deployment_filter=mine) if one.id not in before]
+
+    page.goto(f"{site.api.removesuffix('/api')}/deployments/deployment/{deployment.id}/run")
+    page.get_by_role("button", name="Submit").wait_for()
+    for field, value in filled.items():
+        fill(page, field, value)
+    page.screenshot(path=pictures / f"form-{name}.png", full_page=True)
+    page.get_by_role("button", name="Submit").click()
+    wait_for(new)
+    (made,) = new()
+    client.delete_flow_run(made.id)
+    wanted = {**default, **deployment.parameters, **nested(filled)}
+    assert without_blanks(made.parameters) == without_blanks(wanted), name
+
+
+def test_every_deployment_has_a_form_that_is_tried():
+    entries = yaml.safe_load((PROJECT / "infra" / "prefect.yaml").read_text())["deployments"]
+    assert {one["name"] for one in entries} == set(FORMS)

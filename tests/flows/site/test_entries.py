@@ -53,6 +53,12 @@ def test_a_schedule_that_cannot_work_is_refused_with_field_and_repair(tmp_path: 
         assert fact in str(refused.value)
 
 
+def test_a_schedule_of_which_only_the_first_flow_run_would_train_is_refused(tmp_path: Path):
+    night = {**NIGHTLY, "parameters": {"run": "night", "root": "/data/runs"}}
+    with pytest.raises(InputError, match=r"schedule nightly: run 'night' is the same each time.*put \{date\}"):
+        read_deployments(written(tmp_path, night, entrypoint="flows.deployments.retrain.retrain"))
+
+
 def test_a_slug_names_one_schedule(tmp_path: Path):
     with pytest.raises(InputError, match="slug 'nightly' is given twice"):
         read_deployments(written(tmp_path, NIGHTLY, schedules=[NIGHTLY, NIGHTLY]))

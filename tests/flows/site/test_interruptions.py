@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
@@ -17,12 +20,23 @@ from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Crashed
 
-from flows.deployments.crashes import AGAIN
+from flows.site.reconciling import AGAIN
 from flows.views.history import synced_iterations
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import DEADLINE_S, SiteHere, begun_rollout, command, ended, up, wait_for, wait_until_idle
+from tests.flows.site.conftest import (
+    DEADLINE_S,
+    PROJECT,
+    SMALL,
+    SiteHere,
+    begun_rollout,
+    command,
+    ended,
+    up,
+    wait_for,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -125,6 +139,60 @@ def test_a_schedule_that_was_missed_fires_once_for_each_time(site: SiteHere, cli
     assert [state.is_completed() for state in done] == [True, True], done
     completed = [one for one in client.read_flow_runs(limit=200) if one.auto_scheduled and one.state.is_completed()]
     assert synced_iterations(open_root(root), "e", 1000) - 1 == len(completed) >= 2
+
+
+@contextmanager
+def staying(site: SiteHere) -> Iterator[None]:
+    """`ratchet up --stay` beside the site, as systemd has it; it ends the site, which is then started again."""
+    options = [f"--folder={site.folder}", f"--port={site.port}", f"--deployments={SMALL}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flows", "up", "--stay", *options], cwd=PROJECT, stdout=subprocess.DEVNULL,
+        env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1"},
+    )  # fmt: skip
+    try:
+        yield
+        here = [psutil.Process(site.process(role)) for role in ("server", "worker")]
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0
+        assert not any(one.is_running() for one in here)
+    finally:
+        process.kill()
+        up(site.folder, site.port)
+
+
+def kill(site: SiteHere, role: str) -> None:
+    """Kill the server or the worker, and wait until there is another one."""
+    before = site.process(role)
+    psutil.Process(before).kill()
+    wait_for(lambda: site.process(role) != before and answers(site))
+
+
+def answers(site: SiteHere) -> bool:
+    try:
+        return httpx.get(f"{site.api}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize("second", ["flow run", "worker"])
+def test_what_is_killed_soon_after_a_restart_of_the_server_goes_on(
+    second: str, start, site: SiteHere, client, config, root, tmp_path: Path
+):
+    """The server has forgotten which events it was waiting for."""
+    with staying(site):
+        flow_run = begun_rollout(start, config, root, "g")
+        kill(site, "server")
+        (process,) = psutil.Process(site.process("worker")).children()
+        (tmp_path / "slow-rollout").unlink()
+        if second == "worker":
+            kill(site, "worker")
+        else:
+            process.kill()
+        done = ended(site, client, flow_run, attempt=2)
+        assert done.state.is_completed(), done.state
+        assert not process.is_running()
+    assert need(open_root(root), "g", 1, Stage.ROLLOUT).attempt == 1
 
 
 def test_a_flow_run_that_loses_its_lease_ends_as_cancelled_and_says_who_has_it(

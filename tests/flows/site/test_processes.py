@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
 from flows.site.processes import end, find, kill_tree, start, strays
-from flows.site.up import down
+from flows.site.up import down, stay
 from tasks.config.environment import site_environment
 from tests.flows.site.conftest import wait_for
 
@@ -72,3 +73,34 @@ def test_a_worker_that_is_asked_to_end_starts_nothing_any_more(folder: SiteFolde
     assert down(folder).ended == ("worker",)
     assert find(worker) is None
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("killed", [("server",), ("worker",), ("server", "worker"), ("worker", "server", "worker")])
+def test_what_ends_is_started_again_until_the_site_is_ended(folder: SiteFolder, killed: tuple[str, ...]):
+    environment = site_environment(folder.path, folder.prefect_home, "http://127.0.0.1:1/api", "a:b")
+
+    def again() -> None:
+        before = folder.record()
+        alive = {one.role: one for one in (before.processes if before else ()) if find(one)}
+        made = [
+            alive.get(role) or start(role, [sys.executable, "-c", CHILD], environment, folder.log(role))
+            for role in ("server", "worker")
+        ]
+        folder.keep(SiteRecord(api="http://127.0.0.1:1/api", processes=tuple(made)))
+
+    def process(role: str) -> RunningProcess:
+        return next(one for one in (folder.record() or SiteRecord(api="")).processes if one.role == role)
+
+    again()
+    stopped = threading.Event()
+    staying = threading.Thread(target=stay, args=(folder, again, stopped, lambda _: None, 0.02))
+    staying.start()
+    for role in killed:
+        before = process(role)
+        psutil.Process(before.process).kill()
+        wait_for(lambda role=role, before=before: process(role) != before)
+    last = [process(role) for role in ("server", "worker")]
+    assert all(find(one) for one in last)
+    stopped.set()
+    staying.join()
+    assert not any(find(one) for one in last)

@@ -11,7 +11,7 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Scheduled
 
-from flows.deployments.crashes import AGAIN
+from flows.site.reconciling import AGAIN
 from storage.backends.root import open_root
 from storage.manifest import need
 from storage.ownership.lease import hold

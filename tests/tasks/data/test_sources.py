@@ -10,7 +10,6 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.document import parse_config
-from tasks.config.located import located
 from tasks.data.sources import Counted, prompts_of, text_codec
 from tests.tasks.data.chat_model import chat_model
 
@@ -91,19 +90,6 @@ def test_dropped_prompts_are_counted(tmp_path):
 def test_an_empty_source_is_refused(tmp_path):
     with pytest.raises(InputError, match="is empty: give at least one record"):
         made({"train": [write_jsonl(tmp_path / "a.jsonl", sums(1)), write_jsonl(tmp_path / "b.jsonl", [])]})
-
-
-@pytest.mark.parametrize("place", ["p\udcff.jsonl", "*.jsonl"])
-def test_a_name_that_is_no_utf8_is_refused(tmp_path, place):
-    write_jsonl(tmp_path / "p\udcff.jsonl", sums(1))
-    with pytest.raises(InputError, match=r"p\\udcff.* is not UTF-8, so .* [Rr]ename the file"):
-        made({"train": f"{tmp_path}/{place}"})
-
-
-def test_a_name_that_is_too_long_is_no_file(tmp_path):
-    with pytest.raises(InputError, match="aaa does not exist"):
-        made({"train": "a" * 5000})
-    assert located("a" * 5000, tmp_path) == "a" * 5000
 
 
 def test_weights_are_checked_before_the_start(tmp_path):

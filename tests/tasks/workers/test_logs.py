@@ -3,6 +3,8 @@
 import builtins
 import time
 
+import pytest
+
 from tasks.workers.actors import WorkerGroup, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.logs import BURST, PER_S, Lines, heard
@@ -35,6 +37,24 @@ def test_a_process_that_prints_without_end_is_limited():
     now[0] += 1.0
     lines({"actor_name": "engine-0", "lines": ["more"] * 50})
     assert said[BURST + 1 :] == ["[engine-0] ... 50 lines left out", *["[engine-0] more"] * int(PER_S)]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("W1125 torch/utils/cpp_extension.py:140] No CUDA runtime is found, using CUDA_HOME='/usr/local/cuda'", False),
+        ("[W1125 utils.cpp:68] Warning: NUMA binding: Using MEMBIND policy for memory allocation", False),
+        ("Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 236.59it/s]", False),
+        ("[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : 0", False),
+        ("RuntimeError: No CUDA GPUs are available", True),
+        ("Warning: the loss is nan", True),
+        ("Error while Loading safetensors checkpoint shards: no space", True),
+    ],
+)
+def test_known_harmless_lines_of_others_are_left_out_and_nothing_else(line: str, shown: bool):
+    said: list[str] = []
+    Lines(said.append, print)({"actor_name": "engine-0", "lines": [line]})
+    assert said == ([f"[engine-0] {line}"] if shown else [])
 
 
 def test_a_name_says_the_role():
