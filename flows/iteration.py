@@ -82,7 +82,7 @@ def redo(run: RunContext, iteration: int, stage: Stage) -> View:
             return weight_sync(run, iteration, prepared, Trained(run.need(iteration, Stage.TRAIN)))
         case Stage.EVALUATE:
             return evaluate(run, iteration, prepared, Served(run.need(iteration, Stage.WEIGHT_SYNC)))
-    raise InputError(f"{stage}@{iteration} is what the run is made from: start a new run instead")
+    raise InputError(f"{stage} of iteration {iteration} is what the run is made from: start a new run instead")
 
 
 def _evaluation_due(run: RunContext, iteration: int) -> bool:

@@ -1,6 +1,5 @@
 """Asking for a finished stage to be done again, as the command line and the deployment do."""
 
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from tasks.config.stage_settings import decided, unchangeable, with_settings
 from tasks.config.stored import stored_config
 from tasks.stages.names import WORKFLOW, Stage
 
-_PLACE = re.compile(r"(?P<stage>[a-z-]+)@(?P<iteration>\d+)")
-
 
 @dataclass(frozen=True)
 class Request:
@@ -37,18 +34,6 @@ class Request:
     """Settings, each as section.key=value: those that decide results apply from this stage on."""
     identity: str | None = None
     """Identity of the request: asked again under it, nothing is done twice."""
-
-
-def parse_place(text: str) -> tuple[Stage, int]:
-    """Read `STAGE@ITERATION`, such as `reward@3`.
-
-    Raises:
-        InputError: it has another form.
-    """
-    found, stages = _PLACE.fullmatch(text), [stage.value for stage in Stage]
-    if found is None or found["stage"] not in stages:
-        raise InputError(f"{text!r} names no stage of a run: write STAGE@ITERATION with one of {', '.join(stages)}")
-    return Stage(found["stage"]), int(found["iteration"])
 
 
 def person() -> str:
@@ -100,6 +85,6 @@ def going_on(config: RunConfig, settings: dict[str, object], run: str) -> RunCon
 def _check_settings(request: Request, fixed: Sequence[str]) -> None:
     if fixed:
         raise InputError(
-            f"{', '.join(fixed)} cannot change when {request.stage}@{request.iteration} is done again: what comes "
-            "before it was made under the old value. Do an earlier stage again, or fork the run"
+            f"{', '.join(fixed)} cannot change when {request.stage} of iteration {request.iteration} is done again: "
+            "what comes before it was made under the old value. Do an earlier stage again, or fork the run"
         )

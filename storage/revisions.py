@@ -67,7 +67,7 @@ class Rerun(BaseModel):
     """When (UTC)."""
 
     def __str__(self) -> str:
-        return f"{self.stage}@{self.iteration}"
+        return f"{self.stage} of iteration {self.iteration}"
 
     def is_behind(self, iteration: int, stage: str) -> bool:
         """Whether a stage is made from the one that is done again."""

@@ -48,9 +48,7 @@ def fork_command(root: Root, run: str, changes: dict[str, JsonValue]) -> str | N
     if not complete:
         return None
     given = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
-    return shlex.join(
-        ["ratchet", "fork", run, f"--at={max(complete)}", f"--run={run}-fork", *given, f"--root={root.url}"]
-    )
+    return shlex.join(["ratchet", "fork", f"{run}@{max(complete)}", f"--run={run}-fork", *given, f"--root={root.url}"])
 
 
 def _check_settings(config: RunConfig, root: Root, run: str) -> None:

@@ -7,6 +7,7 @@ from cyclopts import App, Parameter
 from pydantic import BaseModel, ConfigDict
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.places import place_in
 from flows.views.output import Output
 from storage.backends.root import open_root
 from storage.errors import InputError
@@ -16,7 +17,7 @@ from storage.upkeep.catalog import require_run
 from storage.upkeep.redoing import choose
 from tasks.config.credentials import shown_text
 from tasks.config.environment import prepare_process
-from tasks.stages.names import WORKFLOW
+from tasks.stages.names import WORKFLOW, Stage
 
 
 class Chosen(BaseModel):
@@ -37,8 +38,8 @@ def register(app: App) -> None:
 
 
 def rerun_command(
-    run: str,
-    stage: str,
+    which: str,
+    /,
     *,
     reason: Annotated[str | None, Parameter(help="Why; it is recorded.")] = None,
     cascade: Annotated[
@@ -57,16 +58,15 @@ def rerun_command(
 
     Parameters
     ----------
-    run
-        Id of the run.
-    stage
-        What is done again, as STAGE@ITERATION: rollout, reward, train, weight-sync or evaluate.
+    which
+        RUN@ITERATION:STAGE: what is done again; STAGE is rollout, reward, train, weight-sync or evaluate.
     """
-    from flows.redoing import Request, ask_again, going_on, parse_place, person
+    from flows.redoing import Request, ask_again, going_on, person
     from tasks.config.stored import stored_config
 
     prepare_process()
-    place, iteration = parse_place(stage)
+    named = place_in(which, "RUN@ITERATION:STAGE")
+    run, iteration, place = named.run, named.iteration or 0, _repeatable(named.stage)
     store = open_root(root)
     if revision is None:
         if reason is None:
@@ -79,7 +79,7 @@ def rerun_command(
         config = going_on(stored_config(store, run), {"run.iterations": asked.until}, run)
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
-    words = ["ratchet", "rerun", run, stage, f"--revision={asked.revision}", f"--root={shown_text(root)}"]
+    words = ["ratchet", "rerun", which, f"--revision={asked.revision}", f"--root={shown_text(root)}"]
     again = shlex.join([*words, *(["--json"] if json else [])])
     with Output(json=json) as output:
         return launch(Order(config, run, root, again, one_stage=not asked.cascade), output)
@@ -117,8 +117,18 @@ def choose_command(
     return 0
 
 
+def _repeatable(stage: str | None) -> Stage:
+    if stage not in [one.value for one in Stage]:
+        raise InputError(
+            f"{stage} is an evaluation on request, which is not done again: `ratchet evaluate` makes another"
+        )
+    return Stage(stage)
+
+
 def _asked(reruns: tuple[Rerun, ...], revision: int, stage: str, iteration: int) -> Rerun:
     asked = reruns[revision - 1] if revision else None
     if asked is None or (asked.stage, asked.iteration) != (stage, iteration):
-        raise InputError(f"revision {revision} is {asked or 'what was done first'}, not {stage}@{iteration}")
+        raise InputError(
+            f"revision {revision} is {asked or 'what was done first'}, not {stage} of iteration {iteration}"
+        )
     return asked

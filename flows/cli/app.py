@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
 from flows.cli import again, check_sync, evaluate, report, retrain, reward, samples, site, store, upkeep
@@ -18,7 +18,8 @@ from flows.cli.continuing import names_a_run, of_file, of_stored
 from flows.cli.export import export_command
 from flows.cli.init import init_command
 from flows.cli.maintain import maintain_command
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, root_url
+from flows.cli.mistakes import explained
+from flows.cli.options import DEFAULT_ROOT, Iterations, Json, RootUrl, RunName, Settings, root_url
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
 from flows.views.progress import status_lines
@@ -54,13 +55,6 @@ app.command(check_command, name="check")
 app.command(init_command, name="init")
 app.command(maintain_command, name="maintain")
 
-Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
-Settings = Annotated[
-    tuple[str, ...],
-    Parameter(name="--set", help="A setting, as section.key=value; may be repeated.", negative=(), show_default=False),
-]
-RunName = Annotated[str | None, Parameter(help="Id of the run; an existing run is continued.")]
-
 
 def execute(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; an error becomes one message on standard error."""
@@ -71,7 +65,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         output.error(without_secrets(told(error)))
         return error.exit_code
     except CycloptsError as error:
-        output.error(without_secrets(f"{error}\nTry ratchet --help"))
+        output.error(without_secrets(explained(error, app)))
         return InputError.exit_code
     except KeyboardInterrupt:
         output.error("interrupted")
@@ -229,6 +223,38 @@ def prove_resume(
     )
     with Output(json=json) as output:
         return prove(order, output)
+
+
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"] = "bash", /) -> int:
+    """Print a script by which a shell completes commands and options: `source <(ratchet completion bash)`.
+
+    Parameters
+    ----------
+    shell
+        Which one.
+    """
+    output = Output()
+    output.text(app.generate_completion(prog_name="ratchet", shell=shell))
+    return 0
+
+
+_GROUPS = {
+    "Begin": ("demo", "init", "check", "config"),
+    "Train": ("run", "retrain", "import", "fork", "rerun", "choose", "stop"),
+    "Look": ("ls", "status", "show", "samples", "report", "lineage", "verify"),
+    "Use": ("evaluate", "reward", "export", "compact", "check-sync"),
+    "Keep in order": ("maintain", "gc", "rm", "unlock"),
+    "A site": ("up", "down", "register", "doctor"),
+    "Prove and measure": ("prove-resume", "bench"),
+    "This program": ("completion", "--help", "--version"),
+}
+"""Every command, by what it is for."""
+
+for number, (title, members) in enumerate(_GROUPS.items()):
+    group = Group(title, sort_key=number)
+    for member in members:
+        app[member].group = (group,)
 
 
 def new_name(kind: str) -> str:

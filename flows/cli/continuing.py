@@ -46,7 +46,7 @@ def of_stored(run: str, other: str | None, settings: Sequence[str], root: Root) 
     require_run(root, run)
     if other not in (None, run):
         raise InputError(
-            f"run {run!r} is continued under its own name, not as {other!r}: `ratchet fork {run} --at ITERATION --run "
+            f"run {run!r} is continued under its own name, not as {other!r}: `ratchet fork {run}@ITERATION --run "
             f"{other}` makes another run of its past"
         )
     document = stored_config(root, run).model_dump(mode="json")

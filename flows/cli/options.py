@@ -20,4 +20,10 @@ RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3:
 Revision = Annotated[
     int | None, Parameter(help="A revision of the run, if stages were done again; by default the head.")
 ]
+Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
+Settings = Annotated[
+    tuple[str, ...],
+    Parameter(name="--set", help="A setting, as section.key=value; may be repeated.", negative=(), show_default=False),
+]
+RunName = Annotated[str | None, Parameter(help="Id of the run; an existing run is continued.")]
 Json = Annotated[bool, Parameter(help="Write only JSON to standard output; the last line is the result.", negative=())]

@@ -6,10 +6,10 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.places import place_in
 from flows.views.output import Output
 from storage.backends.root import open_root
 from storage.errors import InputError, StageFailed
-from storage.ids import check_run_name
 from tasks.config.credentials import shown_setting
 from tasks.config.document import apply_override, parse_config
 from tasks.config.functions import located_function, without_folder
@@ -28,8 +28,8 @@ def register(app: App) -> None:
 
 
 def reward_command(
-    run: str,
-    iteration: int,
+    which: str,
+    /,
     *,
     function: Annotated[
         str | None, Parameter(help="As reward.function, from the working directory; by default the run's own.")
@@ -47,16 +47,15 @@ def reward_command(
 
     Parameters
     ----------
-    run
-        Id of the run.
-    iteration
-        Iteration whose samples are scored.
+    which
+        RUN@ITERATION: the iteration whose samples are scored.
     """
+    place = place_in(which, "RUN@ITERATION")
     store = open_root(root)
-    section = _section(stored_config(store, check_run_name(run)), function, settings)
+    section = _section(stored_config(store, place.run), function, settings)
     check_reward(section)
     with Output(json=json) as output:
-        trial = try_reward(store, run, iteration, section)
+        trial = try_reward(store, place.run, place.iteration or 0, section)
         output.result(trial, list(_lines(trial)))
     return StageFailed.exit_code if trial.too_many else 0
 

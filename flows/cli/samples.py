@@ -6,6 +6,7 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.places import place_in
 from flows.views.output import Output
 from flows.views.samples import Choice, read_chosen, sample_lines
 from storage.backends.root import open_root
@@ -19,8 +20,8 @@ def register(app: App) -> None:
 
 
 def samples_command(
-    run: str,
-    iteration: int | None = None,
+    which: str,
+    /,
     *,
     best: Annotated[int, Parameter(help="Show this many with the highest rewards.", validator=Number(gte=0))] = 0,
     worst: Annotated[int, Parameter(help="Show this many with the lowest rewards.", validator=Number(gte=0))] = 0,
@@ -34,15 +35,14 @@ def samples_command(
 
     Parameters
     ----------
-    run
-        Id of the run.
-    iteration
-        Iteration that sampled them; by default the newest.
+    which
+        RUN[@ITERATION]: the iteration that sampled them; by default the newest.
     """
+    place = place_in(which, "RUN[@ITERATION]")
     choice = Choice(best=best, worst=worst, prompt=prompt, random=random, seed=seed)
     if not (best or worst or random or prompt is not None):
         choice = Choice(best=_FEW, worst=_FEW)
-    found = read_chosen(open_root(root), run, iteration, choice)
+    found = read_chosen(open_root(root), place.run, place.iteration, choice)
     with Output(json=json) as output:
         output.result(found, sample_lines(found))
     return 0

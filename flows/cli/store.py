@@ -16,6 +16,7 @@ from flows.cli.bench import (
     bench_train_command,
 )
 from flows.cli.options import DEFAULT_ROOT, Json, Revision, RootUrl
+from flows.cli.places import place_in
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
@@ -67,9 +68,8 @@ def ls_command(*, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
 
 
 def show_command(
-    run: str,
-    iteration: int | None = None,
-    stage: Stage | None = None,
+    which: str,
+    /,
     *,
     revision: Revision = None,
     root: RootUrl = DEFAULT_ROOT,
@@ -79,19 +79,18 @@ def show_command(
 
     Parameters
     ----------
-    run
-        Id of the run.
-    iteration
-        Show only this iteration.
-    stage
-        Show only this stage of it: prepare, rollout, reward, train, weight-sync or evaluate.
+    which
+        RUN[@ITERATION][:STAGE]: a run, one iteration of it, and prepare, rollout, reward, train, weight-sync,
+        evaluate or the name of an evaluation.
     """
-    store = open_root(root)
+    place, store = place_in(which), open_root(root)
+    run, iteration, stage = place.run, place.iteration, place.stage
     require_run(store, run)
     stored = contents(store, run, names_of(store, run, revision))
     chosen = [one for one in stored.newest if iteration in (None, one.iteration) and stage in (None, one.stage)]
-    if not chosen and iteration is not None:
-        raise InputError(f"run {run!r} has no {stage or 'committed stage'} in iteration {iteration}")
+    if not chosen and (iteration, stage) != (None, None):
+        where = "any iteration" if iteration is None else f"iteration {iteration}"
+        raise InputError(f"run {run!r} has no {stage or 'committed stage'} in {where}")
     shown = lines.Shown.of(store.url, stored, chosen)
     with Output(json=json) as output:
         output.result(shown, lines.of_shown(shown, in_detail=stage is not None))
@@ -99,10 +98,10 @@ def show_command(
 
 
 def lineage_command(
-    run: str,
+    which: str,
+    /,
     *,
-    weights: Annotated[int | None, Parameter(help="Weight version: the iteration whose training made it.")] = None,
-    sample: Annotated[str | None, Parameter(help="A sample, as PROMPT_ID/SAMPLE_ID@ITERATION.")] = None,
+    sample: Annotated[str | None, Parameter(help="A sample of that iteration, as PROMPT_ID/SAMPLE_ID.")] = None,
     revision: Revision = None,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
@@ -111,19 +110,17 @@ def lineage_command(
 
     Parameters
     ----------
-    run
-        Id of the run.
+    which
+        RUN@ITERATION: the weights that the training of this iteration made, or with --sample what it has sampled.
     """
-    if (weights is None) == (sample is None):
-        raise InputError("give exactly one of --weights VERSION and --sample PROMPT_ID/SAMPLE_ID@ITERATION")
-    store = open_root(root)
+    place, store = place_in(which, "RUN@ITERATION"), open_root(root)
+    run, iteration = place.run, place.iteration or 0
     with Output(json=json) as output:
         if sample is None:
-            assert weights is not None
-            of = of_weights(store, WORKFLOW, run, weights, revision)
+            of = of_weights(store, WORKFLOW, run, iteration, revision)
             output.result(of, lines.of_weights_lineage(of))
         else:
-            found = of_sample(store, WORKFLOW, run, *parse_sample(sample), revision=revision)
+            found = of_sample(store, WORKFLOW, run, iteration, *parse_sample(sample), revision=revision)
             output.result(found, lines.of_sample_lineage(found))
     return 0
 
@@ -194,9 +191,9 @@ def gc_command(
 
 
 def fork_command(
-    parent: str,
+    which: str,
+    /,
     *,
-    at: Annotated[int, Parameter(help="The last iteration that both runs share.")],
     run: Annotated[str, Parameter(name="--run", help="Id of the new run.")],
     settings: Annotated[
         tuple[str, ...],
@@ -210,9 +207,11 @@ def fork_command(
 
     Parameters
     ----------
-    parent
-        Id of the run to fork.
+    which
+        RUN@ITERATION: the run to fork, and the last iteration that both runs share.
     """
+    place = place_in(which, "RUN@ITERATION")
+    parent, at = place.run, place.iteration or 0
     store = _open(root, parent)
     record = ConfigRecord.of(forked_config(store, parent, check_run_name(run), settings, revision))
     made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision)

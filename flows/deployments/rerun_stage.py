@@ -24,7 +24,7 @@ Again = Literal["rollout", "reward", "train", "weight-sync", "evaluate"]
 def named() -> str:
     """Name of a flow run in the UI."""
     given: dict[str, Any] = flow_run.get_parameters()
-    return f"{given['run']} {given['stage']}@{given['iteration']} again"
+    return f"{given['run']}@{given['iteration']}:{given['stage']} again"
 
 
 @flow(name="rerun-stage", flow_run_name=named, persist_result=False, validate_parameters=True)

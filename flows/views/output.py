@@ -46,6 +46,11 @@ class Output:
         self._result.write(f"{text}\n")
         self._result.flush()
 
+    def text(self, text: str) -> None:
+        """Write a text to standard output as it is."""
+        self._result.write(text)
+        self._result.flush()
+
     def say(self, text: str) -> None:
         """Write a line for people to standard error."""
         self.console.print(Text(text), soft_wrap=True)

@@ -171,17 +171,19 @@ def of_sample(
     )
 
 
-def parse_sample(text: str) -> tuple[int, str, int]:
-    """Iteration, prompt id and sample id of `PROMPT_ID/SAMPLE_ID@ITERATION`; a prompt id may hold '/' and '@'.
+def parse_sample(text: str) -> tuple[str, int]:
+    """Prompt id and sample id of `PROMPT_ID/SAMPLE_ID`; a prompt id may hold '/' and '@'.
 
     Raises:
         InputError: it is not of that form.
     """
-    place, _, iteration = text.rpartition("@")
-    prompt_id, _, sample_id = place.rpartition("/")
-    if not (prompt_id and sample_id.isdigit() and iteration.isdigit()):
-        raise InputError(f"--sample {text!r} is not of the form PROMPT_ID/SAMPLE_ID@ITERATION")
-    return int(iteration), prompt_id, int(sample_id)
+    prompt_id, _, sample_id = text.rpartition("/")
+    if not (prompt_id and sample_id.isascii() and sample_id.isdigit()):
+        raise InputError(
+            f"--sample {text!r} is not of the form PROMPT_ID/SAMPLE_ID; its iteration is named with the run, as in "
+            "my-run@6"
+        )
+    return prompt_id, int(sample_id)
 
 
 def _ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> Iterator[Manifest]:

@@ -108,7 +108,8 @@ def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names)
     iteration, stage = wanted.iteration, wanted.stage
     if stage == workflow.prepares or (iteration, stage) == (0, workflow.holds_state):
         raise InputError(
-            f"{stage}@{iteration} is what all of run {run!r} is made from: start a new run with another --run instead"
+            f"{stage} of iteration {iteration} is what all of run {run!r} is made from: start a new run with "
+            "another --run instead"
         )
     if stage not in workflow.behind:
         raise InputError(f"{stage} cannot be done again, only {', '.join(sorted(workflow.behind))}")

@@ -27,7 +27,7 @@ VALUES = {
 }
 COMMANDS = {
     "samples of no run": (["samples", "nobody"], ["no run 'nobody'", "check --root"]),
-    "samples of no number": (["samples", "nobody", "first"], ["first"]),
+    "samples of no number": (["samples", "nobody@first"], ["first"]),
     "fewer than no samples": (["samples", "nobody", "--best", "-1"], ["--best", "0"]),
     "report of no run": (["report", "nobody"], ["no run 'nobody'"]),
     "compact of no run": (["compact", "nobody"], ["no run 'nobody'"]),

@@ -130,9 +130,9 @@ def test_two_different_files_of_one_name_are_refused(command, tmp_path):
 
 
 TRIALS = {
-    "no such run": (["reward", "nobody", "1"], "there is no run 'nobody'"),
-    "no number": (["reward", "a", "first"], "Invalid value"),
-    "no iteration": (["reward", "a"], "iteration"),
+    "no such run": (["reward", "nobody@1"], "there is no run 'nobody'"),
+    "no number": (["reward", "a@first"], "is no iteration"),
+    "no iteration": (["reward", "a"], "lacks @ITERATION"),
 }
 
 

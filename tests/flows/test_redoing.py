@@ -165,7 +165,9 @@ def test_a_piece_of_the_first_time_is_not_a_piece_of_the_second(root, tmp_path, 
 def test_a_second_request_finds_the_first(root, tmp_path, done):
     first = rerun(root, RUN, wanted(Stage.REWARD, 2, request="flow run 1"))
     assert rerun(root, RUN, wanted(Stage.REWARD, 2)) == first  # not finished: the same words
-    with pytest.raises(InputError, match=r"reward@2 .*is being done again as revision 1 .*ratchet choose small 0"):
+    with pytest.raises(
+        InputError, match=r"reward of iteration 2 .*is being done again as revision 1 .*ratchet choose small 0"
+    ):
         rerun(root, RUN, wanted(Stage.TRAIN, 2))
     drive(root, tmp_path)
     assert rerun(root, RUN, wanted(Stage.REWARD, 2, request="flow run 1")) == first

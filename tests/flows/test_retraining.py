@@ -81,7 +81,7 @@ def test_a_retraining_trains_on_stored_samples_without_an_engine(sampled: Root, 
 
 def test_a_retraining_is_not_forked(sampled: Root, capfd):
     begun(sampled, "unforked")
-    assert execute(["fork", "unforked", "--at=0", "--run=child", f"--root={sampled.url}"]) == 2
+    assert execute(["fork", "unforked@0", "--run=child", f"--root={sampled.url}"]) == 2
     assert "trains on stored samples and cannot be forked" in capfd.readouterr().err
     assert not sampled.exists("child/run.json")
 

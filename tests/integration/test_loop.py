@@ -84,7 +84,7 @@ def test_a_changed_meaning_is_refused_with_both_values(whole, home):
 def test_a_fork_with_another_learning_rate_and_layout_goes_its_own_way(whole, home):
     root, _ = whole
     change = ["--set", "train.optimizer.learning_rate=1.02e-3"]
-    forked = ratchet("fork", RUN, "--at", "1", "--run", "fork", "--root", str(root), *change, home=home)
+    forked = ratchet("fork", f"{RUN}@1", "--run", "fork", "--root", str(root), *change, home=home)
     assert forked.code == 0, forked.err
     # as many samples share a step as in the run: on some processors that decides the last bits
     arguments = ["--root", str(root), "--run", "fork", "--json", *change, "--set", "train.parallel.tensor=2", *PIECES]

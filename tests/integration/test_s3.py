@@ -41,12 +41,12 @@ def test_a_process_of_its_own_reads_it(url, whole, home):
 
 COMMANDS = {
     "ls": ["ls", "--json"],
-    "show": ["show", RUN, "2", "train", "--json"],
-    "lineage": ["lineage", RUN, "--weights", "2", "--json"],
+    "show": ["show", f"{RUN}@2:train", "--json"],
+    "lineage": ["lineage", f"{RUN}@2", "--json"],
     "compact": ["compact", RUN, "--json"],
     "unlock": ["unlock", RUN],
     "gc": ["gc", RUN, "--keep-newest", "1", "--json"],
-    "fork": ["fork", RUN, "--at", "1", "--run", "fork"],
+    "fork": ["fork", f"{RUN}@1", "--run", "fork"],
     "verify": ["verify", RUN, "--json"],
 }
 

@@ -117,7 +117,7 @@ def test_the_command_makes_the_fork_that_has_the_setting(folder, setting, values
     was, now = values
     assert f"{key}: the run was started with {was}, but is now given {now}" in str(caught.value)
     command = shlex.split(str(caught.value).splitlines()[-1])
-    assert command[:4] == ["ratchet", "fork", RUN, "--at=2"]
+    assert command[:3] == ["ratchet", "fork", f"{RUN}@2"]
     assert execute(command[1:]) == 0
     root = open_root(str(folder / "runs"))
     forked = load_config(str(folder / "run.toml"), [setting])

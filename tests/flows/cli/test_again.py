@@ -1,13 +1,13 @@
 """The commands about stages that are done again: what they refuse, record and print."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from cyclopts import App
 
 from flows.cli import again, store
-from flows.redoing import parse_place
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, LeaseHeld
 from storage.manifest import commit, need
@@ -46,11 +46,11 @@ def call(root: Root, capfd: pytest.CaptureFixture[str]):
 
 def test_revisions_are_listed_and_shown(call):
     said = call("show", "run")
-    assert "1         0        train@2     tests" in said
+    assert re.search(r"^1 +0 +train of iteration 2 +tests", said, re.MULTILINE)
     assert "train.optimizer.learning_rate=0.5" in said
     assert said.endswith("revision 0 is the head\n")
-    assert ", revision 1\n" in call("show", "run", "2", "train", "--revision", "1")
-    document = json.loads(call("show", "run", "2", "train", "--json"))
+    assert ", revision 1\n" in call("show", "run@2:train", "--revision", "1")
+    document = json.loads(call("show", "run@2:train", "--json"))
     assert (document["head"], document["reruns"][0]["reason"]) == (0, "a test")
     assert document["stages"][0]["manifest"]["revision"] == 0
 
@@ -62,17 +62,17 @@ def test_a_revision_is_chosen_and_is_the_head_of_every_command(call, root: Root)
     chosen = read_revisions(root, "run").choices[0]
     assert chosen.reason == "better"
     assert "@" in chosen.asked_by
-    assert "weight-sync" not in call("show", "run", "2")
-    assert "weight-sync" in call("show", "run", "2", "--revision", "0")
-    assert json.loads(call("lineage", "run", "--weights", "2", "--json"))["steps"][-1]["digest"] == (
+    assert "weight-sync" not in call("show", "run@2")
+    assert "weight-sync" in call("show", "run@2", "--revision", "0")
+    assert json.loads(call("lineage", "run@2", "--json"))["steps"][-1]["digest"] == (
         need(root, "run", 2, Stage.TRAIN).digest
     )
 
 
 def test_a_fork_of_a_revision_has_its_settings(call, root: Root):
     call("choose", "run", "1", "--reason", "better")
-    call("fork", "run", "--at", "1", "--run", "second")
-    call("fork", "run", "--at", "3", "--run", "first", "--revision", "0")
+    call("fork", "run@1", "--run", "second")
+    call("fork", "run@3", "--run", "first", "--revision", "0")
     rates = [read_config(root, run).config.train.optimizer.learning_rate for run in ("second", "first")]
     assert rates == [0.5, 1e-3]
 
@@ -85,23 +85,22 @@ def test_nothing_is_chosen_while_the_run_is_driven(call, root: Root):
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (["train"], "write STAGE@ITERATION"),
-        (["walk@3"], "write STAGE@ITERATION"),
-        (["train@3"], "give --reason"),
-        (["train@3", "--reason", " "], "a reason is missing"),
-        (["train@3", "--reason", "x", "--set", "rollout.temperature=2"], "rollout.temperature cannot change"),
-        (["train@3", "--reason", "x", "--set", "engine.precision=bf16"], "engine.precision cannot change"),
-        (["evaluate@3", "--reason", "x", "--set", "reward.function=words"], "nothing is made from evaluate"),
-        (["reward@3", "--revision", "1"], "revision 1 is train@2, not reward@3"),
-        (["reward@3", "--revision", "4"], "there is no revision 4"),
+        (["run"], "write it as RUN@ITERATION:STAGE, as in my-run@6:reward"),
+        (["run@3"], "lacks :STAGE"),
+        (["run:train"], "lacks @ITERATION"),
+        (["run@3:walk"], "'walk' is no stage"),
+        (["run@3:trian"], "did you mean 'train'"),
+        (["run@3:train"], "give --reason"),
+        (["run@3:train", "--reason", " "], "a reason is missing"),
+        (["run@3:train", "--reason", "x", "--set", "rollout.temperature=2"], "rollout.temperature cannot change"),
+        (["run@3:train", "--reason", "x", "--set", "engine.precision=bf16"], "engine.precision cannot change"),
+        (["run@3:evaluate", "--reason", "x", "--set", "reward.function=words"], "nothing is made from evaluate"),
+        (["run@3:reward", "--revision", "1"], "revision 1 is train of iteration 2, not reward of iteration 3"),
+        (["run@3:reward", "--revision", "4"], "there is no revision 4"),
     ],
 )
 def test_what_cannot_be_done_again_is_refused_before_anything_starts(call, root: Root, words, fact):
     before = read_revisions(root, "run")
     with pytest.raises(InputError, match=fact):
-        call("rerun", "run", *words)
+        call("rerun", *words)
     assert read_revisions(root, "run") == before
-
-
-def test_a_place_is_a_stage_and_an_iteration():
-    assert parse_place("weight-sync@12") == (Stage.WEIGHT_SYNC, 12)

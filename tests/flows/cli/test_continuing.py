@@ -72,7 +72,7 @@ def test_settings_that_decide_nothing_are_replaced(root: Root):
         ([""], r"cannot be read: .*Is a directory"),
         (["Small"], r"Small does not exist: give the path of a TOML file"),
         (["small@1"], r"small@1 does not exist"),
-        ([RUN, "--run=other"], r"continued under its own name, not as 'other': `ratchet fork small --at ITERATION"),
+        ([RUN, "--run=other"], r"continued under its own name, not as 'other': `ratchet fork small@ITERATION"),
         ([RUN, "--set=rollout.samples=3"], r"rollout\.samples: the run was started with 2, but is now given 3"),
         ([RUN, "--set=rollout.sample=3"], r"did you mean 'rollout\.samples'"),
         ([RUN, "--iterations=-1"], r"run\.iterations"),
@@ -121,7 +121,7 @@ def after(text: str, words: str) -> list[str]:
 
 
 def test_a_fork_is_continued_by_what_it_prints_without_its_settings(root: Root, capfd):
-    fork = ["fork", RUN, "--at=1", "--run=mine", "--set=train.optimizer.learning_rate=1e-4", f"--root={root.url}"]
+    fork = ["fork", f"{RUN}@1", "--run=mine", "--set=train.optimizer.learning_rate=1e-4", f"--root={root.url}"]
     assert execute(fork) == 0
     program, command, *words = after(capfd.readouterr().out, "continue it with")
     assert (program, command, words) == ("ratchet", "run", ["mine", f"--root={root.url}"])
@@ -134,7 +134,7 @@ def test_a_fork_is_continued_by_what_it_prints_without_its_settings(root: Root, 
 def test_other_settings_are_refused_with_a_command_that_works(root: Root, capfd):
     assert execute(["run", RUN, "--set=train.optimizer.learning_rate=1e-4", f"--root={root.url}"]) == 2
     said = capfd.readouterr().err
-    assert execute(["fork", RUN, "--at=1", "--run=mine", "--set=rollout.samples=4", f"--root={root.url}"]) == 0
+    assert execute(["fork", f"{RUN}@1", "--run=mine", "--set=rollout.samples=4", f"--root={root.url}"]) == 0
     capfd.readouterr()
     assert after(said, "own configuration (") == ["ratchet", "run", RUN, f"--root={root.url}"]
     assert execute([*after(said, "own configuration (")[1:], "--json"]) == 0
@@ -146,7 +146,7 @@ def test_other_settings_are_refused_with_a_command_that_works(root: Root, capfd)
 def test_a_configuration_is_printed_as_a_file_that_continues_the_run(root: Root, capfd):
     retrain = retrain_config(root, "again", {"start": f"{RUN}@1", "select": [RUN], "samples": 8})
     begin_retraining(root, "again", retrain)
-    assert execute(["fork", RUN, "--at=1", "--run=mine", "--set=rollout.samples=4", f"--root={root.url}"]) == 0
+    assert execute(["fork", f"{RUN}@1", "--run=mine", "--set=rollout.samples=4", f"--root={root.url}"]) == 0
     for run in (RUN, "again", "mine"):
         capfd.readouterr()
         assert execute(["config", run, f"--root={root.url}"]) == 0

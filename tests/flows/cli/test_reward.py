@@ -45,11 +45,11 @@ def call(root: Root, tmp_path: Path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
 
-    def carry_out(*words: str, run: str = RUN):
+    def carry_out(iteration: str, *words: str, run: str = RUN):
         before = {key: root.read_bytes(key) for key in root.keys("")}
-        code = app(["reward", run, *words, "--root", root.url])
+        code = app(["reward", f"{run}@{iteration}", *words, "--root", root.url])
         said = capfd.readouterr().out
-        assert app(["reward", run, *words, "--root", root.url, "--json"]) == code
+        assert app(["reward", f"{run}@{iteration}", *words, "--root", root.url, "--json"]) == code
         document = json.loads(capfd.readouterr().out)
         assert {key: root.read_bytes(key) for key in root.keys("")} == before
         return code, document, said
@@ -113,7 +113,7 @@ def test_a_fork_finds_a_function_in_the_working_directory(call, root: Root, tmp_
     app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
     store.register(app)
     (tmp_path / "own.py").write_text(OWN)
-    asked = ["fork", RUN, "--at", "1", "--run", "forked", "--set", "reward.function=own.py:same", "--root", root.url]
+    asked = ["fork", f"{RUN}@1", "--run", "forked", "--set", "reward.function=own.py:same", "--root", root.url]
     assert app(asked) == 0
     assert stored_config(root, "forked").reward.function == f"{tmp_path / 'own.py'}:same"
     assert call("1", run="forked")[1]["sources"].keys() == {"own.py:same"}

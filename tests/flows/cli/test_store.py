@@ -83,9 +83,9 @@ def test_ls_of_nothing_says_so(call, root: Root):
 def test_show_goes_from_the_run_to_the_part(call, root: Root):
     _, document, said = call("show", "run")
     assert len(document["stages"]) == said.count("\n") - 1 == 15
-    _, document, said = call("show", "run", "2")
+    _, document, said = call("show", "run@2")
     assert {one["manifest"]["iteration"] for one in document["stages"]} == {2}
-    _, document, said = call("show", "run", "2", "rollout")
+    _, document, said = call("show", "run@2:rollout")
     (shown,) = document["stages"]
     stored = need(root, "run", 2, Stage.ROLLOUT)
     assert shown["digest"] == stored.digest
@@ -94,22 +94,21 @@ def test_show_goes_from_the_run_to_the_part(call, root: Root):
         assert value in said
 
 
-@pytest.mark.parametrize("words", [("show", "run", "9"), ("show", "run", "1", "prepare"), ("show", "nobody")])
+@pytest.mark.parametrize("words", [("show", "run@9"), ("show", "run@1:prepare"), ("show", "nobody")])
 def test_what_is_not_there_is_said(call, words):
     with pytest.raises(InputError, match=r"run '(run|nobody)'"):
         call(*words)
 
 
 def test_lineage_of_weights_and_samples(call):
-    _, document, said = call("lineage", "run", "--weights", "2")
+    _, document, said = call("lineage", "run@2")
     assert len(document["steps"]) == 10
     assert "learned from        samples of version 1, mean reward 0.2500" in said
-    _, document, said = call("lineage", "run", "--sample", "p1/2@2")
+    _, document, said = call("lineage", "run@2", "--sample", "p1/2")
     assert (document["weight_version"], document["used_by"][0]["iteration"]) == (1, 2)
     assert "prompt              'text of p1'" in said
-    for words in ((), ("--weights", "1", "--sample", "p1/2@2")):
-        with pytest.raises(InputError, match="exactly one of"):
-            call("lineage", "run", *words)
+    with pytest.raises(InputError, match="'run' lacks @ITERATION: write it as RUN@ITERATION, as in my-run@6"):
+        call("lineage", "run", "--sample", "p1/2")
 
 
 def test_verify_ends_with_1_when_something_is_wrong(call, root: Root):
@@ -204,7 +203,7 @@ def test_gc_does_not_remove_under_a_process_that_drives_the_run(call, root: Root
 
 
 def test_fork_makes_a_run_with_settings_of_its_own(call, root: Root, config: RunConfig):
-    code, _, said = call("fork", "run", "--at", "2", "--run", "child", "--set", "train.optimizer.learning_rate=1e-4")
+    code, _, said = call("fork", "run@2", "--run", "child", "--set", "train.optimizer.learning_rate=1e-4")
     assert code == 0
     assert "shares iterations 0 to 2 with run" in said
     stored = stored_config(root, "child")
@@ -212,7 +211,7 @@ def test_fork_makes_a_run_with_settings_of_its_own(call, root: Root, config: Run
     digests = {run: read_config(root, run).digest for run in ("run", "child")}
     assert need(root, "child", 2, Stage.TRAIN).config_digest == digests["child"] != digests["run"]
     assert re.search(r"^child +2 .* run +-$", call("ls")[2], re.MULTILINE)
-    assert "shared with run" in call("show", "child", "2")[2]
+    assert "shared with run" in call("show", "child@2")[2]
 
 
 def test_a_fork_of_a_run_that_recorded_a_secret_names_it_instead(call, root: Root, config: RunConfig):
@@ -220,7 +219,7 @@ def test_a_fork_of_a_run_that_recorded_a_secret_names_it_instead(call, root: Roo
     document = config.model_dump(mode="json")
     document["reward"]["arguments"] = {"api_key": "sk-4711"}
     root.replace(key, json.dumps(document).encode())  # as the first version wrote it
-    asked = ("fork", "run", "--at", "2", "--run", "child")
+    asked = ("fork", "run@2", "--run", "child")
     with pytest.raises(InputError, match=r"reward\.arguments\.api_key would be stored") as refused:
         call(*asked)
     assert "sk-4711" not in str(refused.value)
@@ -234,7 +233,7 @@ def test_a_fork_of_a_run_that_recorded_a_secret_names_it_instead(call, root: Roo
 )
 def test_what_iteration_0_decided_is_not_changed_by_a_fork(call, setting):
     with pytest.raises(InputError, match=setting.partition("=")[0]):
-        call("fork", "run", "--at", "2", "--run", "child", "--set", setting)
+        call("fork", "run@2", "--run", "child", "--set", setting)
 
 
 def test_unlock_tells_who_drives_the_run(call, root: Root):

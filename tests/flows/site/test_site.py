@@ -122,12 +122,12 @@ def test_a_finished_stage_is_done_again_once_however_often_it_is_retried(
     flow_run = client.create_flow_run_from_deployment(deployment.id, parameters={**wanted, "reason": "odd samples"})
     failed = ended(site, client, flow_run)
     assert "train does not work here" in failed.state.message
-    assert failed.name == "h rollout@1 again"
+    assert failed.name == "h@1:rollout again"
     (tmp_path / "fail-train").unlink()
     client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry", message="Retry from the UI"))
     again = ended(site, client, flow_run, attempt=2)
     assert again.state.is_completed(), again.state.message
-    assert "rollout@1 was done again; revision 1 is the head" in again.state.message
+    assert "rollout of iteration 1 was done again; revision 1 is the head" in again.state.message
     revisions = read_revisions(store, "h")
     assert [(one.reason, one.request) for one in revisions.reruns] == [("odd samples", str(flow_run.id))]
     for n in (1, 2):

@@ -130,5 +130,5 @@ def test_the_command_shows_the_best_and_the_worst(root: Root, capfd: pytest.Capt
     assert execute(["samples", RUN, "--root", root.url, "--json"]) == 0
     document = json.loads(capfd.readouterr().out)
     assert Samples.model_validate(document) == read_chosen(root, RUN, 2, Choice(best=3, worst=3))
-    assert execute(["samples", RUN, "1", "--root", root.url, "--best", "1"]) == 0
+    assert execute(["samples", f"{RUN}@1", "--root", root.url, "--best", "1"]) == 0
     assert capfd.readouterr().out.startswith("iteration 1 of run small: 1 of 12 samples\n\n")

@@ -87,9 +87,9 @@ def test_what_is_not_there_is_said(root, call, reason):
 
 
 def test_a_sample_is_named_in_one_word():
-    assert parse_sample("math/17@2024/3@12") == (12, "math/17@2024", 3)
-    for wrong in ("p0", "p0/1", "p0@1", "p0/x@1", "/1@1", "p0/1@x"):
-        with pytest.raises(InputError, match="PROMPT_ID/SAMPLE_ID@ITERATION"):
+    assert parse_sample("math/17@2024/3") == ("math/17@2024", 3)
+    for wrong in ("p0", "p0/x", "/1", "p0/", "p0/1@1", "p0/²"):
+        with pytest.raises(InputError, match="PROMPT_ID/SAMPLE_ID; its iteration is named with the run"):
             parse_sample(wrong)
 
 

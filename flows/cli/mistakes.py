@@ -1,0 +1,51 @@
+"""What is wrong with a command line, and the command line that was probably meant."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from cyclopts import CycloptsError, UnknownCommandError
+from cyclopts.exceptions import UnusedCliTokensError
+
+from tasks.config.credentials import shown_setting
+from tasks.stages.names import Stage
+
+_SETTING = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)+=.*", re.DOTALL)
+_MEANT = {
+    "train": "run", "start": "run", "resume": "run", "continue": "run", "launch": "run", "sample": "samples",
+    "list": "ls", "runs": "ls", "delete": "rm", "remove": "rm", "kill": "stop", "eval": "evaluate", "test": "evaluate",
+    "validate": "check", "save": "export", "new": "init", "plot": "report", "redo": "rerun", "score": "reward",
+    "branch": "fork", "clean": "gc", "help": "--help",
+}  # fmt: skip
+"""What others call our commands."""
+_NEAR = 0.6
+
+
+def explained(error: CycloptsError, commands: Iterable[str]) -> str:
+    """The error with a repair that works."""
+    left = [str(token) for token in error.unused_tokens or ()]
+    if isinstance(error, UnknownCommandError) and left:
+        return _unknown(left[0], sorted(name for name in commands if not name.startswith("-")))
+    if isinstance(error, UnusedCliTokensError) and left:
+        return _unused(left)
+    return f"{error}\nTry ratchet --help"
+
+
+def _unknown(given: str, commands: Sequence[str]) -> str:
+    near = difflib.get_close_matches(given, [*commands, *_MEANT], n=1, cutoff=_NEAR)
+    meant = [_MEANT.get(name, name) for name in near]
+    said = f"did you mean `ratchet {meant[0]}`?" if meant else f"there are {', '.join(commands)}"
+    return f"{given!r} is no command: {said}\nratchet --help describes them"
+
+
+def _unused(left: Sequence[str]) -> str:
+    settings = [token for token in left if _SETTING.fullmatch(token)]
+    if settings == list(left):
+        shown = " ".join(f"--set {shown_setting(one)}" for one in settings)
+        return f"a setting is given with --set: {shown}"
+    words = [word for token in left for word in token.split("@")]
+    numbers, stages = [word for word in words if word.isdigit()], [word for word in words if word in list(Stage)]
+    if len(numbers) + len(stages) == len(words):
+        form = "".join(["RUN", *(f"@{one}" for one in numbers[:1]), *(f":{one}" for one in stages[:1])])
+        return f"{' '.join(left)}: iteration and stage are named with the run, as {form}"
+    return f"this command does not take {' '.join(map(repr, left))}\nTry ratchet --help"
