@@ -138,7 +138,7 @@ def test_other_settings_are_refused_with_a_command_that_works(root: Root, capfd)
     capfd.readouterr()
     assert after(said, "own configuration (") == ["ratchet", "run", RUN, f"--root={root.url}"]
     assert execute([*after(said, "own configuration (")[1:], "--json"]) == 0
-    assert after(said, "  ratchet fork")[0] == RUN
+    assert after(said, "  ratchet fork")[0] == f"{RUN}@1"
     assert execute(["fork", *after(said, "  ratchet fork")]) == 0
     assert stored_config(root, f"{RUN}-fork").train.optimizer.learning_rate == 1e-4
 
