@@ -27,7 +27,7 @@ from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
-from tasks.checks import advice, check_scratch
+from tasks.checks import advice, check_scratch, prepared_stage, prompt_notes
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
@@ -73,7 +73,7 @@ def perform(
     store = ready(name, root, config, held)
     for sentence in advice(config):
         progress.say(sentence)
-    for notice in notices(config.reward):
+    for notice in (*notices(config.reward), *prompt_notes(config, prepared_stage(store, name))):
         progress.note(notice)
     with (
         heard(functools.partial(contextvars.copy_context().run, get_run_logger().info), progress.counted),

@@ -39,6 +39,7 @@ from infra.mutants_storage import STORAGE
 from infra.mutants_store import STORE
 from infra.mutants_sync import SYNC
 from infra.mutants_tasks import TASKS
+from infra.mutants_text import TEXT
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
 from infra.mutants_upkeep import UPKEEP
@@ -66,6 +67,7 @@ MUTANTS = (
     *STORE,
     *TASKS,
     *SYNC,
+    *TEXT,
     *TRAINER,
     *TRAINER_CORE,
     *UPKEEP,

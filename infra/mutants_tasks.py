@@ -34,8 +34,8 @@ TASKS = (
         "stop-tokens-of-one-file",
         "only config.json says where a response ends",
         "tasks/data/tokenizer.py",
-        'named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.stop))',
-        'named = _ids(config.get("eos_token_id")) + _ids(generation.get("eos"))',
+        '*_ids(generation.get("eos_token_id")), *_ids(backend.special.stop))',
+        '*_ids(generation.get("eos")))',
         _PROMPTS,
     ),
     Mutant(

@@ -118,6 +118,11 @@ def advice(config: RunConfig) -> Iterator[str]:
         yield f"{ranks} trainer ranks share {cores} cores: a layout with fewer ranks under [train.parallel] is faster"
 
 
+def prompt_notes(config: RunConfig, prepared: Manifest | None) -> tuple[str, ...]:
+    """What is done with some prompts of a run that begins, and may not be meant: one sentence each."""
+    return check_prompts(config).notes if prepared is None and config.retrain is None else ()
+
+
 def check_scratch(folder: Path | None = None) -> None:
     """Refuse a temporary folder that cannot be written.
 
@@ -149,7 +154,7 @@ def _texts(section: RewardSection) -> tuple[str | None, ...]:
 @functools.lru_cache(maxsize=1)
 def _reward_calls(document: str, _: tuple[str | None, ...]) -> tuple[Call, ...]:
     config = RunConfig.model_validate_json(document)
-    codec = text_codec(config.model, config.rollout.stop_tokens)
+    codec = text_codec(config)
     return tuple(call_reward(config.reward, check_prompts(config).tables["train"], codec))
 
 

@@ -1,12 +1,14 @@
 """Whether a configuration can be run, what its prompts look like, and what the run would take: `ratchet check`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
+from rich.text import Text
 
 from flows.views.needs import Needs, needs_of
+from flows.views.samples import printable
 from flows.views.trackers import check_trackers
 from tasks.checks import advice, check_content, check_scratch, model_facts, reward_calls
 from tasks.config.environment import Settings
@@ -19,7 +21,9 @@ from tasks.rewards.scoring import notices
 from tasks.rewards.trying import blind, shown
 
 _GIB = 1 << 30
-_SHOWN_TOKENS = 400
+_NAMED = 8
+_FIRST_TOKENS, _LAST_TOKENS = 300, 100
+_PROMPT, _TRAINED = "cyan", "green"
 
 
 class Token(BaseModel):
@@ -41,6 +45,8 @@ class Example(BaseModel):
     tokens: tuple[Token, ...]
     answer: str | None
     """The solved answer, if the record has one."""
+    trained: tuple[Token, ...] | None = None
+    """What the warm-up trains on, after the prompt."""
 
 
 class SourceCount(BaseModel):
@@ -63,11 +69,15 @@ class Checked(BaseModel):
 
     example: Example
     """The first training prompt."""
+    solved: Example | None
+    """The first example of the warm-up, if there is one."""
     longest: int
     """Tokens of the longest training prompt."""
     context: int
     """Longest sequence, prompt and response, in tokens."""
     stop_tokens: tuple[Token, ...]
+    left_out: tuple[Token, ...]
+    """Other tokens that the texts of responses lack, which rewards and people see."""
     sources: tuple[SourceCount, ...]
     reward: tuple[str, ...]
     """The reward's calls on a few records: their own answer and a wrong one. None if reward.try is false."""
@@ -85,18 +95,21 @@ def checked(config: RunConfig) -> Checked:
     check_scratch()
     check_content(config)
     check_trackers(config.report)
-    codec, prompts = text_codec(config.model, config.rollout.stop_tokens), check_prompts(config)
+    codec, prompts = text_codec(config), check_prompts(config)
     train = prompts.tables["train"]
     parameters = count_parameters(config.model, model_facts(config))
     size = sum(table.nbytes for table in prompts.tables.values())
     return Checked(
-        example=_example(train.slice(0, 1), codec),
+        example=_example(train, 0, codec),
+        solved=_solved(prompts.tables.get("warmup"), codec),
         longest=int(train["prompt_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False).max()),
         context=min(config.engine.max_model_len, codec.context),
         stop_tokens=_tokens(codec.stop_tokens, codec),
+        left_out=_tokens(sorted(codec.left_out.difference(codec.stop_tokens)), codec),
         sources=_counts(prompts),
         reward=tuple(map(shown, reward_calls(config))),
         notes=(
+            *prompts.notes,
             *notes_of(config, codec, train),
             *_unsolved(prompts),
             *advice(config),
@@ -107,19 +120,18 @@ def checked(config: RunConfig) -> Checked:
     )
 
 
-def lines_of(found: Checked) -> list[str]:
+def lines_of(found: Checked) -> list[str | Text]:
     """The result for people."""
     one = found.example
-    visible = "|".join(token.text.replace("\n", "\\n") for token in one.tokens[:_SHOWN_TOKENS])
-    more = f"|... {len(one.tokens) - _SHOWN_TOKENS} more" if len(one.tokens) > _SHOWN_TOKENS else ""
-    stop = ", ".join(f"{token.id} {token.text!r}" for token in found.stop_tokens)
     return [
         f"first prompt {one.prompt_id!r}:",
-        *(f"    {line}" for line in one.prompt.split("\n")),
+        *(f"    {printable(line)}" for line in one.prompt.split("\n")),
         f"its {len(one.tokens)} tokens, separated by |:",
-        f"    {visible}{more}",
-        *([] if one.answer is None else [f"its answer: {one.answer}"]),
-        f"stop tokens: {stop}",
+        Text("    ").append(_separated(one.tokens), _PROMPT),
+        *([] if one.answer is None else [f"its answer: {printable(one.answer)}"]),
+        *([] if found.solved is None else _trained(found.solved)),
+        f"stop tokens: {_named(found.stop_tokens)}",
+        *([f"left out of responses, too: {_named(found.left_out)}"] if found.left_out else []),
         f"prompts (the longest has {found.longest} tokens; the context is {found.context}):",
         *(
             f"    {one.table:9} {one.prompts:8} from {one.source}" + (f", {one.dropped} dropped" if one.dropped else "")
@@ -131,6 +143,33 @@ def lines_of(found: Checked) -> list[str]:
         *(f"note: {note}" for note in found.notes),
         "the configuration can be run",
     ]
+
+
+def _trained(one: Example) -> list[str | Text]:
+    turn = one.trained or ()
+    return [
+        f"first example of the warm-up, {one.prompt_id!r}: {len(turn)} tokens are trained after {len(one.tokens)}:",
+        Text("    prompt   ").append(_separated(one.tokens), _PROMPT),
+        Text("    trained  ").append(_separated(turn), _TRAINED),
+    ]
+
+
+def _separated(tokens: Sequence[Token]) -> str:
+    """Tokens between bars; of many the first and the last."""
+    first, last = [_visible(one) for one in tokens], list[str]()
+    if (more := len(tokens) - _FIRST_TOKENS - _LAST_TOKENS) > 0:
+        first, last = [*first[:_FIRST_TOKENS], f"... {more} more ..."], first[-_LAST_TOKENS:]
+    return "|".join([*first, *last])
+
+
+def _visible(token: Token) -> str:
+    """Its text; the id of one that is a part of a character."""
+    return f"[{token.id}]" if not token.text or "\N{REPLACEMENT CHARACTER}" in token.text else printable(token.text)
+
+
+def _named(tokens: Sequence[Token]) -> str:
+    more = f" and {len(tokens) - _NAMED} more" if len(tokens) > _NAMED else ""
+    return ", ".join(f"{token.id} {token.text!r}" for token in tokens[:_NAMED]) + more
 
 
 def _needs(needs: Needs) -> list[str]:
@@ -148,18 +187,25 @@ def _gib(size: int) -> str:
     return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / (1 << 20):.1f} MiB"
 
 
-def _example(row: pa.Table, codec: TextCodec) -> Example:
-    first: Mapping[str, object] = row.to_pylist()[0]
-    tokens = row["prompt_tokens"][0].as_py()
+def _example(table: pa.Table, row: int, codec: TextCodec) -> Example:
+    first = table.slice(row, 1).to_pylist()[0]
+    trained = first["answer_tokens"]
     return Example(
-        prompt_id=str(first["prompt_id"]),
-        prompt=str(first["prompt"]),
-        tokens=_tokens(tokens, codec),
-        answer=None if first["answer"] is None else str(first["answer"]),
+        prompt_id=first["prompt_id"],
+        prompt=first["prompt"],
+        tokens=_tokens(first["prompt_tokens"], codec),
+        answer=first["answer"],
+        trained=None if trained is None else _tokens(trained, codec),
     )
 
 
-def _tokens(tokens: tuple[int, ...] | list[int], codec: TextCodec) -> tuple[Token, ...]:
+def _solved(table: pa.Table | None, codec: TextCodec) -> Example | None:
+    """The first example that is trained on."""
+    row = -1 if table is None else table["answer_tokens"].is_valid().index(True).as_py()
+    return None if table is None or row < 0 else _example(table, row, codec)
+
+
+def _tokens(tokens: Sequence[int], codec: TextCodec) -> tuple[Token, ...]:
     return tuple(Token(id=number, text=text) for number, text in zip(tokens, codec.visible(tokens), strict=True))
 
 

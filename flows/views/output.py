@@ -4,6 +4,7 @@ import json as json_format
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import IO, Self
 
 from pydantic import BaseModel
@@ -23,6 +24,9 @@ class Output:
     def __init__(self, json: bool = False) -> None:
         self.json = json
         self.console = Console(stderr=True)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):  # a prompt may have signs that the terminal's encoding lacks
+                stream.reconfigure(errors="backslashreplace")
         self._result: IO[str] = sys.stdout
         self._saved: int | None = None
 
@@ -31,7 +35,7 @@ class Output:
             sys.stdout.flush()
             self._saved = os.dup(_STDOUT)
             os.dup2(_STDERR, _STDOUT)
-            self._result = os.fdopen(self._saved, "w", closefd=False)
+            self._result = os.fdopen(self._saved, "w", closefd=False, errors="backslashreplace")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,16 +44,25 @@ class Output:
             os.dup2(self._saved, _STDOUT)
             os.close(self._saved)
 
-    def result(self, model: BaseModel, lines: Sequence[str]) -> None:
+    def result(self, model: BaseModel, lines: Sequence[str | Text]) -> None:
         """Write the result: one line of JSON, in which a number that is not finite is null, or lines for people."""
-        text = json_format.dumps(json_format.loads(model.model_dump_json())) if self.json else "\n".join(lines)
-        self._result.write(f"{text}\n")
+        if self.json:
+            self._result.write(f"{json_format.dumps(json_format.loads(model.model_dump_json()))}\n")
+        else:
+            for line in lines:
+                self._line(line)
         self._result.flush()
 
     def text(self, text: str) -> None:
         """Write a text to standard output as it is."""
         self._result.write(text)
         self._result.flush()
+
+    def _line(self, line: str | Text) -> None:
+        if isinstance(line, Text) and self._result.isatty():
+            Console(file=self._result).print(line, soft_wrap=True)
+        else:
+            self._result.write(f"{line}\n")
 
     def say(self, text: str) -> None:
         """Write a line for people to standard error."""

@@ -38,7 +38,7 @@ class Sample(BaseModel):
     prompt: str | None
     """Text of the prompt; None if it is not stored."""
     response: str | None
-    """Text of the response, without special tokens; None if the run's tokenizer is not known."""
+    """Text of the response, without stop, padding and BOS tokens; None if the run's tokenizer is not known."""
     reward: float | None
     """None if it is not scored, or could not be."""
     components: dict[str, float | None] | None
@@ -236,8 +236,20 @@ def _number(value: float | None) -> str:
 
 
 def _block(title: str, text: str | None) -> Iterable[str]:
-    lines = ["(not known)"] if text is None else [printable(line) for line in text.split("\n")]
-    return [f"{title if number == 0 else '':<10}{line}".rstrip() for number, line in enumerate(lines)]
+    lines = ["(not known)"] if text is None else _lines(text)
+    return [f"{title if number == 0 else '':<10}{line}" for number, line in enumerate(lines)]
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a text in which blanks at the ends of lines, and line feeds at its end, can be seen."""
+    body = text.rstrip("\n")
+    ends = "\\n" * (len(text) - len(body))
+    lines = [printable(line.rstrip()) + _spelled(line[len(line.rstrip()) :]) for line in body.split("\n")]
+    return [*lines[:-1], lines[-1] + ends] if text else ["(empty)"]
+
+
+def _spelled(blanks: str) -> str:
+    return "".join("\\x20" if blank == " " else repr(blank)[1:-1] for blank in blanks)
 
 
 def printable(text: str) -> str:

@@ -54,6 +54,8 @@ class DataSource(Section):
     """Field with the prompt: a text, or messages."""
     answer_field: str | None = None
     """Field with the solved answer."""
+    tools_field: str | None = None
+    """Field with the tools that the model may call."""
     prompt: str | None = None
     """Template of the prompt's text, over the record's fields."""
     system: str | None = None
@@ -142,6 +144,8 @@ class DataSection(Section):
     answer_field: str = "answer"
     """Field with the solved answer, for the warm-up: a text, an integer or the assistant's message; if the last message
     of the prompt is the assistant's, that is the answer. "" if there is none, or if only rewards read it."""
+    tools_field: str = "tools"
+    """Field with the tools that the model may call, for the chat template: a list of tables, or JSON of it."""
     prompt: str | None = None
     """Template of the prompt's text, over the record's fields: `"{question}\\nAnswer with a number."`."""
     system: str | None = None
@@ -197,7 +201,7 @@ class DataSection(Section):
         return tuple(self._complete(one) for one in listed)
 
     def _complete(self, one: DataSource) -> DataSource:
-        names = ("id_field", "prompt_field", "answer_field", "prompt", "system", "chat", "leave_out")
+        names = ("id_field", "prompt_field", "answer_field", "tools_field", "prompt", "system", "chat", "leave_out")
         shared = {name: value for name, value in dict(self).items() if name in names}
         own = {name: value for name, value in dict(one).items() if value is not None}
         if "prompt_field" in own:

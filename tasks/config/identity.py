@@ -74,7 +74,7 @@ _RUNTIME_3 = {
 _RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2, 3: _RUNTIME_3}
 """The runtime settings, which decide no result, by version of the rules. An entry only ever gains keys."""
 
-FIXED_BY_PREPARE = ("model", "data", "warmup", "rollout.stop_tokens")
+FIXED_BY_PREPARE = ("model", "data", "warmup", "rollout.stop_tokens", "rollout.special_tokens")
 """Settings, or whole sections, that iteration 0 fixes: a fork shares what they have made, so it cannot change them."""
 
 RULES = max(_RUNTIME)

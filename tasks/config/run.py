@@ -66,6 +66,9 @@ class RolloutSection(Section):
     stop_tokens: tuple[int | str, ...] | None = None
     """Tokens that end a response, as texts or ids; by default all that config.json, generation_config.json and the
     tokenizer name."""
+    special_tokens: Literal["shown", "hidden"] = "shown"
+    """Special tokens in the texts of responses that rewards and people see, beside stop, padding and BOS tokens, which
+    these never have."""
     groups_per_part: int = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
 

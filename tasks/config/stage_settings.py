@@ -12,14 +12,14 @@ from storage.digest import value_digest
 from tasks.config.identity import FIXED_BY_PREPARE, Document, is_runtime, meaning
 
 READS: Mapping[str, tuple[str, ...]] = {
-    "prepare": ("run.seed", "model", "data", "warmup", "rollout.stop_tokens"),
+    "prepare": ("run.seed", "model", "data", "warmup", "rollout.stop_tokens", "rollout.special_tokens"),
     "rollout": ("run.seed", "data", "rollout", "engine.precision"),
     "reward": ("reward",),
     "select": ("retrain", "train.policy", "train.max_length"),
     "rescore": ("reward",),
     "train": ("run.seed", "model", "warmup", "rollout.temperature", "train", "retrain"),
     "weight-sync": ("engine.precision",),
-    "evaluate": ("rollout.max_tokens", "rollout.stop_tokens", "reward", "engine.precision"),
+    "evaluate": ("rollout.max_tokens", "rollout.stop_tokens", "rollout.special_tokens", "reward", "engine.precision"),
 }
 """Keys, or whole sections, by stage. What reaches a stage in its inputs is not named again."""
 

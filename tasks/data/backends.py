@@ -17,8 +17,8 @@ from storage.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, Any]]
-"""Turns of a conversation, each with role and content."""
+Message = Mapping[str, Any]
+"""A turn of a conversation, with role and content."""
 
 PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"
 GENERATED: Mapping[str, Any] = {
@@ -29,6 +29,30 @@ GENERATED: Mapping[str, Any] = {
     "clean_up_tokenization_spaces": False,
 }
 """The tokenizer_config.json of generated models."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a chat template is given."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Definitions of the tools that the model may call."""
+
+    def then(self, message: Message) -> "Chat":
+        """The same with a further message."""
+        return Chat([*self.messages, message], self.tools)
+
+
+@dataclass(frozen=True)
+class Special:
+    """Token ids of a tokenizer that are no text."""
+
+    stop: int | None
+    """Ends a sequence."""
+    begin: int | None
+    pad: int | None
+    all: frozenset[int]
 
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -43,28 +67,28 @@ class Backend(Protocol):
         ...
 
     @property
-    def stop(self) -> int | None:
-        """The id of its end-of-sequence token."""
+    def special(self) -> Special:
+        """Its special tokens."""
         ...
 
     @property
-    def has_template(self) -> bool:
-        """Whether it can render messages."""
+    def template(self) -> str | None:
+        """Its chat template, or all of several; None if it cannot render messages."""
         ...
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """Token ids of each text; with `special`, between the tokens that the tokenizer puts around a text."""
         ...
 
-    def decode(self, rows: list[list[int]], special: bool) -> list[str]:
-        """Texts of rows of token ids; `special` tokens are shown or left out."""
+    def decode(self, rows: list[list[int]]) -> list[str]:
+        """Texts of rows of token ids, special tokens included."""
         ...
 
     def token_id(self, text: str) -> int | None:
         """The id of the token with this text; None if there is none."""
         ...
 
-    def render(self, messages: Messages, answering: bool) -> str:
+    def render(self, chat: Chat, answering: bool) -> str:
         """Messages as text; raises InputError."""
         ...
 
@@ -85,7 +109,7 @@ class Plain:
     """A tokenizer without chat template, by `tokenizers` alone."""
 
     tokenizer: Tokenizer
-    has_template: bool = False
+    template: str | None = None
 
     @property
     def size(self) -> int:
@@ -93,23 +117,24 @@ class Plain:
         return self.tokenizer.get_vocab_size()
 
     @property
-    def stop(self) -> int | None:
-        """The id of its end-of-sequence token."""
-        return self.tokenizer.token_to_id(STOP)
+    def special(self) -> Special:
+        """As `Backend`."""
+        found = self.tokenizer.token_to_id
+        return Special(found(STOP), None, found(PAD), special_tokens(self.tokenizer))
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """As `Backend`."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
 
-    def decode(self, rows: list[list[int]], special: bool) -> list[str]:
+    def decode(self, rows: list[list[int]]) -> list[str]:
         """As `Backend`."""
-        return self.tokenizer.decode_batch(rows, skip_special_tokens=not special)
+        return self.tokenizer.decode_batch(rows, skip_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
         """As `Backend`."""
         return self.tokenizer.token_to_id(text)
 
-    def render(self, messages: Messages, answering: bool) -> str:
+    def render(self, chat: Chat, answering: bool) -> str:
         """Raises InputError: there is no template."""
         raise InputError(_NO_TEMPLATE)
 
@@ -126,14 +151,16 @@ class Makers:
         return len(self.tokenizer)
 
     @property
-    def stop(self) -> int | None:
-        """The id of its end-of-sequence token."""
-        return self.tokenizer.eos_token_id  # pyright: ignore[reportReturnType] - one token, so one id
+    def special(self) -> Special:
+        """As `Backend`."""
+        found = self.tokenizer
+        ids = frozenset(number for number, token in found.added_tokens_decoder.items() if token.special)
+        return Special(found.eos_token_id, found.bos_token_id, found.pad_token_id, ids)  # pyright: ignore[reportArgumentType] - one token, so one id
 
     @property
-    def has_template(self) -> bool:
-        """Whether it can render messages."""
-        return self.tokenizer.chat_template is not None
+    def template(self) -> str | None:
+        """As `Backend`."""
+        return None if self.tokenizer.chat_template is None else str(self.tokenizer.chat_template)
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """As `Backend`."""
@@ -141,32 +168,42 @@ class Makers:
             return []
         return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
-    def decode(self, rows: list[list[int]], special: bool) -> list[str]:
+    def decode(self, rows: list[list[int]]) -> list[str]:
         """As `Backend`."""
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=not special)
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_id(self, text: str) -> int | None:
         """As `Backend`."""
         return self.tokenizer.get_vocab().get(text)
 
-    def render(self, messages: Messages, answering: bool) -> str:
+    def render(self, chat: Chat, answering: bool) -> str:
         """As `Backend`."""
-        from jinja2 import TemplateError
-
-        if not self.has_template:
+        if self.template is None:
             raise InputError(_NO_TEMPLATE)
         try:
             return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType] - text, as it is not tokenized
-                [dict(one) for one in messages], tokenize=False, add_generation_prompt=answering
+                [dict(one) for one in chat.messages],
+                tools=[dict(one) for one in chat.tools] or None,
+                tokenize=False,
+                add_generation_prompt=answering,
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise InputError(f"the tokenizer's chat template refuses the messages: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program of the model's makers
+            raise InputError(f"the tokenizer's chat template refuses the messages: {_said(error)}") from None
 
 
 _NO_TEMPLATE = (
     "the prompts are messages, but the model's tokenizer has no chat template: use a chat model, or give texts and set "
     "neither data.system nor data.chat"
 )
+
+
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of all special tokens."""
+    return frozenset(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
 
 
 def _is_generated(directory: Path) -> bool:

@@ -24,7 +24,7 @@ def check_prompts(config: RunConfig) -> Prompts:
     Raises:
         InputError: they cannot be used, or some that the configuration needs are missing.
     """
-    prompts = prompts_of(config, text_codec(config.model, config.rollout.stop_tokens))
+    prompts = prompts_of(config, text_codec(config))
     solved = prompts.tables.get("warmup")
     _check_needed(config, prompts.tables.keys(), solved is not None and solved["answer"].null_count < len(solved))
     return prompts

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.schema import PROMPTS
-from tasks.data.forms import Read, Record
+from tasks.data.forms import Read
 from tasks.data.rendering import Rendered, Renderer
+from tasks.data.targets import targets
 from tasks.data.tokenizer import TextCodec
 from tasks.data.values import shown, text_of
 
@@ -60,7 +61,7 @@ def prompt_batches(
     for some in itertools.batched(numbered, _ROWS):
         rendered = [renderer.render(read.values, read.place) for _, read in some]
         ids = [qualifier + id_of(read, str(renderer.source.id_field), number) for number, read in some]
-        batch = _batch(ids, rendered, [read.values for _, read in some], renderer.codec)
+        batch = _batch(ids, rendered, [read for _, read in some], renderer)
         yield _fitting(batch, [f"{renderer.where}, {read.place}" for _, read in some], renderer.codec, room)
 
 
@@ -126,27 +127,33 @@ def check_lengths(
         raise InputError(_no_room(where, table["prompt_id"][row].as_py(), int(lengths[row]), room, setting))
 
 
-def _batch(ids: list[str], rendered: list[Rendered], records: list[Record], codec: TextCodec) -> pa.RecordBatch:
-    prompts = codec.encode_batch([one.text for one in rendered])
-    answers = iter(codec.encode_batch([one.turn for one in rendered if one.turn is not None]))
+def _batch(ids: list[str], rendered: list[Rendered], reads: Sequence[Read], renderer: Renderer) -> pa.RecordBatch:
+    codec, texts = renderer.codec, [one.text for one in rendered]
+    prompts = codec.encode_batch(texts)
+    made = targets(codec, texts, prompts, [one.turn for one in rendered])
     columns = [
         pa.array(ids, pa.string()),
-        pa.array([one.text for one in rendered], pa.string()),
+        pa.array(texts, pa.string()),
         pa.array(
             [ids if one.chat else codec.opened(ids) for ids, one in zip(prompts, rendered, strict=True)],
             pa.list_(pa.int32()),
         ),
         pa.array([one.answer for one in rendered], pa.string()),
         pa.array(
-            [None if one.turn is None else _closed(next(answers), one, codec) for one in rendered], pa.list_(pa.int32())
+            [_usable(one, read.place, renderer) for read, one in zip(reads, made, strict=True)], pa.list_(pa.int32())
         ),
-        pa.array([json.dumps(record) for record in records], pa.string()),
+        pa.array([json.dumps(read.values) for read in reads], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=PROMPTS)
 
 
-def _closed(tokens: list[int], one: Rendered, codec: TextCodec) -> list[int]:
-    return codec.closed(tokens) if one.chat else [*tokens, codec.stop_tokens[0]]
+def _usable(target: list[int] | InputError | None, place: str, renderer: Renderer) -> list[int] | None:
+    """The tokens that are trained on; an answer that cannot be is no error where none is."""
+    if not isinstance(target, InputError):
+        return target
+    if renderer.trained:
+        raise InputError(f"{renderer.where}, {place}: {target}")
+    return None
 
 
 def _fitting(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec, room: Room) -> pa.RecordBatch:

@@ -2,18 +2,17 @@
 
 import re
 import string
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from storage.errors import InputError
 from tasks.config.data import DataSource
+from tasks.data.backends import Chat, Message
+from tasks.data.chat import ASSISTANT, Say, Template, Turn
 from tasks.data.forms import Record
 from tasks.data.tokenizer import TextCodec
-from tasks.data.values import flaw, parsed, shown, text_of
-
-Message = Mapping[str, Any]
-_ASSISTANT = "assistant"
+from tasks.data.values import flaw, parsed, shown, text_of, without_nulls
 
 
 def _has(*keys: str) -> str:
@@ -35,10 +34,30 @@ class Rendered:
     text: str
     answer: str | None
     """The solved answer by itself."""
-    turn: str | None
+    turn: Turn | None
     """The answer as the model is to give it."""
     chat: bool
     """Whether the chat template made the text, which then has all special tokens."""
+
+
+@dataclass
+class Notes:
+    """What is done with records that may not be meant."""
+
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """The records by what is done with them."""
+
+    def add(self, sentence: str, place: str) -> None:
+        """Note it of a record, once."""
+        there = self.places.setdefault(sentence, [])
+        if there[-1:] != [place]:
+            there.append(place)
+
+    def sentences(self, where: str) -> Iterator[str]:
+        """For people, each with the first record."""
+        for sentence, places in self.places.items():
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            yield f"{where}, {places[0]}{more}: {sentence}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,13 @@ class Renderer:
     source: DataSource
     codec: TextCodec
     where: str
+    trained: bool = True
+    """Whether the answers are trained on; else one that cannot be is no error."""
+    notes: Notes = field(default_factory=Notes)
+    template: Template = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "template", Template(self.codec))
 
     def render(self, record: Record, place: str) -> Rendered:
         """The prompt of a record.
@@ -59,39 +85,58 @@ class Renderer:
             InputError: it has no prompt, or one that the chat template refuses.
         """
         try:
-            return self._render(record)
+            return self._render(record, lambda sentence: self.notes.add(sentence, place))
         except InputError as error:
             raise InputError(f"{self.where}, {place}: {error}") from None
 
-    def _render(self, record: Record) -> Rendered:
+    def _render(self, record: Record, say: Say) -> Rendered:
         found = self._found(record)
-        answer = self._answer(record)
+        solved = self._solved(record)
         if isinstance(found, str) and not (self.source.chat or self.source.system):
-            return Rendered(found, answer, answer, chat=False)
+            answer = None if solved is None else str(solved["content"])
+            return Rendered(found, answer, None if answer is None else Turn(answer), chat=False)
         messages = [{"role": "user", "content": found}] if isinstance(found, str) else found
         if self.source.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.source.system}, *messages]
-        if messages[-1]["role"] == _ASSISTANT:
-            messages, answer = messages[:-1], _unless_empty(messages[-1]["content"])
+        if messages[-1]["role"] == ASSISTANT:
+            messages, solved = messages[:-1], _unless_empty(messages[-1])
         if not messages:
             raise InputError("the only message is the assistant's: give one of the user before it")
-        text = self.codec.render(messages, answering=True)
-        return Rendered(text, answer, self._turn(messages, text, answer), chat=True)
+        chat = Chat(messages, self._tools(record))
+        text = self.template.prompt(chat, say)
+        answer = None if solved is None else str(solved["content"])
+        return Rendered(text, answer, self._turn(chat, text, solved, say), chat=True)
 
-    def _answer(self, record: Record) -> str | None:
+    def _tools(self, record: Record) -> list[Message]:
+        name = str(self.source.tools_field)
+        value = record.get(name)
+        try:
+            tools = parsed(value) if isinstance(value, str) and value.strip() else value
+        except ValueError:
+            tools = value
+        if not tools:
+            return []
+        if not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+            raise InputError(
+                f"field {name!r} is {shown(value)}, but a list of tables that define tools is expected, or JSON of it: "
+                "correct it, or name another field with data.tools_field"
+            )
+        return without_nulls(tools)
+
+    def _solved(self, record: Record) -> Message | None:
         """The solved answer: a text, an integer, or the only message, of the assistant."""
-        field = str(self.source.answer_field)
-        value = record.get(field)
-        messages = _messages(value, field) if isinstance(value, list) else None
-        if messages is not None and len(messages) == 1 and messages[0]["role"] == _ASSISTANT:
-            value = messages[0]["content"]
+        name = str(self.source.answer_field)
+        value = record.get(name)
+        messages = _messages(value, name) if isinstance(value, list) else None
+        if messages is not None and len(messages) == 1 and messages[0]["role"] == ASSISTANT:
+            return _unless_empty(messages[0])
         text = text_of(value)
         if text is None and value is not None:
             raise InputError(
-                f"field {field!r} is {shown(value)}, but an answer is a text, an integer or the assistant's message. "
+                f"field {name!r} is {shown(value)}, but an answer is a text, an integer or the assistant's message. "
                 'Write one of these, or set data.answer_field = "" if only rewards read it'
             )
-        return None if text is None else _unless_empty(text)
+        return None if text is None else _unless_empty({"role": ASSISTANT, "content": text})
 
     def _found(self, record: Record) -> str | list[Message]:
         if self.source.prompt is not None:
@@ -108,12 +153,15 @@ class Renderer:
             f"data.prompt_field or fix the record; its fields are {', '.join(map(str, record))}"
         )
 
-    def _turn(self, messages: Sequence[Message], text: str, answer: str | None) -> str | None:
-        """The assistant's turn as the chat template closes it; a template that rewrites what is before it cannot."""
-        if answer is None:
+    def _turn(self, chat: Chat, text: str, solved: Message | None, say: Say) -> Turn | None:
+        if solved is None:
             return None
-        whole = self.codec.render([*messages, {"role": _ASSISTANT, "content": answer}], answering=False)
-        return whole.removeprefix(text) if whole.startswith(text) else answer
+        try:
+            return self.template.turn(chat, text, solved, say if self.trained else lambda _: None)
+        except InputError:
+            if self.trained:
+                raise
+            return None
 
 
 def fill(template: str, record: Record) -> str:
@@ -155,13 +203,16 @@ def _messages(value: Any, field: str) -> list[Message] | None:
         value = _parsed(value, field)
     if not _are_messages(value):
         return None
+    value = without_nulls(value)
     for number, one in enumerate(value, 1):
+        if one.get("tool_calls"):
+            one.setdefault("content", "")
         for key in ("role", "content"):
             if not isinstance(one.get(key), str):
                 raise InputError(
                     f"message {number} of field {field!r} has {key} = {shown(one.get(key))}, but a text is expected"
                 )
-    return [{key: inner for key, inner in one.items() if inner is not None} for one in value]
+    return value
 
 
 def _parsed(text: str, field: str) -> Any:
@@ -189,6 +240,6 @@ def _are_messages(value: Any) -> bool:
     return tables and any("role" in one for one in value)
 
 
-def _unless_empty(answer: str) -> str | None:
+def _unless_empty(solved: Message) -> Message | None:
     """An answer; None if there is nothing in it to be seen, as CSV has no null."""
-    return answer if answer.strip() else None
+    return solved if solved["content"].strip() or solved.get("tool_calls") else None

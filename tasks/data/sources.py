@@ -3,7 +3,8 @@
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,6 @@ from storage.digest import value_digest
 from storage.errors import InputError
 from storage.ownership.scratch import scratch
 from tasks.config.data import DataSource, GeneratedAddition
-from tasks.config.model import ModelSection
 from tasks.config.run import RunConfig
 from tasks.data.drawing import whole_weights
 from tasks.data.files import name_of, opened, state
@@ -48,20 +48,32 @@ class Prompts:
     """The sources of each table, in the order of its rows."""
     digests: Mapping[str, tuple[str, ...]]
     """Digests of the sources' content, for each table that is read."""
+    notes: tuple[str, ...] = ()
+    """What is done with some that may not be meant."""
 
 
-def text_codec(section: ModelSection, stop_tokens: Sequence[int | str] | None = None) -> TextCodec:
+def text_codec(config: RunConfig) -> TextCodec:
     """The tokenizer of the model that a run starts from, without reading the weights.
 
     Raises:
         InputError: the model directory does not exist or lacks a file.
     """
     with scratch() as directory:
-        if section.generate is not None:
-            generate_tokenizer(directory, section.generate)
+        if config.model.generate is not None:
+            generate_tokenizer(directory, config.model.generate)
         else:
-            copy_files(str(section.source), directory, lambda name: name in TEXT_FILES)
-        return TextCodec.from_directory(directory, stop_tokens)
+            copy_files(str(config.model.source), directory, lambda name: name in TEXT_FILES)
+        return codec_of(config, directory)
+
+
+def codec_of(config: RunConfig, directory: Path) -> TextCodec:
+    """The tokenizer of a model directory, with what the configuration says of its tokens.
+
+    Raises:
+        InputError: a file is missing or cannot be used, or there is no stop token.
+    """
+    hidden = config.rollout.special_tokens == "hidden"
+    return TextCodec.from_directory(directory, config.rollout.stop_tokens, None if hidden else ())
 
 
 def prompts_of(config: RunConfig, codec: TextCodec) -> Prompts:
@@ -107,6 +119,7 @@ def _made(order: _Order) -> Prompts:
         tables={name: one.tables[name] for name, one in read.items()},
         counts={name: one.counts[name] for name, one in read.items()},
         digests={name: one.digests[name] for name, one in read.items()},
+        notes=tuple(note for one in read.values() for note in one.notes),
     )
     whole_weights([source.weight or 1.0 for source in data.sources("train")])
     return _with_held_out(made, data.hold_out, order.config.run.seed) if data.hold_out else made
@@ -125,31 +138,39 @@ def _read(order: _Order, table: str) -> Prompts:
     """One table from its sources."""
     sources = order.config.data.sources(table)
     names = _names(sources, table)
-    counts: list[Counted] = []
-    digests: list[str] = []
-    made = mapped(_batches(order, table, names, counts, digests))
+    known = _Known()
+    made = mapped(_batches(order, table, names, known))
     if (name := twice(made)) is not None:
         places = " and ".join(itertools.islice(_places(order, table, names, name), 2))
         raise InputError(f"{table}: the id {name!r} occurs twice, in {places}. Make ids unique")
-    return Prompts({table: made}, {table: tuple(counts)}, {table: tuple(digests)})
+    return Prompts({table: made}, {table: tuple(known.counts)}, {table: tuple(known.digests)}, tuple(known.notes))
 
 
-def _batches(
-    order: _Order, table: str, names: Sequence[str], counts: list[Counted], digests: list[str]
-) -> Iterator[pa.RecordBatch]:
-    """The rows of all sources of a table; adds to `counts` and `digests` what is known at the end of each source."""
+@dataclass
+class _Known:
+    """What is known at the end of each source of a table."""
+
+    counts: list[Counted] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> Iterator[pa.RecordBatch]:
+    """The rows of all sources of a table; adds to `known` what is known at the end of each source."""
     for source, name in zip(order.config.data.sources(table), names, strict=True):
         where = table if len(names) == 1 else f"{table}, source {name!r}"
         rows, tally = 0, _Tally()
+        renderer = Renderer(source, order.codec, where, trained=table == "warmup")
         with opened(source, order.config.data.download) as content:
             records = tally.count(content.records())
             qualifier = _qualifier(names, name)
-            for batch in prompt_batches(records, Renderer(source, order.codec, where), order.room(table), qualifier):
+            for batch in prompt_batches(records, renderer, order.room(table), qualifier):
                 rows += batch.num_rows
                 yield batch
         _check_some(source, where, rows, tally.records)
-        counts.append(Counted(name, rows, tally.records - rows))
-        digests.append(content.digest)
+        known.counts.append(Counted(name, rows, tally.records - rows))
+        known.digests.append(content.digest)
+        known.notes += renderer.notes.sentences(where)
 
 
 def _places(order: _Order, table: str, names: Sequence[str], wanted: str) -> Iterator[str]:
@@ -205,8 +226,8 @@ def _with_held_out(made: Prompts, count: int, seed: int) -> Prompts:
     )
     if not all(one.rows for one in counts):
         raise InputError(f"data.hold_out = {count} leaves nothing of a source of data.train: lower it")
-    return Prompts(
+    return replace(
+        made,
         tables={**made.tables, "train": train, "held_out": held_out},
         counts={**made.counts, "train": counts, "held_out": (Counted("hold_out", count),)},
-        digests=made.digests,
     )

@@ -1,6 +1,6 @@
 """The texts of a run's samples, from its stored prompts and tokenizer alone. Imports neither torch nor transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import batched
 
@@ -12,6 +12,8 @@ from storage.manifest import Manifest
 from storage.parts import read_part, read_parts
 from storage.reader import row_views
 from storage.schema import PROMPTS
+from tasks.data.backends import special_tokens
+from tasks.data.tokenizer import without
 
 _TOKENIZER = "model/tokenizer.json"
 _PROMPTS = "train.arrow"
@@ -26,18 +28,23 @@ class StoredTexts:
     """None if the model has no tokenizer.json; then no response has a text."""
     prompts: Mapping[str, str]
     """Text of each training prompt, by its id."""
+    left_out: Collection[int]
+    """Tokens that the texts of responses lack, as those do that rewards see."""
 
     @classmethod
     def of(cls, root: Root, prepared: Manifest) -> "StoredTexts":
         """From the manifest of stage `prepare`."""
-        there = prepared.part_names
-        tokenizer = read_part(root, prepared.part(_TOKENIZER)) if _TOKENIZER in there else None
+        there, left_out = prepared.part_names, prepared.facts.get("left_out_tokens")
+        content = read_part(root, prepared.part(_TOKENIZER)) if _TOKENIZER in there else None
+        tokenizer = None if content is None else Tokenizer.from_buffer(content)
+        if not isinstance(left_out, list):
+            left_out = [] if tokenizer is None else special_tokens(tokenizer)
         parts = [prepared.part(_PROMPTS)] if _PROMPTS in there else []
         tables = [read_parts(root, [part], PROMPTS, ["prompt_id", "prompt"]) for part in parts]
-        return cls(
-            None if tokenizer is None else Tokenizer.from_buffer(tokenizer),
-            {name: text for one in tables for name, text in zip(*(column.to_pylist() for column in one), strict=True)},
-        )
+        prompts = {
+            name: text for one in tables for name, text in zip(*(column.to_pylist() for column in one), strict=True)
+        }
+        return cls(tokenizer, prompts, frozenset(left_out))  # pyright: ignore[reportArgumentType] - ids
 
     def __call__(self, samples: pa.Table) -> tuple[pa.Array, pa.Array]:
         """Texts of the prompts and responses of a rollout table; null where one is not known."""
@@ -49,5 +56,6 @@ class StoredTexts:
             return [None] * len(column)
         texts: list[str | None] = []
         for rows in batched(row_views(column), _ROWS):
-            texts += self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=True)
+            seen = [without(row.tolist(), self.left_out) for row in rows]
+            texts += self.tokenizer.decode_batch(seen, skip_special_tokens=False)
         return texts

@@ -1,7 +1,7 @@
 """Text to token ids and back, by the tokenizer of the model directory as its makers meant it."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError
 from storage.reader import row_views
-from tasks.data.backends import Backend, Messages, read_backend
+from tasks.data.backends import Backend, Chat, read_backend
 from tasks.data.model_files import TEXT_FILES
 
 TokenRow = Sequence[int] | NDArray[Any]
@@ -37,14 +37,23 @@ class TextCodec:
     """Rows of the model's embedding."""
     identity: str = ""
     """Digest of the files it was read from, and of the stop tokens."""
+    left_out: frozenset[int] = frozenset()
+    """Tokens that the texts of responses lack."""
 
     @classmethod
-    def from_directory(cls, directory: Path, stop_tokens: Sequence[int | str] | None = None) -> "TextCodec":
+    def from_directory(
+        cls,
+        directory: Path,
+        stop_tokens: Sequence[int | str] | None = None,
+        left_out: Collection[int] | None = (),
+    ) -> "TextCodec":
         """The tokenizer of a directory, read once per process.
 
         Args:
             stop_tokens: texts or ids that end a response, instead of all that the directory names: `eos_token_id` of
                 config.json and of generation_config.json, and the tokenizer's.
+            left_out: tokens that the texts of responses lack, beside stop, padding and BOS tokens; None for all
+                special ones.
 
         Raises:
             InputError: a file is missing or cannot be used, or there is no stop token.
@@ -53,12 +62,20 @@ class TextCodec:
         identity = value_digest(digests)
         if identity not in _read:
             _read[identity] = _from_files(directory, identity)
-        return _read[identity]._stopping_at(stop_tokens)
+        codec = _read[identity]._stopping_at(stop_tokens)
+        special = codec.backend.special
+        always = {*codec.stop_tokens, special.begin, special.pad} - {None}
+        return replace(codec, left_out=frozenset(always | set(special.all if left_out is None else left_out)))  # pyright: ignore[reportArgumentType] - without None
 
     @property
     def has_template(self) -> bool:
         """Whether messages can be rendered."""
-        return self.backend.has_template
+        return self.backend.template is not None
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return self.backend.special.all
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens added."""
@@ -73,7 +90,7 @@ class TextCodec:
         count = len(self.begin)
         return tokens if tuple(tokens[:count]) == self.begin else [*self.begin, *tokens]
 
-    def render(self, messages: Messages, answering: bool) -> str:
+    def render(self, chat: Chat, answering: bool) -> str:
         """Messages as text, by the chat template.
 
         Args:
@@ -82,23 +99,22 @@ class TextCodec:
         Raises:
             InputError: there is no chat template, or it refuses the messages.
         """
-        return self.backend.render(messages, answering)
-
-    def closed(self, tokens: list[int]) -> list[int]:
-        """Token ids of an answer up to its last stop token; one is added if there is none."""
-        last = max((place for place, token in enumerate(tokens) if token in self.stop_tokens), default=None)
-        return [*tokens, self.stop_tokens[0]] if last is None else tokens[: last + 1]
+        return self.backend.render(chat, answering)
 
     def visible(self, tokens: TokenRow) -> list[str]:
         """The text of each token, special ones included."""
-        return self.backend.decode([[int(token)] for token in tokens], special=True)
+        return self.backend.decode([[int(token)] for token in tokens])
 
     def decode_batch(self, rows: Iterable[TokenRow]) -> list[str]:
-        """Texts of rows of token ids, without special tokens.
+        """Texts of rows of token ids, without those that are left out.
 
         The tokenizer requires lists; these never hold more than `_BATCH_TOKENS` tokens at once, or one row.
         """
-        return [text for batch in _batches(rows) for text in self.backend.decode(batch, special=False)]
+        return [
+            text
+            for batch in _batches(rows)
+            for text in self.backend.decode([without(row, self.left_out) for row in batch])
+        ]
 
     def decode_column(self, column: pa.ChunkedArray | pa.ListArray) -> list[str]:
         """`decode_batch` of a list column of a table or record batch: (N rows,) -> N texts."""
@@ -127,6 +143,11 @@ class TextCodec:
 _read: dict[str, TextCodec] = {}
 
 
+def without(tokens: Sequence[int], left_out: Collection[int]) -> list[int]:
+    """The tokens of a response whose text people and rewards see."""
+    return [token for token in tokens if token not in left_out]
+
+
 def configured_stop_tokens(directory: Path) -> tuple[int, ...]:
     """Those of config.json alone, which runs of the first version were stored with."""
     return _ids(_json(directory, "config.json").get("eos_token_id"))
@@ -142,7 +163,7 @@ def _from_files(directory: Path, identity: str) -> TextCodec:
         )
     vocabulary = config.get("vocab_size") if isinstance(config.get("vocab_size"), int) else None
     generation = _json(directory, "generation_config.json", optional=True)
-    named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.stop))
+    named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.special.stop))
     stop = tuple(token for token in dict.fromkeys(named) if vocabulary is None or token < vocabulary)
     return TextCodec(backend, stop, context, _begin(backend.encode, backend), vocabulary, identity)
 

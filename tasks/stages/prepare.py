@@ -6,8 +6,7 @@ From here on the run depends on nothing outside its storage root.
 from storage.ownership.scratch import scratch
 from storage.schema import PROMPTS, fingerprint
 from tasks.data.models import fill_model_directory
-from tasks.data.sources import Prompts, prompts_of
-from tasks.data.tokenizer import TextCodec
+from tasks.data.sources import Prompts, codec_of, prompts_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.stage import StageOutput, Work, stage
@@ -20,7 +19,7 @@ def prepare(work: Work) -> StageOutput:
     config, writer = work.config, work.writer
     with scratch() as directory:
         names = fill_model_directory(directory, config.model, config.run.seed)
-        codec = TextCodec.from_directory(directory, config.rollout.stop_tokens)
+        codec = codec_of(config, directory)
         prompts = prompts_of(config, codec)
         model = [part.model_copy(update={"name": MODEL + part.name}) for part in writer.write_files(directory, names)]
     data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in prompts.tables.items()]
@@ -30,6 +29,7 @@ def prepare(work: Work) -> StageOutput:
         facts={
             "cursor": 0,
             "stop_tokens": list(codec.stop_tokens),
+            "left_out_tokens": [*sorted(codec.left_out)],
             "data_digests": {name: list(digests) for name, digests in prompts.digests.items()},
             "train_sources": [[one.name, one.rows] for one in prompts.counts["train"]],
         },

@@ -38,14 +38,15 @@ def text_codec(context: RunContext, prepared: Prepared, stop: tuple[int, ...] | 
     """The tokenizer of the run's base model, with other stop tokens or those that the run was prepared with."""
     directory = model_directory(context, prepared)
     stop = prepared.stop_tokens if stop is None else stop
-    return TextCodec.from_directory(directory, configured_stop_tokens(directory) if stop is None else stop)
+    stop = configured_stop_tokens(directory) if stop is None else stop
+    return TextCodec.from_directory(directory, stop, prepared.left_out_tokens)
 
 
 def stored_codec(root: Root, prepared: Prepared) -> TextCodec:
     """The same without a process of the run: its files are read, and none is kept."""
     with scratch() as folder:
         materialize(root, prepared.manifest, folder, MODEL, lambda name: not is_weights(name))
-        return TextCodec.from_directory(folder, prepared.stop_tokens)
+        return TextCodec.from_directory(folder, prepared.stop_tokens, prepared.left_out_tokens)
 
 
 def prompts(context: RunContext, prepared: Prepared, table: str) -> pa.Table:

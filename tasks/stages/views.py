@@ -74,6 +74,12 @@ class Prepared(View):
         return None if found is None else tuple(self._numbers("stop_tokens", found))
 
     @property
+    def left_out_tokens(self) -> tuple[int, ...] | None:
+        """Token ids that texts of responses lack; None for all special ones, as in runs that did not record them."""
+        found = self.manifest.facts.get("left_out_tokens")
+        return None if found is None else tuple(self._numbers("left_out_tokens", found))
+
+    @property
     def train_rows(self) -> tuple[int, ...] | None:
         """Training prompts of each source, in the order of the table; None if these were not recorded."""
         found = self.manifest.facts.get("train_sources")

@@ -4,6 +4,7 @@ import json
 import tomllib
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from storage.backends.root import Root
@@ -15,6 +16,7 @@ from storage.schema import ROLLOUT
 from tasks.checks import check_config
 from tasks.config.document import apply_override, parse_config
 from tasks.config.run import RunConfig
+from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import LOOP, Stage
 from tasks.stages.prepared import prompts, shares, text_codec
 from tasks.stages.views import Prepared
@@ -129,6 +131,23 @@ def test_stop_tokens_are_those_the_run_was_prepared_with(root, tmp_path):
     with context_here(root, config, tmp_path / "look", RUN) as context:
         assert text_codec(context, Prepared(manifest)).stop_tokens == (15, 1)
         assert text_codec(context, Prepared(older)).stop_tokens == (1,)
+
+
+@pytest.mark.parametrize(("setting", "left_out"), [("shown", [0, 1]), ("hidden", [0, 1, 2])])
+def test_rewards_and_people_see_the_text_that_the_run_was_prepared_for(root, tmp_path, setting, left_out):
+    config = config_of(
+        {"train": write_jsonl(tmp_path / "a.jsonl")}, f"rollout.special_tokens={setting}", "run.iterations=0"
+    )
+    driver(root, config, tmp_path / "scratch").drive()
+    manifest = prepared_of(root)
+    assert manifest.facts["left_out_tokens"] == left_out
+    with context_here(root, config, tmp_path / "look", RUN) as context:
+        codec = text_codec(context, Prepared(manifest))
+    texts = StoredTexts.of(root, manifest)
+    assert codec.left_out == texts.left_out == set(left_out)
+    sampled = pa.table({"prompt_id": ["s0"], "response_tokens": [[0, 3, 2, 4, 1]]})
+    assert texts(sampled)[1].to_pylist() == codec.decode_column(sampled["response_tokens"])
+    assert ("<unk>" in codec.decode_column(sampled["response_tokens"])[0]) == (setting == "shown")
 
 
 def test_a_probe_without_answers_fits_into_the_engine(root, tmp_path):

@@ -50,10 +50,19 @@ def checked(tmp_path, monkeypatch, capfd):
 def test_a_prompt_is_shown_with_its_tokens(checked):
     said = checked()
     assert "+|1|=" in said
-    assert "stop tokens: 1 '<eos>'" in said
+    assert "stop tokens: 1 '<eos>'\nleft out of responses, too: 0 '<pad>'\n" in said
     assert "train            4 from prompts" in said
     assert "held_out         2 from hold_out" in said
     assert said.splitlines()[-1] == "the configuration can be run"
+
+
+def test_what_the_warm_up_trains_on_is_shown_after_its_prompt(checked):
+    settings = ("--set=data.warmup=prompts.jsonl", "--set=warmup.steps=1")
+    said = checked(*settings)
+    assert "first example of the warm-up, '1': 2 tokens are trained after 4:" in said
+    assert "    prompt   0|+|1|=\n    trained  1|<eos>\n" in said
+    solved = json.loads(checked(*settings, "--json"))["solved"]
+    assert [token["text"] for token in solved["trained"]] == ["1", "<eos>"]
 
 
 def test_the_result_as_json(checked):

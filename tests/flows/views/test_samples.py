@@ -116,6 +116,26 @@ def test_the_lines_have_everything_and_control_no_terminal(root: Root):
     assert printable("é\t漢") == "é\t漢"
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("2 ", ["response  2\\x20"]),
+        ("2\n", ["response  2\\n"]),
+        (" 2 \n\n", ["response   2\\x20\\n\\n"]),
+        ("a\t\nb", ["response  a\\t", "          b"]),
+        ("a\n\nb", ["response  a", "          ", "          b"]),
+        ("  ", ["response  \\x20\\x20"]),
+        ("\n", ["response  \\n"]),
+        ("", ["response  (empty)"]),
+    ],
+)
+def test_blanks_at_the_end_are_visible(root: Root, text: str, lines: list[str]):
+    found = read_chosen(root, RUN, 1, Choice(best=1))
+    changed = found.samples[0].model_copy(update={"response": text})
+    shown = sample_lines(found.model_copy(update={"samples": (changed,)}))
+    assert shown[-len(lines) :] == lines
+
+
 def test_the_archive_has_the_texts(root: Root):
     texts = StoredTexts.of(root, need(root, RUN, 0, Stage.PREPARE))
     table = scored(root, need(root, RUN, 1, Stage.ROLLOUT), need(root, RUN, 1, Stage.REWARD), texts)

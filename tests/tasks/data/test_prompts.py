@@ -1,41 +1,36 @@
 """The stored tables of prompts: what is in them, and which prompts are refused, dropped or held out."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from storage.errors import InputError
 from tasks.config.data import DataSection
+from tasks.data.backends import Plain
 from tasks.data.forms import Read
 from tasks.data.prompts import Room, check_lengths, mapped, prompt_batches, split_off, twice
 from tasks.data.rendering import Renderer
+from tasks.data.tokenizer import TextCodec
 
 RECORDS = [{"id": f"p{n}", "prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
 WIDE = Room(1000, 4)
 
 
-class Characters:
+def characters() -> TextCodec:
     """A tokenizer with one id per character, so that lengths are obvious."""
-
-    stop_tokens = (0,)
-    begin = ()
-    vocabulary = 200
-
-    def encode_batch(self, texts):
-        return [[ord(character) for character in text] for text in texts]
-
-    def opened(self, tokens):
-        return tokens
-
-    def visible(self, tokens):
-        return [chr(token) for token in tokens]
+    tokenizer = Tokenizer(models.WordLevel({chr(number): number for number in range(256)}, unk_token=chr(1)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return TextCodec(Plain(tokenizer), (0,), 1000, vocabulary=200)
 
 
 def table_of(records, room=WIDE, qualifier=""):
     source = DataSection(train="unused").sources("train")[0]
     reads = [Read(f"record {number}", record) for number, record in enumerate(records, 1)]
-    return mapped(prompt_batches(reads, Renderer(source, Characters(), "train"), room, qualifier))
+    return mapped(prompt_batches(reads, Renderer(source, characters(), "train"), room, qualifier))
 
 
 def prompts(*texts):
@@ -49,6 +44,22 @@ def test_the_stored_table():
     assert table["prompt_tokens"][1].as_py() == [ord(character) for character in "1+1="]
     assert table["answer_tokens"][0].as_py() == [ord("1"), 0]
     assert json.loads(table["record"][4].as_py()) == RECORDS[4]
+
+
+def test_an_answer_that_the_tokenizer_cannot_write_is_not_trained():
+    with pytest.raises(InputError, match=r"train, record 2: the tokenizer makes .* of the answer '2€', for want of"):
+        table_of([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2€"}])
+
+
+def test_an_answer_follows_the_tokens_of_its_prompt():
+    """The tokenizer knows `==` as one token, but the model goes on after `=`."""
+    codec = dataclasses.replace(characters(), vocabulary=300)
+    codec.backend.tokenizer.add_tokens(["=="])
+    source = DataSection(train="unused").sources("train")[0]
+    records = [{"prompt": "1+1=", "answer": "=2"}, {"prompt": "1+1", "answer": "==2"}]
+    reads = [Read("", record) for record in records]
+    table = mapped(prompt_batches(reads, Renderer(source, codec, "train"), WIDE))
+    assert table["answer_tokens"].to_pylist() == [[ord("="), ord("2"), 0], [256, ord("2"), 0]]
 
 
 def test_a_missing_id_is_the_number_of_the_record():

@@ -6,6 +6,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.data import DataSection
+from tasks.data.chat import Turn
 from tasks.data.rendering import Rendered, Renderer
 from tasks.data.tokenizer import TextCodec
 from tests.tasks.data.chat_model import chat_model
@@ -30,16 +31,16 @@ def render(codec, record, **section):
     ("record", "section", "rendered"),
     [
         ({"prompt": "1+1="}, {}, Rendered("1+1=", None, None, chat=False)),
-        ({"prompt": "1+1=", "answer": 2}, {}, Rendered("1+1=", "2", "2", chat=False)),
+        ({"prompt": "1+1=", "answer": 2}, {}, Rendered("1+1=", "2", Turn("2"), chat=False)),
         ({"q": "1+1"}, {"prompt": "{q}=\n{{?}}"}, Rendered("1+1=\n{?}", None, None, chat=False)),
         ({"q": "1+1?"}, {"prompt": "{q}", "chat": True}, Rendered(CHAT, None, None, chat=True)),
-        ({"prompt": "1+1?", "answer": "2"}, {"chat": True}, Rendered(CHAT, "2", "2<|end|>\n", chat=True)),
+        ({"prompt": "1+1?", "answer": "2"}, {"chat": True}, Rendered(CHAT, "2", Turn("2", "<|end|>\n"), chat=True)),
         ({"prompt": "1+1?"}, {"system": "Add."}, Rendered(WITH_SYSTEM, None, None, chat=True)),
         ({"m": ASKED}, {"prompt_field": "m"}, Rendered(CHAT, None, None, chat=True)),
         ({"m": json.dumps(ASKED)}, {"prompt_field": "m"}, Rendered(CHAT, None, None, chat=True)),
         ({"m": [{**ASKED[0], "name": None}]}, {"prompt_field": "m"}, Rendered(CHAT, None, None, chat=True)),
-        ({"m": SOLVED, "answer": "two"}, {"prompt_field": "m"}, Rendered(CHAT, "2", "2<|end|>\n", chat=True)),
-        ({"prompt": ASKED, "answer": SOLVED[1:]}, {}, Rendered(CHAT, "2", "2<|end|>\n", chat=True)),
+        ({"m": SOLVED, "answer": "two"}, {"prompt_field": "m"}, Rendered(CHAT, "2", Turn("2", "<|end|>\n"), chat=True)),
+        ({"prompt": ASKED, "answer": SOLVED[1:]}, {}, Rendered(CHAT, "2", Turn("2", "<|end|>\n"), chat=True)),
         ({"prompt": ASKED}, {"system": "Add."}, Rendered(WITH_SYSTEM, None, None, chat=True)),
         (
             {"prompt": [{"role": "system", "content": "Add."}, *ASKED]},
@@ -76,13 +77,6 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     codec = TextCodec.from_directory(chat_model(tmp_path, template=None))
     with pytest.raises(InputError, match="no chat template"):
         render(codec, {"prompt": ASKED})
-
-
-def test_a_template_that_rewrites_earlier_turns(tmp_path):
-    """Its text with the answer does not begin with the prompt: the answer is given as it is."""
-    rewriting = "{{ messages | length }}{{ messages[-1]['content'] }}"
-    codec = TextCodec.from_directory(chat_model(tmp_path, template=rewriting))
-    assert render(codec, {"prompt": ASKED, "answer": "2"}) == Rendered("11+1?", "2", "2", chat=True)
 
 
 def test_what_a_source_says_for_itself_goes_before_what_is_said_for_all(codec):

@@ -41,7 +41,7 @@ def config_of(data, **more):
 
 def made(data, **more):
     config = config_of(data, **more)
-    return prompts_of(config, text_codec(config.model, config.rollout.stop_tokens))
+    return prompts_of(config, text_codec(config))
 
 
 def ids(prompts, table="train"):
@@ -121,7 +121,7 @@ def test_a_chat_model_is_given_messages(tmp_path):
     prompts = made(data, model={"source": str(chat_model(tmp_path / "model"))})
     row = prompts.tables["train"].slice(1, 1).to_pylist()[0]
     assert row["prompt"] == "<|begin|><|system|>Add.<|end|>\n<|user|>1 and one?<|end|>\n<|assistant|>"
-    codec = text_codec(config_of(data, model={"source": str(tmp_path / "model")}).model)
+    codec = text_codec(config_of(data, model={"source": str(tmp_path / "model")}))
     assert "".join(codec.visible(row["prompt_tokens"])) == row["prompt"]
     assert codec.visible(row["answer_tokens"]) == ["thr", "ee", "<|end|>"]
     assert json.loads(row["record"]) == asked[1]

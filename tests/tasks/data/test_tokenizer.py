@@ -9,9 +9,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from storage.errors import InputError
+from tasks.config.document import parse_config
 from tasks.config.model import GeneratedModel
-from tasks.data.backends import Makers, Plain
+from tasks.data.backends import Chat, Makers, Plain
 from tasks.data.generated import CHARACTERS, generate_tokenizer
+from tasks.data.sources import codec_of
+from tasks.data.stored_texts import StoredTexts
 from tasks.data.tokenizer import TextCodec, configured_stop_tokens
 from tests.tasks.data.chat_model import BEGIN, CLOSE, END, chat_model, write
 
@@ -23,7 +26,7 @@ def codec():
     """A tokenizer of a thousand words, of which the last is special."""
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0"))
     words.add_special_tokens([f"w{STOP}"])
-    return TextCodec(Plain(words), (STOP,), 10)
+    return TextCodec(Plain(words), (STOP,), 10, left_out=frozenset([STOP]))
 
 
 def column(lengths, value=None):
@@ -69,8 +72,8 @@ def test_a_generated_tokenizer_is_what_transformers_makes_of_it(tmp_path):
     texts = [CHARACTERS, "47+38=", "a?"]
     for special in (False, True):
         assert plain.encode(texts, special) == makers.encode(texts, special)
-        assert plain.decode([[0, 1, 2, 5, 14]], special) == makers.decode([[0, 1, 2, 5, 14]], special)
-    assert (plain.size, plain.stop, plain.token_id("+")) == (makers.size, makers.stop, makers.token_id("+"))
+    assert plain.decode([[0, 1, 2, 5, 14]]) == makers.decode([[0, 1, 2, 5, 14]])
+    assert (plain.size, plain.special, plain.token_id("+")) == (makers.size, makers.special, makers.token_id("+"))
 
 
 def test_a_plain_text_begins_as_the_model_expects_and_does_not_end(tmp_path):
@@ -83,17 +86,10 @@ def test_a_plain_text_begins_as_the_model_expects_and_does_not_end(tmp_path):
 
 def test_a_rendered_prompt_has_one_beginning(tmp_path):
     codec = TextCodec.from_directory(chat_model(tmp_path))
-    text = codec.render([{"role": "user", "content": "one"}], answering=True)
+    text = codec.render(Chat([{"role": "user", "content": "one"}]), answering=True)
     tokens = codec.encode(text)
     assert tokens.count(BEGIN) == 1
     assert codec.visible(tokens) == ["<|begin|>", "<|user|>", "one", "<|end|>", "\n", "<|assistant|>"]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "closed"), [([9, END, 8], [9, END]), ([9], [9, CLOSE]), ([9, CLOSE, END, 8], [9, CLOSE, END])]
-)
-def test_an_answer_ends_with_its_last_stop_token(tmp_path, tokens, closed):
-    assert TextCodec.from_directory(chat_model(tmp_path)).closed(tokens) == closed
 
 
 @pytest.mark.parametrize(
@@ -159,3 +155,27 @@ def test_a_tokenizer_is_read_once_in_a_process(tmp_path):
     other = TextCodec.from_directory(chat_model(tmp_path / "second", config={"eos_token_id": END}))
     assert other.backend is not first.backend
     assert other.identity != first.identity
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({}, "<|assistant|>one two<|user|>"),
+        ({"special_tokens": "hidden"}, "one two"),
+        ({"stop_tokens": ["<|user|>"]}, "<|assistant|>one two<|close|><|end|>"),
+    ],
+)
+def test_only_tokens_that_are_no_text_are_left_out(tmp_path, section, text):
+    """Padding is <|system|> here; the rest of the special tokens is what was sampled."""
+    document = {
+        "model": {"source": str(chat_model(tmp_path, pad_token="<|system|>"))},
+        "data": {"train": "unused"},
+        "rollout": section,
+        "train": {"max_length": 9, "optimizer": {"learning_rate": 1.0}},
+    }
+    codec = codec_of(parse_config(document, "test"), tmp_path)
+    sampled = codec.encode("<|begin|><|system|><|assistant|>one two<|close|><|user|><|end|>")
+    assert codec.decode_batch([sampled]) == [text]
+    stored = StoredTexts(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), {}, codec.left_out)
+    table = pa.table({"prompt_id": ["p"], "response_tokens": [sampled]})
+    assert stored(table)[1].to_pylist() == [text]

@@ -42,7 +42,7 @@ def rows(tmp_path, model):
         config = parse_config(
             {**tomllib.loads(LEAST), "data": {"train": str(path), **data}, "model": {"source": model}}, "test"
         )
-        return prompts_of(config, text_codec(config.model)).tables["train"].to_pylist()
+        return prompts_of(config, text_codec(config)).tables["train"].to_pylist()
 
     return made
 
