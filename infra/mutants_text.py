@@ -137,9 +137,9 @@ TEXT = (
     Mutant(
         "last-stop-token",
         "a turn is trained up to its last stop token, which no response reaches",
-        "tasks/data/targets.py",
-        "first = next((place for place, token in enumerate(target) if token in codec.stop_tokens), None)",
-        "first = max((place for place, token in enumerate(target) if token in codec.stop_tokens), default=None)",
+        "tasks/data/tokenizer.py",
+        "first = next((place for place, token in enumerate(tokens) if token in self.stop_tokens), None)",
+        "first = max((place for place, token in enumerate(tokens) if token in self.stop_tokens), default=None)",
         _TRAINED,
     ),
     Mutant(

@@ -1,7 +1,7 @@
 """Whether a configuration can be run, what its prompts look like, and what the run would take: `ratchet check`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict

@@ -161,12 +161,12 @@ def _records(source: DataSource, form: str | None, files: list[Path]) -> Iterato
 def _of_hub(source: DataSource, rows: "Dataset") -> Iterator[Read]:
     where, left_out = f"dataset {source.source}", LeftOut(source.leave_out or ())
     with reading(source.source):
-        yield from forms.of_tables(hub_rows.tables(rows), where, left_out)
+        yield from _columns(source, forms.of_tables(hub_rows.tables(rows), where, left_out))
     left_out.check(where)
 
 
 def _columns(source: DataSource, found: Iterable[Read]) -> Iterator[Read]:
     """Records of columns, without the nulls that only fill them in messages."""
-    messages = (source.prompt_field, source.answer_field)
+    messages = (source.prompt_field, source.answer_field, source.tools_field)
     for place, values in found:
         yield Read(place, {name: without_nulls(one) if name in messages else one for name, one in values.items()})

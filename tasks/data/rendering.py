@@ -12,7 +12,7 @@ from tasks.data.backends import Chat, Message
 from tasks.data.chat import ASSISTANT, Say, Template, Turn
 from tasks.data.forms import Record
 from tasks.data.tokenizer import TextCodec
-from tasks.data.values import flaw, parsed, shown, text_of, without_nulls
+from tasks.data.values import flaw, parsed, shown, text_of
 
 
 def _has(*keys: str) -> str:
@@ -121,7 +121,7 @@ class Renderer:
                 f"field {name!r} is {shown(value)}, but a list of tables that define tools is expected, or JSON of it: "
                 "correct it, or name another field with data.tools_field"
             )
-        return without_nulls(tools)
+        return tools
 
     def _solved(self, record: Record) -> Message | None:
         """The solved answer: a text, an integer, or the only message, of the assistant."""
@@ -203,7 +203,7 @@ def _messages(value: Any, field: str) -> list[Message] | None:
         value = _parsed(value, field)
     if not _are_messages(value):
         return None
-    value = without_nulls(value)
+    value = [{key: inner for key, inner in one.items() if inner is not None} for one in value]
     for number, one in enumerate(value, 1):
         if one.get("tool_calls"):
             one.setdefault("content", "")

@@ -30,18 +30,12 @@ def targets(
         prompt, whole = tokens[row], wholes[row]
         # where the tokenizer joins the end of the prompt with the answer, the model still samples after the prompt
         target = whole[len(prompt) :] if whole[: len(prompt)] == prompt else alone[row]
-        yield _refusal(codec, turn, bodies[row], target) or _ended(codec, target)
+        yield _refusal(codec, turn, bodies[row], target) or codec.closed(target)
 
 
 def _text(codec: TextCodec, turn: Turn) -> str:
     ends = set(codec.stop_tokens).isdisjoint(codec.encode(turn.end))
     return turn.body if ends else turn.body + turn.end
-
-
-def _ended(codec: TextCodec, target: list[int]) -> list[int]:
-    """The tokens up to their first stop token; one is added if there is none."""
-    first = next((place for place, token in enumerate(target) if token in codec.stop_tokens), None)
-    return [*target, codec.stop_tokens[0]] if first is None else target[: first + 1]
 
 
 def _refusal(codec: TextCodec, turn: Turn, body: list[int], target: list[int]) -> InputError | None:

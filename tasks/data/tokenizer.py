@@ -101,6 +101,11 @@ class TextCodec:
         """
         return self.backend.render(chat, answering)
 
+    def closed(self, tokens: list[int]) -> list[int]:
+        """Token ids of an answer up to its first stop token; one is added if there is none."""
+        first = next((place for place, token in enumerate(tokens) if token in self.stop_tokens), None)
+        return [*tokens, self.stop_tokens[0]] if first is None else tokens[: first + 1]
+
     def visible(self, tokens: TokenRow) -> list[str]:
         """The text of each token, special ones included."""
         return self.backend.decode([[int(token)] for token in tokens])

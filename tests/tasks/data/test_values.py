@@ -231,7 +231,7 @@ def test_a_null_of_a_column_is_not_in_messages_and_one_of_json_is(tmp_path):
     found = []
     for name in ("a.jsonl", "a.parquet"):
         given = parse_config({**config, "data": {"train": str(tmp_path / name)}}, "test")
-        found.append(prompts_of(given, text_codec(given.model)).tables["train"]["prompt"][0].as_py())
+        found.append(prompts_of(given, text_codec(given)).tables["train"]["prompt"][0].as_py())
     assert found == ['{"city": "Rome", "unit": null}>', '{"city": "Rome"}>']
 
 
