@@ -27,8 +27,8 @@ INPUTS = (
         "empty-answer-is-solved",
         "an empty field of a CSV is a solved answer: the model is trained to end at once",
         "tasks/data/rendering.py",
-        "    return answer if answer.strip() else None\n",
-        "    return answer\n",
+        '    return solved if solved["content"].strip() or solved.get("tool_calls") else None\n',
+        "    return solved\n",
         _VALUES,
     ),
     Mutant(
