@@ -155,7 +155,7 @@ def test_a_text_without_the_template_is_noted_unless_that_is_said(tmp_path, reco
     text = CONFIG.replace("[model.generate]", f'[model]\nsource = "{source}"').replace("hold_out = 2\n", "")
     (tmp_path / "run.toml").write_text(text)
     config = load_config(str(tmp_path / "run.toml"), settings)
-    codec = text_codec(config.model, None)
+    codec = text_codec(config)
     assert bool(notes_of(config, codec, check_prompts(config).tables["train"])) == noted
 
 
