@@ -27,7 +27,7 @@ from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
 from storage.write_behind import Outbox
-from tasks.checks import advice, check_scratch, prepared_stage, prompt_notes
+from tasks.checks import advice, prepared_stage, prompt_notes
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
@@ -36,7 +36,7 @@ from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet, release
 from tasks.workers.logs import heard
-from tasks.workers.scratch import kept_in_memory, scratch, sweep
+from tasks.workers.scratch import check_folders, kept_in_memory, scratch, sweep
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def ready(name: str, root: str, config: RunConfig, held: Lease | None = None) ->
     """
     prepare_process()
     check_run_name(name)
-    check_scratch()
+    check_folders()
     check_root_url(root)
     store = open_root(root).waiting(config.run.outage_s)
     check_start(name, store, config)

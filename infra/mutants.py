@@ -22,6 +22,7 @@ from infra.mutants_evaluate import EVALUATE
 from infra.mutants_families import FAMILIES
 from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
+from infra.mutants_machine import MACHINE
 from infra.mutants_memory import MEMORY
 from infra.mutants_models import MODELS
 from infra.mutants_operators import OPERATORS
@@ -50,6 +51,7 @@ MUTANTS = (
     *EVALUATE,
     *FAMILIES,
     *INPUTS,
+    *MACHINE,
     *MEMORY,
     *MODELS,
     *OPERATORS,

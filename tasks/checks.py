@@ -3,10 +3,8 @@
 import functools
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from storage import layout
 from storage.backends.root import Root
@@ -121,21 +119,6 @@ def advice(config: RunConfig) -> Iterator[str]:
 def prompt_notes(config: RunConfig, prepared: Manifest | None) -> tuple[str, ...]:
     """What is done with some prompts of a run that begins, and may not be meant: one sentence each."""
     return check_prompts(config).notes if prepared is None and config.retrain is None else ()
-
-
-def check_scratch(folder: Path | None = None) -> None:
-    """Refuse a temporary folder that cannot be written.
-
-    Raises:
-        InputError: naming the folder.
-    """
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return
-    except OSError as error:
-        raise InputError(
-            f"temporary folder {folder or tempfile.gettempdir()}: {error}. Set TMPDIR to another folder"
-        ) from None
 
 
 @functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached

@@ -165,6 +165,33 @@ def test_a_job_of_the_work_pool_is_one_container_without_rights():
     assert "default" not in variables["command"]
 
 
+def test_the_worker_in_a_cluster_has_the_rights_of_its_jobs_and_no_others():
+    found = {one["kind"]: one for one in yaml.safe_load_all((SITE / "kubernetes-worker.yaml").read_text())}
+    variables = KUBERNETES["variables"]["properties"]
+    assert found["Namespace"]["metadata"]["name"] == variables["namespace"]["default"]
+    others = [one["metadata"]["namespace"] for kind, one in found.items() if kind != "Namespace"]
+    assert set(others) == {variables["namespace"]["default"]}
+    name = found["ServiceAccount"]["metadata"]["name"]
+    (subject,) = found["RoleBinding"]["subjects"]
+    assert (subject["name"], found["RoleBinding"]["roleRef"]["name"]) == (name, found["Role"]["metadata"]["name"])
+    changed = {
+        resource
+        for rule in found["Role"]["rules"]
+        if not {"create", "update", "patch", "delete"}.isdisjoint(rule["verbs"])
+        for resource in rule["resources"]
+    }
+    assert changed == {"jobs"}
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    assert pod["serviceAccountName"] == name
+    assert container["image"] == variables["image"]["default"]
+    assert container["envFrom"] == [{"secretRef": {"name": variables["secret"]["default"]}}]
+    assert container["command"][container["command"].index("--pool") + 1] == POOL
+    claim = found["PersistentVolumeClaim"]["metadata"]["name"]
+    assert volume["persistentVolumeClaim"]["claimName"] == claim
+    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"]]
+
+
 def unit_settings() -> dict[str, str]:
     return dict(line.split("=", 1) for line in UNIT.splitlines() if "=" in line and not line.startswith("#"))
 

@@ -33,6 +33,7 @@ from tasks.config.document import load_config
 from tasks.config.environment import prepare_process, without_secrets
 from tasks.config.run import RunConfig
 from tasks.config.written import written
+from tasks.workers.scratch import check_folders
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
@@ -292,6 +293,7 @@ def _from_file(
 
 
 def _carry_out(name: str, config: RunConfig, again: str, root: str, json: bool) -> int:
+    check_folders()  # before anything imports what needs them
     from flows.starting import check_start
 
     prepare_process()

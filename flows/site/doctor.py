@@ -1,10 +1,12 @@
 """`ratchet doctor`: what of this machine and its site would stop a run, and how to fix each."""
 
 import importlib.metadata
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -22,9 +24,9 @@ from flows.site.up import connected, running
 from storage.backends.clock import seconds_ahead
 from storage.backends.root import open_root
 from storage.errors import RatchetError
-from tasks.checks import check_scratch
 from tasks.config.code_version import code_version
 from tasks.config.environment import HEARTBEAT_S, Settings
+from tasks.workers.scratch import check_folders
 
 _ANSWER_S = 10.0
 _CLOCK_S = 5.0
@@ -64,12 +66,21 @@ def diagnose(folder: SiteFolder, root: str) -> Diagnosis:
 
 def _machine(root: str) -> Iterator[Finding]:
     yield _versions()
-    yield _passes("temporary folder", check_scratch)
+    yield _passes("temporary folder and Prefect's home", check_folders)
     yield _passes(f"storage root {root}", lambda: open_root(root).check_writable())
+    yield from _storage_mode(root)
     yield from _storage_clock(root)
     cards = Settings.from_environment().gpus
     text = f"{len(cards)} visible" if cards else "none is visible: runs compute on the CPU, which is for small models"
     yield Finding(check="GPU", level="ok" if cards else "warning", text=text)
+
+
+def _storage_mode(url: str) -> Iterator[Finding]:
+    root = open_root(url)
+    folder = Path(root.path)
+    if root.protocol == "file" and folder.is_dir() and folder.stat().st_mode & 0o077:
+        text = f"other users can look into {folder}: `chmod 700 {shlex.quote(str(folder))}` keeps them out"
+        yield Finding(check="storage mode", level="warning", text=text)
 
 
 def _storage_clock(root: str) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from flows.views.needs import Needs, needs_of
 from flows.views.samples import printable
 from flows.views.trackers import check_trackers
-from tasks.checks import advice, check_content, check_scratch, model_facts, reward_calls
+from tasks.checks import advice, check_content, model_facts, reward_calls
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
 from tasks.data.checking import check_prompts
@@ -19,6 +19,7 @@ from tasks.data.sources import Prompts, text_codec
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.scoring import notices
 from tasks.rewards.trying import blind, shown
+from tasks.workers.scratch import check_folders
 
 _GIB = 1 << 30
 _NAMED = 8
@@ -92,7 +93,7 @@ def checked(config: RunConfig) -> Checked:
     Raises:
         InputError: what cannot work.
     """
-    check_scratch()
+    check_folders()
     check_content(config)
     check_trackers(config.report)
     codec, prompts = text_codec(config), check_prompts(config)

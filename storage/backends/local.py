@@ -30,8 +30,17 @@ CHUNK_BYTES = 1 << 20
 _LATELY_S = 3600.0  # the kernel writes names within a minute
 _flushed: set[Path] = set()  # folders whose names this process has flushed, and those of all folders above them
 _flushing = threading.Lock()
+_private: set[Path] = set()  # storage roots that this process has opened
 _WRITABLE = 0o644
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
+
+
+def keep_private(root: Path) -> None:
+    """Let only this user into the folder `root` if this process makes it; one that is there keeps its mode.
+
+    Folders in it follow the umask, so that `chmod` of the root alone shares all of it, or closes it.
+    """
+    _private.add(root)
 
 
 def put_if_absent(target: Path, data: memoryview, durable: bool = True) -> bool:
@@ -228,7 +237,8 @@ def _make_folders(folder: Path) -> None:
         folder = folder.parent
     for made in reversed(missing):
         _flushed.discard(made)  # it may have been there before and been removed since
-        made.mkdir(exist_ok=True)
+        inside = any(made != root and made.is_relative_to(root) for root in _private)
+        made.mkdir(mode=0o777 if inside else 0o700, exist_ok=True)
 
 
 def _flush_all_names(folder: Path) -> None:

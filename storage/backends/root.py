@@ -305,6 +305,7 @@ def open_root(url: str, *, allow_memory: bool = False, options: dict[str, Any] |
     protocol = _protocol(url)
     if protocol == "file":
         path = absolute_url(url).removeprefix("file://")
+        local.keep_private(Path(path))
         return Root(f"file://{path}", fsspec.filesystem("file"), path, "file")
     if protocol == "memory" and not allow_memory:
         raise InputError(

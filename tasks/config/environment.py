@@ -88,6 +88,9 @@ _SCORING = re.compile(
 )
 """Variables that a scoring process is given, unless they hold a secret."""
 
+_NO_PROXY = ("localhost", "127.0.0.1", "::1")
+"""What no proxy is asked for: our own servers, and the processes of this host."""
+
 _resolved: set[str] = set()
 """Values of the secrets that this process has looked up, to keep them out of what it shows and stores."""
 
@@ -136,10 +139,21 @@ class Settings:
 def prepare_process() -> None:
     """Give this process and its children the defaults they need. Call it before Prefect or Ray is imported.
 
-    Values that the user has set are kept.
+    Values that the user has set are kept. A proxy is used for other hosts only, by Prefect's client, by Ray and by what
+    they start.
     """
     for name, value in {**_OFFLINE_AND_SILENT, **_ORCHESTRATION}.items():
         os.environ.setdefault(name, value)
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if given.strip() != "*":
+        hosts = [host.strip() for host in given.split(",") if host.strip()]
+        exceptions = ",".join(dict.fromkeys((*hosts, *_NO_PROXY)))
+        os.environ.update(no_proxy=exceptions, NO_PROXY=exceptions)  # libraries read one or the other
+
+
+def prefect_home() -> Path:
+    """The folder in which Prefect keeps its settings and the database of a temporary server."""
+    return Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
 
 
 def resolve(value: JsonValue, place: str) -> JsonValue:

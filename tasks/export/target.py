@@ -9,6 +9,7 @@ from typing import IO, Any, cast
 
 import fsspec
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
 from storage.errors import InputError, StorageError, StorageUnavailable
 from tasks.config.credentials import has_credentials, shown_text
@@ -113,6 +114,8 @@ class Target:
             StorageUnavailable: it cannot be written.
         """
         try:
+            if isinstance(self.fs, LocalFileSystem):  # one that is made here is this user's alone
+                Path(self.path).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.fs.makedirs(self.path, exist_ok=True)
             with self.fs.open(f"{self.path}/{name}", "wb") as opened:
                 hashed = Hashed(cast(IO[bytes], opened))

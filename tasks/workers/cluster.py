@@ -5,7 +5,7 @@ import multiprocessing
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ import ray._private.services as ray_services
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from storage.errors import InputError, RatchetError, WorkerLost
+from storage.ownership.scratch import socket_folder
 from tasks.config.environment import Settings, ensure_ray_token
 from tasks.workers.logs import silence_terminal
 
@@ -42,6 +43,7 @@ class Cluster:
         self._roots: list[psutil.Process] = []
         self._vital: dict[str, psutil.Process] = {}
         self._seen: set[psutil.Process] = set()
+        self._folder = ExitStack()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -107,6 +109,7 @@ class Cluster:
         tree = {*self._seen, *self.processes()}  # those whose parent has died are no longer our children
         ray.shutdown()
         _end(tree)
+        self._folder.close()
         self._roots, self._vital, self._seen = [], {}, set()
         self._started = False
 
@@ -121,6 +124,8 @@ class Cluster:
             with _sigterm_kept():
                 ray.init(
                     address="local",  # not one whose address an earlier `ray start` on this machine left behind
+                    # whoever can write where its sockets are can take them over: Ray lets everybody
+                    _temp_dir=str(self._folder.enter_context(socket_folder())),
                     _node_ip_address=LOOPBACK,
                     num_cpus=0,  # no idle workers are started, and our actors reserve no CPU
                     num_gpus=0,
@@ -132,6 +137,7 @@ class Cluster:
                 )
         except Exception as error:  # Ray raises plain ones, as when its node is not up in time
             _end(_with_descendants(_children_of_ray()))
+            self._folder.close()
             raise WorkerLost(f"Ray did not start on this host: {error}") from error
         self._roots = _children_of_ray()
         self._vital = {root.name(): root for root in self._roots if root.name() in _VITAL}

@@ -6,11 +6,13 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable
-from tasks.checks import check_config, check_scratch, model_facts
+from storage.ownership.scratch import socket_folder
+from tasks.checks import check_config, model_facts
 from tasks.config.document import load_config
 from tasks.config.model import GeneratedModel
 from tasks.data.generated import generate_model
 from tasks.model_checks.fitness import check_fit
+from tasks.workers.scratch import check_folders
 
 BASE = """
 [model.generate]
@@ -225,9 +227,40 @@ def test_a_root_that_cannot_be_written(tmp_path):
     assert caught.value.exit_code == 2
 
 
-def test_a_scratch_folder_that_is_not_there(tmp_path):
+@pytest.mark.parametrize("fault", ["absent", "a file"])
+def test_a_temporary_folder_that_cannot_be_written(tmp_path, monkeypatch, fault):
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / fault))
     with pytest.raises(InputError, match="TMPDIR"):
-        check_scratch(tmp_path / "absent")
+        check_folders()
+
+
+@pytest.mark.parametrize("variable", ["PREFECT_HOME", "HOME"])
+@pytest.mark.parametrize("place", ["/proc/none", "a file/home"])
+def test_a_home_that_cannot_be_written_is_named(tmp_path, monkeypatch, variable, place):
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_HOME", raising=False)
+    check_folders()
+    monkeypatch.setenv(variable, str(tmp_path / place))
+    with pytest.raises(InputError, match=f"home folder {tmp_path / place}: .* Set {variable} to a folder"):
+        check_folders()
+    monkeypatch.setenv(variable, str(tmp_path))  # the printed repair
+    check_folders()
+
+
+def test_a_temporary_folder_with_a_long_path_is_no_obstacle(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    check_folders()
+    with socket_folder() as folder:
+        place = folder / "session_2026-11-25_14-40-06_123456_1234567" / "sockets" / "plasma_store"
+        assert len(str(place)) <= 107
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with socket_folder() as second:
+            assert second != folder
+    assert not folder.exists()
 
 
 def test_a_root_with_credentials_in_its_url(tmp_path):

@@ -1,5 +1,6 @@
 """What the doctor finds."""
 
+import subprocess
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,6 +32,20 @@ def test_a_machine_without_gpu_and_site_is_healthy(tmp_path: Path, monkeypatch: 
     }
     assert {name: level for name, level in found(diagnosis).items() if name != "ports"} == expected
     assert diagnosis.healthy
+
+
+def test_a_root_that_other_users_can_look_into_is_said_with_the_command_that_closes_it(tmp_path: Path):
+    root = tmp_path / "the runs"
+    root.mkdir()
+    root.chmod(0o755)
+
+    def said() -> list[str]:
+        findings = diagnose(SiteFolder.at(tmp_path / "site"), str(root)).findings
+        return [one.text for one in findings if one.check == "storage mode"]
+
+    (text,) = said()
+    subprocess.run(text.split("`")[1], shell=True, check=True)
+    assert said() == []
 
 
 def test_a_root_that_cannot_be_written_is_an_error(tmp_path: Path):

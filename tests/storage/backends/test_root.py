@@ -327,3 +327,20 @@ def test_a_downloaded_part_cannot_be_written_through(root, tmp_path):
     root.put_if_absent("part", b"stored")
     root.download("part", tmp_path / "copy")
     assert (tmp_path / "copy").stat().st_mode & 0o222 == 0
+
+
+def mode(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_a_root_that_is_made_here_is_this_users_alone_and_one_that_is_there_keeps_its_mode(tmp_path):
+    new = open_root(str(tmp_path / "a" / "runs"))
+    new.put_if_absent("run/manifests/x", b"x")
+    assert (mode(tmp_path / "a" / "runs"), mode(tmp_path / "a")) == (0o700, 0o700)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o750)
+    open_root(str(shared)).put_if_absent("run/x", b"x")
+    plain = tmp_path / "plain"
+    plain.mkdir()  # as the umask says
+    assert (mode(shared), mode(shared / "run"), mode(shared / "run" / "x")) == (0o750, mode(plain), 0o444)

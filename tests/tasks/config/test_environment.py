@@ -1,10 +1,16 @@
 """The environment of the processes that compute."""
 
+import http.server
 import os
+import socketserver
+import threading
+import urllib.error
+import urllib.request
 
+import httpx
 import pytest
 
-from tasks.config.environment import trainer_environment
+from tasks.config.environment import prepare_process, trainer_environment
 from tasks.workers.ranks import rank_specs
 
 
@@ -37,3 +43,28 @@ def test_every_rank_knows_whether_to_be_deterministic(tmp_path, deterministic):
     ranks = rank_specs(2, tmp_path / "store", "cuda", deterministic)
     assert [rank.deterministic for rank in ranks] == [deterministic] * 2
     assert [(rank.rank, rank.local_rank, rank.world_size) for rank in ranks] == [(0, 0, 2), (1, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "example.org, 127.0.0.1"}, "example.org,127.0.0.1,localhost,::1"),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,localhost,127.0.0.1,::1"),  # as Python's libraries choose
+        ({"NO_PROXY": "*"}, "*"),
+    ],
+)
+def test_no_proxy_is_asked_for_this_host(given, expected, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**given, "HTTP_PROXY": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    prepare_process()
+    assert os.environ["NO_PROXY"] == expected
+    with socketserver.TCPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert httpx.get(url).status_code == httpx.codes.NOT_IMPLEMENTED  # of the server itself: a proxy would refuse
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(url)
+        server.shutdown()

@@ -17,8 +17,9 @@ with kept_in_memory(sys.argv[1]) as folder:
 
 LEAVE = """
 import os, sys
-from storage.ownership.scratch import new_folder
-folder = new_folder(memory=sys.argv[1] == "memory")
+from storage.ownership.scratch import new_folder, socket_folder
+held = socket_folder()
+folder = held.__enter__() if sys.argv[1] == "sockets" else new_folder(memory=sys.argv[1] == "memory")
 (folder / "state").write_bytes(b"x")
 print(folder, flush=True)
 input()
@@ -31,7 +32,7 @@ def test_a_folder_is_there_for_a_block():
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", ["memory", "disk", "sockets"])
 def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(where):
     command = [sys.executable, "-c", LEAVE, where]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -48,10 +49,10 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(where):
 
 def test_folders_of_others_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in ("ratchet-abc", "ratchet-000000000000-1-2-abc", "other-1-2-3"):
+    for name in ("ratchet-abc", "ratchet-000000000000-1-2-abc", "other-1-2-3", "rt-0000001-2-0"):
         (tmp_path / name).mkdir()
     assert sweep() == []
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def holding(mark):
