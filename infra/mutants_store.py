@@ -241,7 +241,7 @@ STORE = (
         "folder-of-a-killed-archive",
         "a killed archive leaves its temporary folder for ever",
         "storage/ownership/scratch.py",
-        'prefix=f"ratchet-{_short(own)}-{own.process}-{own.birth or 0}-"',
+        'prefix=f"ratchet-{_digest(own, 6)}-{own.process}-{own.birth or 0}-"',
         'prefix="ratchet-"',
         _ARCHIVE,
     ),
