@@ -187,7 +187,7 @@ def test_the_worker_in_a_cluster_has_the_rights_of_its_jobs_and_no_others():
     assert pod["serviceAccountName"] == name
     assert container["image"] == variables["image"]["default"]
     assert container["envFrom"] == [{"secretRef": {"name": variables["secret"]["default"]}}]
-    assert container["command"][container["command"].index("--pool") + 1] == POOL
+    assert container["command"] == ["python", "-m", "flows.site.worker", "kubernetes"]
     claim = found["PersistentVolumeClaim"]["metadata"]["name"]
     assert volume["persistentVolumeClaim"]["claimName"] == claim
     assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"]]
