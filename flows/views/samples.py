@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import Manifest, find, load, need
+from storage.revisions import read_revisions
 from storage.upkeep.archive import SAMPLES, Texts, scored, without_texts
 from storage.upkeep.catalog import names, names_of, require_run
 from tasks.config.stored import stored_config
@@ -159,7 +160,8 @@ def chosen(
     root: Root, run: str, iteration: int, choice: Choice, texts: StoredTexts | None, policy: PolicyConfig
 ) -> Samples:
     """The chosen samples of an iteration that has a rollout."""
-    rollout, reward = need(root, run, iteration, Stage.ROLLOUT), find(root, run, iteration, Stage.REWARD)
+    seen = read_revisions(root, run)  # once: both are of one revision
+    rollout, reward = need(root, run, iteration, Stage.ROLLOUT, seen), find(root, run, iteration, Stage.REWARD, seen)
     table = scored(root, rollout, reward)
     rewards = table["reward"].cast(pa.float64()).to_numpy()
     rows = choice.rows(table["prompt_id"].to_pylist(), np.where(np.isfinite(rewards), rewards, np.nan))

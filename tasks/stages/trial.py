@@ -11,6 +11,7 @@ from storage.backends.root import Root
 from storage.errors import InputError
 from storage.manifest import find, need
 from storage.parts import read_parts, read_table
+from storage.revisions import Revisions, read_revisions
 from storage.schema import PROMPTS, REWARD, ROLLOUT
 from tasks.config.reward import RewardSection
 from tasks.rewards.pool import Response
@@ -78,10 +79,11 @@ def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> 
         InputError: the iteration has no samples, or the function cannot be found.
         StageFailed: the function cannot be imported.
     """
-    responses = _stored_responses(root, run, iteration)
+    seen = read_revisions(root, run)  # once: samples and scores of one revision
+    responses = _stored_responses(root, run, iteration, seen)
     scored = score_responses(section, responses, patient=True)
     scores = [score for score in scored.scores if score is not None]
-    before = _stored_rewards(root, run, iteration)
+    before = _stored_rewards(root, run, iteration, seen)
     counted = metrics(scores)
     stored = [before.get((one.prompt_id, one.sample_id)) for one in responses]
     return Trial(
@@ -100,19 +102,19 @@ def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> 
     )
 
 
-def _stored_responses(root: Root, run: str, iteration: int) -> list[Response]:
-    rollout = find(root, run, iteration, Stage.ROLLOUT)
+def _stored_responses(root: Root, run: str, iteration: int, seen: Revisions) -> list[Response]:
+    rollout = find(root, run, iteration, Stage.ROLLOUT, seen)
     if rollout is None:
         raise InputError(f"run {run!r} has no samples of iteration {iteration}: `ratchet show {run}` lists what it has")
-    prepared = need(root, run, 0, Stage.PREPARE)
+    prepared = need(root, run, 0, Stage.PREPARE, seen)
     table = read_table(root, rollout, ROLLOUT, _NEEDED)
     records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
     texts = stored_codec(root, Prepared(prepared)).decode_column(table["response_tokens"])
     return responses_of(table, texts, records, iteration)
 
 
-def _stored_rewards(root: Root, run: str, iteration: int) -> dict[tuple[str, int], float | None]:
-    reward = find(root, run, iteration, Stage.REWARD)
+def _stored_rewards(root: Root, run: str, iteration: int, seen: Revisions) -> dict[tuple[str, int], float | None]:
+    reward = find(root, run, iteration, Stage.REWARD, seen)
     if reward is None:
         return {}
     names = ["prompt_id", "sample_id", "reward"]
