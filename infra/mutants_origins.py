@@ -146,6 +146,14 @@ ORIGINS = (
         _EVALUATION,
     ),
     Mutant(
+        "imported-files-uncounted",
+        "a file that a reward function imports may change unseen",
+        "tasks/rewards/scorer.py",
+        "    return sorted(one for one in files - {own} if one.is_file() and not _is_installed(one))\n",
+        "    return []\n",
+        ("tests/tasks/rewards/test_rewards.py",),
+    ),
+    Mutant(
         "functions-of-one-name",
         "of two files of one name only one counts as what scores are made of",
         "tasks/rewards/scoring.py",

@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,9 @@ from tasks.rewards.words import described, storable
 
 _PARENT_DEATH_SIGNAL = 1
 _FILE_MODULE = "ratchet_reward_file"
+_OURS = {"flows", "tasks", "trainer_core", "storage"}
+_INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARY = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")}
 
 
 def serve(order: Mapping[str, Any], samples: int, answers: int, said: int) -> NoReturn:
@@ -47,12 +51,29 @@ def serve(order: Mapping[str, Any], samples: int, answers: int, said: int) -> No
 
 
 def _prepared(order: Mapping[str, Any]) -> tuple[Caller, str]:
+    before = set(sys.modules)
     function, file = _loaded(order["place"], order["attribute"], order["text"])
     if not callable(function):
         raise NotCallable(f"{order['attribute']} is a {type(function).__name__}, not a function")
     caller = Caller(function, order["arguments"], order["weights"], order["batch"], caught=BaseException)
-    text = order["text"].encode() if order["text"] is not None else file.read_bytes()
-    return caller, xxhash.xxh3_128_hexdigest(text)  # storage.digest would import pyarrow, whose threads forbid a fork
+    own, text = (file, file.read_bytes()) if order["text"] is None else (Path(order["place"]), order["text"].encode())
+    read = [text, *(one.read_bytes() for one in _imported(before, own))]
+    # storage.digest would import pyarrow, whose threads forbid a fork
+    digests = [xxhash.xxh3_128_hexdigest(one) for one in read]
+    return caller, digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+
+def _imported(before: Set[str], own: Path) -> list[Path]:
+    """The other files of the user's own that the import of a function has read: not of installed packages, not ours."""
+    new = {name: one for name, one in sys.modules.items() if name not in before and isinstance(one, types.ModuleType)}
+    theirs = [vars(one).get("__file__") for name, one in new.items() if name.partition(".")[0] not in _OURS]
+    files = {Path(place) for place in theirs if isinstance(place, str)}
+    return sorted(one for one in files - {own} if one.is_file() and not _is_installed(one))
+
+
+def _is_installed(file: Path) -> bool:
+    parts = file.parts
+    return bool(_INSTALLED & set(parts)) or any(file.is_relative_to(place) for place in _LIBRARY)
 
 
 def _loaded(place: str, attribute: str, text: str | None) -> tuple[Any, Path]:

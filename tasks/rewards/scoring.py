@@ -26,7 +26,8 @@ class Scores:
     scores: list[Score | None]
     """In the order of the responses; None where scoring ended before, because too many had failed."""
     sources: Mapping[str, str]
-    """By name of a function: the digest of its file, or the version of one of ours."""
+    """By name of a function: the digest of its file and of the user's own files that it imports, or the version of one
+    of ours."""
 
 
 def score_responses(section: RewardSection, responses: Sequence[Response], patient: bool = False) -> Scores:
@@ -49,7 +50,7 @@ def score_responses(section: RewardSection, responses: Sequence[Response], patie
 
 
 def sources_of(section: RewardSection) -> dict[str, str]:
-    """What the functions are made of now, by name, as scores made now would name it. Only packages are imported.
+    """What the functions are made of now, by name, as scores made now would name it. What imports is imported for that.
 
     Raises:
         InputError: a function cannot be found, or a secret is not set.
@@ -61,7 +62,9 @@ def sources_of(section: RewardSection) -> dict[str, str]:
 def _source(order: ScoringOrder) -> str:
     if order.target.version is not None:
         return f"version {order.target.version}"
-    return source_in_process(order) if order.target.text is None else bytes_digest(order.target.text.encode())
+    text = order.target.text
+    alone = text is not None and "import" not in text  # otherwise files that it imports may change
+    return bytes_digest(text.encode()) if text is not None and alone else source_in_process(order)
 
 
 def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str, str]:

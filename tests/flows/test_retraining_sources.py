@@ -144,23 +144,28 @@ def test_a_batch_is_the_same_after_a_kill(root: Root, tmp_path: Path):
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module that a scoring process can import; its name does not change with its content."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # two versions within a second look alike to its cache
     return tmp_path / "scoring_package.py"
 
 
 def version(package: Path, number: int) -> None:
-    package.write_text(f"def score(record, response):\n    return {number}.0\n")
+    """Of another size each, or two within a second would look alike to Python's cache."""
+    package.write_text(f"def score(record, response):\n    return {number}.0\n{'#' * number}")
 
 
-def test_two_versions_of_a_package_never_score_one_selection(root: Root, package: Path, monkeypatch):
+@pytest.mark.parametrize("imported", [False, True], ids=["package", "imported by a file"])
+def test_two_versions_of_a_package_never_score_one_selection(root: Root, package: Path, monkeypatch, imported: bool):
     """Not even if each attempt scores what the one before has left."""
+    function = "scoring_package:score"
+    if imported:
+        (package.parent / "mine.py").write_text("from scoring_package import score\n")
+        function = f"{package.parent}/mine.py:score"
     monkeypatch.setattr("tasks.stages.rescore._TOGETHER", 1)  # a process for each share
     version(package, 1)
     for number in (1, 2):
         version(package, number)
         with pytest.raises(Killed):
-            retrain(root, "re", "scoring_package:score", killing(Stage.RESCORE, 0, Point.MID_PART, 1))
-    retrain(root, "re", "scoring_package:score")
+            retrain(root, "re", function, killing(Stage.RESCORE, 0, Point.MID_PART, 1))
+    retrain(root, "re", function)
     assert set(rewards(root, "re")) == {2.0}
     assert len(root.keys("re/manifests/000000/rescore.r0.pieces")) == 1 + 2
 

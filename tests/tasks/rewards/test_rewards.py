@@ -369,4 +369,22 @@ def test_a_source_is_the_file_the_function_is_from(own, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(own).parent))
     (Path(own).parent / "outer.py").write_text("from own import default\n")
     found = score_responses(RewardSection(function="outer:default"), responses(["a"]))
-    assert found.sources == {"outer:default": file_digest(own)[0]}
+    (read,) = found.sources.values()
+    assert len({read, file_digest(own)[0], file_digest(Path(own).parent / "outer.py")[0]}) == 3  # both files count
+
+
+@pytest.mark.parametrize(
+    ("imported", "counts"),
+    [("import beside", True), ("from beside import number", True), ("import re, json", False), ("import numpy", False)],
+)
+def test_a_source_is_also_what_its_file_imports(tmp_path, imported, counts):
+    """The user's own files, not the libraries."""
+    text = f"{imported}\ndef score(record, response):\n    return 1\n"
+    (tmp_path / "my.py").write_text(text)
+    section = RewardSection(function=f"{tmp_path}/my.py:score")
+    found = []
+    for number in (1, 2):
+        (tmp_path / "beside.py").write_text(f"number = {number}\n{'#' * number}")  # another size: no cache of the first
+        found.append(sources_of(section)["my.py:score"])
+        assert score_responses(section, responses(["42"])).sources == {"my.py:score": found[-1]}
+    assert (found[0] != found[1]) == counts == (bytes_digest(text.encode()) not in found)

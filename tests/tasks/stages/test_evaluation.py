@@ -182,12 +182,12 @@ def stopped() -> None:
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module that a scoring process can import; its name does not change with its content."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # two versions within a second look alike to its cache
     return tmp_path / "evaluated_package.py"
 
 
 def scored_by(package: Path, number: int) -> RunConfig:
-    package.write_text(f"def score(record, response):\n    return {number}.0\n")
+    # of another size each, or two within a second would look alike to Python's cache
+    package.write_text(f"def score(record, response):\n    return {number}.0\n{'#' * number}")
     return small_config([f"reward.function={package.stem}:score"])
 
 
