@@ -315,7 +315,8 @@ def test_several_functions_are_summed_by_weight(own):
     assert found.scores[0].reward == 2 * 1 + 0.5 * shape
     parts = {"shape/tokens": 7.0, "shape/id": 0.0, "shape/at": 3.0, "shape/stopped": 1.0, "shape/named": 1.0}
     assert found.scores[0].components == {"right": 1.0, "shape": shape, **parts}
-    assert found.sources == {"exact_match": "version 2", "own.py:three": bytes_digest(OWN.encode())}
+    read = bytes_digest(OWN.encode()) + bytes_digest(b"ONE = 1\n")
+    assert found.sources == {"exact_match": "version 2", "own.py:three": bytes_digest(read.encode())}
 
 
 def test_one_failing_function_of_several_leaves_the_sample_without_a_score():
