@@ -53,6 +53,8 @@ SHARES = {
     "tests/flows/test_prefect_tasks.py": "tests/flows/server",
     "tests/flows/views/test_artifacts.py": "tests/flows/server",
 }
+OVER_ANY_BACKEND = ("tests/storage/ownership/", "tests/storage/upkeep/")
+"""Of these the quick tests take local files alone: what differs by backend is in tests/storage/backends."""
 BYTES_OF_A_WORKER = 4 << 30  # an engine and two ranks at once
 
 
@@ -61,6 +63,10 @@ def group_of(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
     named = [group for group in GROUPS if nodeid == group or nodeid.startswith((f"{group}/", f"{group}::"))]
     return SHARES.get(file) or max(named, key=len, default=file)
+
+
+def _parameter(item: pytest.Item, name: str) -> object:
+    return item.callspec.params.get(name) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -101,7 +107,11 @@ def pytest_collection() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(OVER_ANY_BACKEND) and _parameter(item, "any_root") == "s3":
+            item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {group: place for place, group in enumerate(GROUPS)}
         items.sort(key=lambda item: places.get(group_of(item.nodeid), len(GROUPS)))

@@ -15,6 +15,8 @@ CONFIG = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3), max_length
 TOLD = """
 import torch
 from trainer_core.platform.platform import use_deterministic_kernels
+
+pytestmark = pytest.mark.slow
 assert not torch.are_deterministic_algorithms_enabled()
 use_deterministic_kernels()
 assert torch.are_deterministic_algorithms_enabled()

@@ -50,6 +50,8 @@ NO_GPU = """
 import torch
 from storage.errors import InputError
 from trainer_core.platform.platform import prepare
+
+pytestmark = pytest.mark.slow
 torch.cuda.is_available = lambda: False
 try:
     prepare("cuda")

@@ -20,6 +20,8 @@ from tests.trainer_core.ranks import run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.state.comparison import compare_states
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "single": ParallelConfig(),
     "dp2": ParallelConfig(data=2),

@@ -8,6 +8,8 @@ from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 
+pytestmark = pytest.mark.slow
+
 SINGLE = ParallelConfig()
 EP2 = ParallelConfig(data=2, expert=2)
 CP2 = ParallelConfig(context=2)

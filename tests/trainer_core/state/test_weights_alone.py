@@ -13,6 +13,8 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.state.comparison import compare_states
 from trainer_core.state.facts import needed_for_weights
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "single": ParallelConfig(),
     "pp2": ParallelConfig(pipeline=2),
