@@ -54,9 +54,17 @@ class Overtaken(CommitConflict):
 class DigestMismatch(StorageError):
     """Bytes read differ from the digest that the manifest records."""
 
+    exit_code = 2
+
+
+class WrongRecord(DigestMismatch):
+    """A record is missing, or is not the one that was written in its place: lost, copied or moved by hand."""
+
 
 class PartMissing(StorageError):
     """A manifest names a part that is not there: lost, or removed by retention."""
+
+    exit_code = 2
 
 
 class ForeignCode(StorageError):
@@ -75,6 +83,8 @@ class LeaseLost(StorageError):
 
 class SchemaMismatch(StorageError):
     """A part or manifest was written under a schema or format that this version cannot read."""
+
+    exit_code = 2
 
 
 class AccumulationPending(RatchetError):

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from storage.backends.root import Root
 from storage.digest import bytes_digest
-from storage.errors import DigestMismatch, SchemaMismatch
+from storage.errors import DigestMismatch, SchemaMismatch, WrongRecord
 
 _PLACE = b',\n "place": '  # of the record itself: a member of a part of it is indented more
 _SEAL = b',\n "checksum": "'
@@ -33,7 +33,8 @@ def read[M: BaseModel](root: Root, key: str, kind: type[M]) -> M:
     Raises:
         NotCommitted: there is none.
         DigestMismatch: its text is not what was written.
-        SchemaMismatch: it is not a record of this kind, or that of another key.
+        SchemaMismatch: it is not a record of this kind.
+        WrongRecord: it is that of another key.
     """
     where = f"{root.url}/{key}"
     return parse(unseal(root.read_bytes(key), where, key), kind, where)
@@ -76,7 +77,7 @@ def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
 
     Raises:
         DigestMismatch: the checksum does not match.
-        SchemaMismatch: it belongs to another key.
+        WrongRecord: it belongs to another key.
     """
     body, _, tail = data.rpartition(_SEAL)
     if tail != bytes_digest(body).encode() + _END:
@@ -85,7 +86,7 @@ def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
         )
     text, _, place = body.rpartition(_PLACE)
     if text and key is not None and place != json.dumps(key).encode():
-        raise SchemaMismatch(
+        raise WrongRecord(
             f"{where} holds the record of {place.decode(errors='replace')}: it was copied or renamed by hand. "
             "Remove it, or restore the original"
         )

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveI
 from storage import layout, records
 from storage.backends.root import Root
 from storage.digest import bytes_digest
-from storage.errors import InputError, SchemaMismatch
+from storage.errors import InputError, WrongRecord
 from storage.ids import StageName
 from storage.parallel import each
 
@@ -184,7 +184,8 @@ def read_revisions(root: Root, run: str) -> Revisions:
 
     Raises:
         DigestMismatch: a record is damaged.
-        SchemaMismatch: one is missing, is not the one that was written, contradicts others, or is of a later version.
+        SchemaMismatch: one is of a later version.
+        WrongRecord: one is missing, is not the one that was written, or contradicts others.
     """
     copies = _copies(root, run)  # first: each is written after its record
     reruns, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
@@ -196,7 +197,7 @@ def read_revisions(root: Root, run: str) -> Revisions:
     lost = (_needed(run, found, reruns, choices) | copies.keys()) - {*reruns.values(), *choices.values()}
     if lost:
         back = [f"{copies[key][0]} to {key}" for key in sorted(lost) if key in copies]
-        raise SchemaMismatch(
+        raise WrongRecord(
             f"{root.url}/{layout.revision_folder(run)} lacks records: {', '.join(sorted(lost))}, so it is not known "
             f"which revision is the head. {_COPY_BACK.format(', '.join(back)) if back else _RESTORE}"
         )
@@ -222,7 +223,7 @@ def _read[M: BaseModel](root: Root, copies: Mapping[str, list[str]], key: str, k
     where, data = f"{root.url}/{key}", root.read_bytes(key)
     record = records.parse(records.unseal(data, where, key), kind, where)
     if key in copies and layout.copy_key(key, bytes_digest(data)) not in copies[key]:
-        raise SchemaMismatch(f"{where} is not what was written. {_COPY_BACK.format(f'{copies[key][0]} to {key}')}")
+        raise WrongRecord(f"{where} is not what was written. {_COPY_BACK.format(f'{copies[key][0]} to {key}')}")
     return record
 
 
@@ -234,8 +235,8 @@ def _needed(run: str, found: Revisions, reruns: Iterable[int], choices: Iterable
     return {key_of(run, number) for key_of, end in numbered.items() for number in range(1, end + 1)}
 
 
-def _impossible(root: Root, key: str, what: str) -> SchemaMismatch:
-    return SchemaMismatch(f"{root.url}/{key} says {what}: no process writes that. {_RESTORE}")
+def _impossible(root: Root, key: str, what: str) -> WrongRecord:
+    return WrongRecord(f"{root.url}/{key} says {what}: no process writes that. {_RESTORE}")
 
 
 def record_rerun(root: Root, run: str, rerun: Rerun) -> bool:
@@ -258,7 +259,7 @@ def keep_copies(root: Root, run: str) -> None:
     """Write the second copies that a process was killed before it wrote.
 
     Raises:
-        DigestMismatch, SchemaMismatch: a record that has none is damaged, or was copied there.
+        DigestMismatch, WrongRecord: a record that has none is damaged, or was copied there.
     """
     for key in uncopied(root, run):
         data = root.read_bytes(key)

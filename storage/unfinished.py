@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import NotCommitted, SchemaMismatch
+from storage.errors import NotCommitted, WrongRecord
 from storage.manifest import Part
 from storage.parts import PartWriter
 
@@ -40,7 +40,7 @@ def read_piece(root: Root, key: str) -> Part:
     """The part that the record at `key` names; raises as `records.read`."""
     part = records.read(root, key, PieceRecord).part
     if not part.key.startswith(f"{layout.parts_of_piece(key)}/"):
-        raise SchemaMismatch(f"{root.url}/{key} names {part.key}, which another stage made. Remove the record")
+        raise WrongRecord(f"{root.url}/{key} names {part.key}, which another stage made. Remove the record")
     return part
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, NotCommitted, SchemaMismatch
+from storage.errors import DigestMismatch, NotCommitted, SchemaMismatch, WrongRecord
 from storage.ownership.process import Owner
 from storage.parallel import each
 
@@ -86,7 +86,7 @@ def read(root: Root, run: str, number: int) -> Entry:
     key = layout.lease_key(run, number)
     entry = records.read(root, key, Entry)
     if entry.number != number:  # of an earlier version, whose records carry no place
-        raise SchemaMismatch(f"{root.url}/{key} holds entry {entry.number}: it was copied or renamed by hand")
+        raise WrongRecord(f"{root.url}/{key} holds entry {entry.number}: it was copied or renamed by hand")
     return entry
 
 

@@ -10,7 +10,15 @@ from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, InputError, NotCommitted, SchemaMismatch, StorageError, StorageUnavailable
+from storage.errors import (
+    DigestMismatch,
+    InputError,
+    NotCommitted,
+    SchemaMismatch,
+    StorageError,
+    StorageUnavailable,
+    WrongRecord,
+)
 from storage.ids import check_run_name, is_run_name
 from storage.manifest import Manifest, Part, load
 from storage.ownership.lease import describe, holder
@@ -203,7 +211,7 @@ def check_not_removed(root: Root, run: str) -> None:
 
     Raises:
         InputError: it was.
-        SchemaMismatch: the record of that is of another run.
+        WrongRecord: the record of that is of another run.
     """
     try:
         records.read(root, layout.removal_key(run), Removal)
@@ -237,14 +245,14 @@ def check_asked(root: Root, run: str, recorded: Names) -> None:
     """Refuse work that was done in a revision of which no record is there: another request would take it for its own.
 
     Raises:
-        SchemaMismatch: there is such work.
+        WrongRecord: there is such work.
     """
     last = len(recorded.revisions.reruns)
     made = (*recorded.manifests, *recorded.pieces, *recorded.attempts)
     beyond = [key for key in made if layout.revision_of(key) > last]
     if beyond:
         record = layout.rerun_key(run, layout.revision_of(beyond[0]))
-        raise SchemaMismatch(
+        raise WrongRecord(
             f"{root.url}/{beyond[0]} was made in a revision whose record {record} is lost, so it is not known which "
             f"revision is the head. Restore the record from a copy of the root, or remove all that was made there: "
             f"{len(beyond)} objects of that number and higher ones"
@@ -320,7 +328,7 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
 def _retirement(root: Root, key: str, manifest: Manifest | None) -> Retired:
     record = records.read(root, key, Retired)
     if manifest is not None and record.manifest != manifest.digest:
-        raise SchemaMismatch(
+        raise WrongRecord(
             f"{root.url}/{key} says that manifest {record.manifest} was retired, and {manifest.digest} is there: it "
             "was copied by hand. Remove it, or restore the original"
         )

@@ -15,7 +15,7 @@ from flows.views.history import synced_iterations
 from flows.views.samples import scored_samples
 from storage import layout
 from storage.backends.root import Root, open_root
-from storage.errors import InputError, SchemaMismatch
+from storage.errors import InputError, WrongRecord
 from storage.kill_points import Point
 from storage.manifest import Manifest, find, need
 from storage.ownership.lease import hold
@@ -274,7 +274,7 @@ def test_work_of_a_rerun_whose_record_is_lost_is_not_gone_on_with(root, tmp_path
     for key in [*root.keys(layout.copy_folder(RUN)), *root.keys(layout.revision_folder(RUN))]:
         root.remove(key)  # as a power cut would
     for iterations in (3, 4):
-        with pytest.raises(SchemaMismatch, match=r"whose record small/revisions/rerun-000001.json is lost"):
+        with pytest.raises(WrongRecord, match=r"whose record small/revisions/rerun-000001.json is lost"):
             rerun(root, RUN, wanted(Stage.REWARD, 3)) if iterations == 3 else drive(root, tmp_path, asked_for(4))
     assert not verify(root, RUN).sound
 

@@ -4,7 +4,7 @@ import pytest
 
 from storage import layout
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, InputError, SchemaMismatch
+from storage.errors import DigestMismatch, InputError, WrongRecord
 from storage.manifest import find
 from storage.revisions import FIRST, Revisions, read_revisions, record_choice, record_rerun
 from tasks.stages.names import LOOP, Stage
@@ -77,7 +77,7 @@ def test_a_record_that_is_gone_is_noticed(root: Root):
     record_rerun(root, "run", rerun(1, TRAIN, 1))
     record_choice(root, "run", choice(1), 1)
     root.remove(layout.rerun_key("run", 1))
-    with pytest.raises(SchemaMismatch, match=r"lacks records: run/revisions/rerun-000001.json"):
+    with pytest.raises(WrongRecord, match=r"lacks records: run/revisions/rerun-000001.json"):
         read_revisions(root, "run")
 
 

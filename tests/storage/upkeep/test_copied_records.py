@@ -10,7 +10,7 @@ import pytest
 
 from storage import layout, records
 from storage.backends.root import Root, open_root
-from storage.errors import RatchetError, SchemaMismatch, StorageError
+from storage.errors import RatchetError, StorageError, WrongRecord
 from storage.manifest import commit, need
 from storage.ownership.lease import acquire, hold, unlock
 from storage.ownership.log import newest
@@ -83,7 +83,7 @@ def test_a_piece_that_was_copied_over_another_doubles_no_prompt(root):
         keep_piece(writer, name, writer.write_bytes(f"{name}.arrow", name.encode())) for name in ("00000", "00001")
     ]
     copied(*keys)(root)
-    with pytest.raises(SchemaMismatch, match=rf"{keys[1]} holds the record of \"{keys[0]}\": .* Remove it"):
+    with pytest.raises(WrongRecord, match=rf"{keys[1]} holds the record of \"{keys[0]}\": .* Remove it"):
         find_piece(writer, "00001")
     assert find_piece(writer, "00000") == parts[0]
     assert (Problem.DAMAGED, keys[1]) in {(one.fault, one.key) for one in verify(root, RUN).findings}
@@ -99,7 +99,7 @@ def test_a_piece_without_a_place_names_a_part_of_its_own_stage(root, stage):
     theirs = layout.piece_key(RUN, other.iteration, stage, 0, "00000")
     text = root.read_bytes(theirs).replace(f',\n "place": "{theirs}"'.encode(), b"")
     root.put_if_absent(layout.piece_key(RUN, 4, Stage.ROLLOUT, 0, "00000"), sealed_again(text))
-    with pytest.raises(SchemaMismatch, match=r"which another stage made\. Remove the record"):
+    with pytest.raises(WrongRecord, match=r"which another stage made\. Remove the record"):
         find_piece(writer, "00000")
 
 
@@ -136,7 +136,7 @@ def test_a_lease_that_cannot_be_read_stops_one_run_and_is_freed_on_request(two, 
 def test_a_holder_notices_that_its_lease_was_ended_behind_an_entry_that_cannot_be_read(root):
     lease = acquire(root, RUN, this_process("test"))
     copied(entry(1), entry(5))(root)
-    with pytest.raises(SchemaMismatch, match="--force"):
+    with pytest.raises(WrongRecord, match="--force"):
         lease.check()
     unlock(root, RUN, this_process("another"), force=True)
     with pytest.raises(RatchetError, match="ended by another"):
@@ -221,7 +221,7 @@ def test_sources_of_a_later_form_are_named_and_hinder_no_other_run(two, data):
 def test_a_copied_record_of_a_removal_removes_nothing(two):
     records.publish(two, layout.removal_key("other"), Removal(time=datetime.now(UTC)))
     copied(layout.removal_key("other"), layout.removal_key(RUN))(two)
-    with pytest.raises(SchemaMismatch, match=r'holds the record of "other/removal\.json": .* Remove it'):
+    with pytest.raises(WrongRecord, match=r'holds the record of "other/removal\.json": .* Remove it'):
         check_not_removed(two, RUN)
     two.remove(layout.removal_key(RUN))
     check_not_removed(two, RUN)

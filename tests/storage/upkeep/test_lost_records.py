@@ -10,7 +10,7 @@ import pytest
 from storage import layout
 from storage.attempts import begin
 from storage.backends.root import Root, open_root
-from storage.errors import DigestMismatch, SchemaMismatch
+from storage.errors import DigestMismatch, SchemaMismatch, WrongRecord
 from storage.manifest import commit, need
 from storage.ownership.lease import hold
 from storage.parts import PartWriter
@@ -87,7 +87,7 @@ LOST = {
 def test_a_head_is_never_another_because_of_a_record(redone, change):
     change(redone)
     for use in (names, summaries_of, lambda *_: choosing(redone, 0), lambda *_: asking(redone)):
-        with pytest.raises((SchemaMismatch, DigestMismatch), match=r"run/(revisions|manifests)/"):
+        with pytest.raises((SchemaMismatch, WrongRecord, DigestMismatch), match=r"run/(revisions|manifests)/"):
             use(redone, RUN)
     report = verify(redone, RUN)
     assert not report.sound
@@ -96,7 +96,7 @@ def test_a_head_is_never_another_because_of_a_record(redone, change):
 
 
 def summaries_of(root: Root, run: str) -> None:
-    raise SchemaMismatch(str(next(one.damaged for one in summaries(root) if one.run == run)))
+    raise WrongRecord(str(next(one.damaged for one in summaries(root) if one.run == run)))
 
 
 def choosing(root: Root, revision: int):
@@ -117,7 +117,7 @@ def test_the_repair_that_is_advised_works(redone, way):
     for _ in range(9):
         try:
             read_revisions(redone, RUN)
-        except SchemaMismatch as error:
+        except WrongRecord as error:
             for source, target in re.findall(r"(\S+/copies/\S+\.json) to ([^\s,]+)", str(error)):
                 copied(source, target)(redone)
             for key in re.findall(r"(\S+) holds the record of .* Remove it", str(error)):
@@ -165,7 +165,7 @@ def test_what_a_lost_rerun_made_is_not_taken_for_that_of_the_next(root, kind):
         keep_piece(writer, "00000", writer.write_bytes("groups.arrow", b"done"))
     else:
         begin(root, RUN, 2, Stage.ROLLOUT, "host:1", 1)
-    with pytest.raises(SchemaMismatch, match=r"whose record run/revisions/rerun-000001.json is lost"):
+    with pytest.raises(WrongRecord, match=r"whose record run/revisions/rerun-000001.json is lost"):
         asking(root)
     assert not verify(root, RUN).sound
 
@@ -189,5 +189,5 @@ def test_every_record_says_where_it_belongs(redone):
     )
     assert all(any(kind in key for key in placed) for kind in kinds)
     for key in placed:
-        with pytest.raises(SchemaMismatch, match="copied or renamed"):
+        with pytest.raises(WrongRecord, match="copied or renamed"):
             unseal(redone.read_bytes(key), key, "run/elsewhere.json")
