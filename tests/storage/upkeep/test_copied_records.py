@@ -148,6 +148,8 @@ STRAYS = [
     "lease/000000001 (copy).json",
     "lease/._000000001.json",
     "lease/backup.json",
+    "lease/000000077 (copy).json",
+    "lease/77.json",
     "lease/1.json",
     "lease/0000000001.json",
     "lease/note",
