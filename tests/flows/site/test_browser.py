@@ -77,7 +77,7 @@ def in_the_way(folder: Path) -> None:
 KINDS = {
     "reward": Kind(
         file("my_reward.py", _BAD), file("my_reward.py", _GOOD), ("KeyError", "responses have no score"),
-        Stage.REWARD, ("reward.function=my_reward.py:score", "reward.processes=1"),
+        Stage.REWARD, ("reward.function=my_reward.py:score", "reward.processes=1", "reward.try=false"),
     ),
     "engine": Kind(
         file("fail-rollout", "WorkerLost|engine 0 died during generate|1"), gone("fail-rollout"),
