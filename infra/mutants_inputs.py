@@ -175,4 +175,20 @@ INPUTS = (
         "lambda one: one <= _INT32)",
         _IMPORT,
     ),
+    Mutant(
+        "names-of-bytes",
+        "a name that is no UTF-8 is met when the run is recorded",
+        "tasks/config/document.py",
+        "        json.dumps(document, ensure_ascii=False, default=str).encode()\n",
+        "",
+        ("tests/tasks/data/test_sources.py",),
+    ),
+    Mutant(
+        "fields-of-no-record",
+        "a misspelt id_field or answer_field has no effect, and this is not said",
+        "tasks/data/sources.py",
+        "    _check_fields(data, made)\n",
+        "",
+        ("tests/tasks/data/test_sources.py",),
+    ),
 )

@@ -1,6 +1,7 @@
 """The document that defines a run: TOML in, frozen models out, all errors in one message."""
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,9 +103,16 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
         InputError: all errors, one per line.
     """
     try:
+        json.dumps(document, ensure_ascii=False, default=str).encode()
         return RunConfig.model_validate(document)
     except ValidationError as error:
         raise InputError(f"configuration {shown_text(where)} cannot be used:\n{explained(error)}") from None
+    except UnicodeEncodeError as error:  # a file's name, or a --set, in another encoding
+        text = shown_text(error.object[: error.end].rpartition('"')[2])
+        raise InputError(
+            f"configuration {shown_text(where)} cannot be used: {text!r} in it is not UTF-8, so it cannot be recorded. "
+            "Rename the file, or correct the text"
+        ) from None
 
 
 def explained(error: ValidationError) -> str:

@@ -22,6 +22,12 @@ def located(name: str, folder: Path | None) -> str:
     places = (
         [Path(name).expanduser()] if folder is None else [folder / Path(name).expanduser(), Path(name).expanduser()]
     )
-    # Path.glob takes no absolute pattern
-    found = next((place for place in places if place.exists() or glob.glob(str(place), recursive=True)), None)  # noqa: PTH207
+    found = next((place for place in places if _is_there(place)), None)
     return name if found is None else str(found.absolute())
+
+
+def _is_there(place: Path) -> bool:
+    try:
+        return place.exists() or bool(glob.glob(str(place), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    except OSError:  # a name that is too long, or a folder that must not be read
+        return False

@@ -12,7 +12,7 @@ import pyarrow as pa
 from storage.digest import value_digest
 from storage.errors import InputError
 from storage.ownership.scratch import scratch
-from tasks.config.data import DataSource, GeneratedAddition
+from tasks.config.data import DataSection, DataSource, GeneratedAddition
 from tasks.config.run import RunConfig
 from tasks.data.drawing import whole_weights
 from tasks.data.files import name_of, opened, state
@@ -36,6 +36,8 @@ class Counted:
     """Prompts of it in the table."""
     dropped: int = 0
     """Prompts of it that were too long."""
+    fields: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names of all fields of its records."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,24 @@ def _made(order: _Order) -> Prompts:
         digests={name: one.digests[name] for name, one in read.items()},
         notes=tuple(note for one in read.values() for note in one.notes),
     )
+    _check_fields(data, made)
     whole_weights([source.weight or 1.0 for source in data.sources("train")])
     return _with_held_out(made, data.hold_out, order.config.run.seed) if data.hold_out else made
+
+
+def _check_fields(data: DataSection, made: Prompts) -> None:
+    """Refuse the name of a field that no record has of all sources for which it is given: it would have no effect."""
+    seen: dict[tuple[str, str | None], set[str]] = {}
+    for table, counted in made.counts.items():
+        for source, one in zip(data.sources(table), counted, strict=True):
+            for given in (("id_field", source.id_field), ("answer_field", source.answer_field)):
+                seen.setdefault(given, set()).update(one.fields)
+    for (setting, name), fields in seen.items():
+        if name and name not in fields and name != DataSection.model_fields[setting].default:
+            raise InputError(
+                f"data.{setting} = {name!r}: no record has such a field, only {', '.join(sorted(fields))}. Correct "
+                "it, or leave it out"
+            )
 
 
 def _generated(order: _Order, section: GeneratedAddition) -> Prompts:
@@ -168,7 +186,7 @@ def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> 
                 rows += batch.num_rows
                 yield batch
         _check_some(source, where, rows, tally.records)
-        known.counts.append(Counted(name, rows, tally.records - rows))
+        known.counts.append(Counted(name, rows, tally.records - rows, frozenset(tally.fields)))
         known.digests.append(content.digest)
         known.notes += renderer.notes.sentences(where)
 
@@ -188,13 +206,15 @@ def _qualifier(names: Sequence[str], name: str) -> str:
 
 
 @dataclass
-class _Tally[T]:
+class _Tally:
     records: int = 0
+    fields: set[str] = field(default_factory=set)
 
-    def count(self, records: Iterator[T]) -> Iterator[T]:
-        for record in records:
+    def count(self, reads: Iterator[Read]) -> Iterator[Read]:
+        for read in reads:
             self.records += 1
-            yield record
+            self.fields.update(read.values)
+            yield read
 
 
 def _check_some(source: DataSource, where: str, rows: int, records: int) -> None:

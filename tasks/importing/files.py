@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow as pa
 
 from storage.errors import InputError
+from storage.ownership.scratch import scratch
 from tasks.data.files import fetched, path_of, reading
 from tasks.data.forms import check_different, form_of, objects, opened_parquet
 
@@ -78,8 +78,8 @@ def local_files(files: Sequence[str]) -> Iterator[list[Local]]:
     twice = next((file for file in files if files.count(file) > 1), None)
     if twice is not None:
         raise InputError(f"{twice} is named twice, so its samples would be there twice: name it once")
-    with TemporaryDirectory(prefix="ratchet-import-") as folder:
-        yield [_local(file, Path(folder, str(number))) for number, file in enumerate(files)]
+    with scratch() as folder:
+        yield [_local(file, folder / str(number)) for number, file in enumerate(files)]
 
 
 def _local(file: str, folder: Path) -> Local:

@@ -10,6 +10,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.document import parse_config
+from tasks.config.located import located
 from tasks.data.sources import Counted, prompts_of, text_codec
 from tests.tasks.data.chat_model import chat_model
 
@@ -92,6 +93,32 @@ def test_an_empty_source_is_refused(tmp_path):
         made({"train": [write_jsonl(tmp_path / "a.jsonl", sums(1)), write_jsonl(tmp_path / "b.jsonl", [])]})
 
 
+@pytest.mark.parametrize("place", ["p\udcff.jsonl", "*.jsonl"])
+def test_a_name_that_is_no_utf8_is_refused(tmp_path, place):
+    write_jsonl(tmp_path / "p\udcff.jsonl", sums(1))
+    with pytest.raises(InputError, match=r"p\\udcff.* is not UTF-8, so .* [Rr]ename the file"):
+        made({"train": f"{tmp_path}/{place}"})
+
+
+def test_a_name_that_is_too_long_is_no_file(tmp_path):
+    with pytest.raises(InputError, match="aaa does not exist"):
+        made({"train": "a" * 5000})
+    assert located("a" * 5000, tmp_path) == "a" * 5000
+
+
+@pytest.mark.parametrize("setting", ["id_field", "answer_field"])
+def test_the_name_of_a_field_has_an_effect(tmp_path, setting):
+    first = write_jsonl(tmp_path / "a.jsonl", sums(2))
+    second = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "1", "x": str(n)} for n in range(2)])
+    made({"train": [first, second], setting: "x"})  # one of them has it
+    made({"train": first, "warmup": second, setting: "x"})
+    for data in ({"train": first, setting: "x"}, {"train": [{"source": first, setting: "x"}, second]}):
+        with pytest.raises(
+            InputError, match=rf"data\.{setting} = 'x': no record has such a field, only answer, id, prompt"
+        ):
+            made(data)
+
+
 def test_weights_are_checked_before_the_start(tmp_path):
     first, second = (write_jsonl(tmp_path / f"{name}.jsonl", sums(2)) for name in "ab")
     with pytest.raises(InputError, match="give small whole numbers"):
@@ -103,7 +130,7 @@ def test_equal_content_is_tokenized_once(tmp_path):
     first = made(data)
     assert made(data) is first
     assert made(data, run={"seed": 3, "iterations": 9}) is first
-    assert made({**data, "answer_field": "other"}) is not first
+    assert made({**data, "answer_field": "prompt"}) is not first
 
 
 def test_what_was_tokenized_is_not_used_for_other_content(tmp_path):
