@@ -38,6 +38,9 @@ else
 fi
 
 echo "setup: installing the $variant stack into .venv (6 GB; minutes the first time)" >&2
+still_there() { while sleep 15; do echo "setup: still at it after $SECONDS s, $(du -sh .venv 2>/dev/null | cut -f1) so far" >&2; done; }
+still_there &
+trap 'kill %1 2>/dev/null' EXIT
 [ -x .venv/bin/python ] && is_312 .venv/bin/python || "$uv" venv --quiet --allow-existing --python "$python" .venv
 # hard links from uv's cache: a second checkout costs no disk; where links are impossible uv copies
 export UV_LINK_MODE=hardlink UV_PYTHON=.venv/bin/python UV_PYTHON_DOWNLOADS=never

@@ -260,6 +260,7 @@ def report_key(run: str, name: str) -> str:
 
 
 METRICS = "metrics.csv"
+WARMUP = "warmup.csv"
 """Name of the table of all iterations among the derived files."""
 EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
 """Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""

@@ -7,12 +7,18 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _EVERY_S = 1.0
-_LINE = re.compile(r"(\d+) of (\d+) ([a-z-]+)")
+_LINE = re.compile(r"(\d+) of (\d+) ([a-z-]+)(?:, ([a-z]+ [-+.\dainfe]+))?")
 
 logger = logging.getLogger("trainer_core.telling")
+
+
+class _Whole:
+    """Whether something is told as a whole, so that its parts are not."""
+
+    open = False
 
 
 def told[T](items: Sequence[T], unit: str) -> Iterator[T]:
@@ -23,16 +29,35 @@ def told[T](items: Sequence[T], unit: str) -> Iterator[T]:
     """
     due = 0.0
     for number, item in enumerate(items):
-        if logger.isEnabledFor(logging.INFO) and time.monotonic() >= due:
-            logger.info("%d of %d %s", number, len(items), unit)
+        if not _Whole.open and time.monotonic() >= due:
+            _tell(number, len(items), unit, "")
             due = time.monotonic() + _EVERY_S
         yield item
 
 
-def understood(line: str) -> tuple[int, int, str] | None:
-    """What a line of `told` says: how many are done, of how many, of what. None for any other line."""
+def told_whole[T](items: Sequence[T], unit: str, note: Callable[[], str]) -> Iterator[T]:
+    """Like `told`, with a note such as `loss 0.5`; what is told within an item is left out."""
+    due = 0.0
+    try:
+        _Whole.open = True
+        for number, item in enumerate(items):
+            if time.monotonic() >= due:
+                _tell(number, len(items), unit, note())
+                due = time.monotonic() + _EVERY_S
+            yield item
+    finally:
+        _Whole.open = False
+
+
+def _tell(number: int, of: int, unit: str, note: str) -> None:
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%d of %d %s%s", number, of, unit, f", {note}" if note else "")
+
+
+def understood(line: str) -> tuple[int, int, str, str] | None:
+    """What a line says: how many are done, of how many, of what, and the note, if any. None for any other line."""
     found = _LINE.fullmatch(line)
-    return (int(found[1]), int(found[2]), found[3]) if found else None
+    return (int(found[1]), int(found[2]), found[3], found[4] or "") if found else None
 
 
 def listen() -> None:

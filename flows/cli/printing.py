@@ -1,9 +1,10 @@
 """What the store commands print, for people and as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
+from flows.views.table import STEP
 from storage import layout
 from storage.manifest import Manifest
 from storage.revisions import Choice, Rerun
@@ -307,7 +308,7 @@ def _detail(stage: ShownStage) -> Iterator[str]:
     yield f"from ... to         {one.started:%Y-%m-%d %H:%M:%S} ... {one.finished:%Y-%m-%d %H:%M:%S} UTC"
     if one.schema_fingerprint:
         yield f"schema              {one.schema_fingerprint}"
-    for title, values in (("inputs", one.inputs), ("facts", one.facts), ("metrics", one.metrics)):
+    for title, values in (("inputs", one.inputs), ("facts", one.facts), ("metrics", _without_steps(one.metrics))):
         if values:
             yield f"{title}:"
             yield from (f"  {line}" for line in table([(name, str(value)) for name, value in values.items()]))
@@ -315,6 +316,11 @@ def _detail(stage: ShownStage) -> Iterator[str]:
         yield "parts:"
         rows = [(part.name, size(part.bytes), str(part.rows or "-"), part.digest, part.key) for part in one.parts]
         yield from (f"  {line}" for line in table(rows))
+
+
+def _without_steps(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The metrics but those of single steps, which `report/warmup.csv` has."""
+    return {name: value for name, value in metrics.items() if not name.startswith(STEP)}
 
 
 def _remarks(stage: ShownStage) -> str:

@@ -21,6 +21,8 @@ from tasks.stages.names import Stage
 
 _REFRESH_PER_SECOND = 4
 _BAR = 24
+_WIDE = 110  # columns from which there is room for the run's name and a bar
+_PLAIN_S = 30.0
 
 
 class Follower(Protocol):
@@ -50,6 +52,8 @@ class Progress:
         self._listeners: list[Callable[[IterationRecord], object]] = []
         self._followers: list[Follower] = []
         self._stage: tuple[int, Stage] | None = None
+        self._counting: tuple[object, int, float] | None = None
+        self._due = 0.0
         self._live = Live(
             get_renderable=self._line,
             console=self._console,
@@ -109,10 +113,23 @@ class Progress:
         for follower in self._followers:
             follower.advanced(portion)
 
-    def counted(self, done: int, of: int, unit: str) -> None:
+    def counted(self, done: int, of: int, unit: str, note: str = "") -> None:
         """Show how much of the stage that is under way is done, as a process tells it."""
-        if self._stage is not None and self._stage[1] is Stage.TRAIN:
-            self.advanced(Portion(*self._stage, done, of, unit))
+        if self._stage is None or self._stage[1] is not Stage.TRAIN:
+            return
+        portion = Portion(*self._stage, done, of, unit, note=note, left_s=self._left(done, of, unit))
+        self.advanced(portion)
+        if note and not self._console.is_terminal and time.monotonic() >= self._due:
+            self._print(f"iteration {portion.iteration}: {portion_text(portion)}")
+            self._due = time.monotonic() + _PLAIN_S
+
+    def _left(self, done: int, of: int, unit: str) -> float | None:
+        """Seconds until all is done, from when the same was first counted."""
+        now, what = time.monotonic(), (self._stage, of, unit)
+        if self._counting is None or self._counting[0] != what or done < self._counting[1]:
+            self._counting = (what, done, now)
+        _, first, since = self._counting
+        return (now - since) * (of - done) / (done - first) if done > first else None
 
     def follow(self, follower: "Follower") -> None:
         """Tell `follower` of each stage that begins, and of how much of it is done."""
@@ -133,22 +150,35 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True)
 
     def _line(self) -> Table:
-        line = Table.grid(padding=(0, 1))
-        line.add_row(
+        bar = ProgressBar(max(self._iterations, 1), self._finished, width=_BAR)
+        cells = [
             Spinner("dots"),
-            Text(self._run, style="bold"),
-            ProgressBar(max(self._iterations, 1), self._finished, width=_BAR),
+            *([Text(self._run, style="bold"), bar] if self._console.width >= _WIDE else []),
             f"{self._finished}/{self._iterations}",
-            Text(self._doing, style="cyan"),
+            Text(self._doing, style="cyan", no_wrap=True, overflow="ellipsis"),
             f"{time.monotonic() - self._since:.0f} s",
-        )
+        ]
+        line = Table.grid(padding=(0, 1))
+        for _ in cells:
+            line.add_column(no_wrap=True, overflow="ellipsis")
+        line.add_row(*cells)
         return line
 
 
 def portion_text(portion: Portion) -> str:
     """How far a stage is, in words."""
     speed = f", {portion.tokens / portion.seconds:.0f} tokens/s" if portion.tokens and portion.seconds else ""
-    return f"{portion.stage}, {portion.done} of {portion.of} {portion.unit}{speed}"
+    note = f", {portion.note}" if portion.note else ""
+    left = "" if portion.left_s is None or not portion.note else f", {duration(portion.left_s)} left"
+    return f"{portion.stage}, {portion.done} of {portion.of} {portion.unit}{speed}{note}{left}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever is short."""
+    for size, name in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def iteration_line(record: IterationRecord, iterations: int) -> str:

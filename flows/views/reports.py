@@ -16,10 +16,11 @@ from flows.views.history import IterationRecord, read_history, read_record
 from flows.views.lane import Lane, Say
 from flows.views.retrained import last_iteration
 from flows.views.samples import Choice, Samples, chosen
-from flows.views.table import MetricsFile, Row
+from flows.views.table import MetricsFile, Row, warmup_csv
 from flows.views.trackers import Tracker, trackers
+from storage import layout
 from storage.backends.root import Root
-from storage.manifest import need
+from storage.manifest import find, need
 from tasks.config.run import RunConfig
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import Stage
@@ -46,7 +47,14 @@ def write_report(root: Root, run: str, history: list[IterationRecord] | None = N
     table = MetricsFile(root, run)
     table.write(rows)
     EventFile(root, run).load(rows)
+    write_warmup(root, run)
     return store_plot(root, run, rows)
+
+
+def write_warmup(root: Root, run: str) -> None:
+    """Write the losses of the warm-up's steps, if there was one."""
+    if steps := warmup_csv(find(root, run, 0, Stage.TRAIN)):
+        root.replace(layout.report_key(run, layout.WARMUP), steps)
 
 
 def finish_report(root: Root, run: str, config: RunConfig, say: Say) -> bytes:
@@ -122,6 +130,8 @@ class Files:
         self._next = None  # until both have it
         self._table.add(row)
         self._events.add(row)
+        if row.iteration == 0:
+            write_warmup(self._root, self._run)
         self._next, self._undrawn = row.iteration + 1, True
         if time.monotonic() >= self._due:
             self._draw()

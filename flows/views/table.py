@@ -19,6 +19,9 @@ from storage.manifest import Manifest
 from tasks.config.evaluation import ASKED, PASS, SCORED_BY
 from tasks.stages.names import Stage
 
+STEP = "step/"
+"""What the metrics of single steps begin with, which have a file of their own."""
+
 SECONDS = "seconds"
 """Column with the duration of the iteration, as `IterationRecord.seconds`."""
 
@@ -52,7 +55,7 @@ def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
         for one in manifests
         # a component of a reward may be named like a number of ours, which comes last and counts
         for name, value in sorted(one.metrics.items(), key=lambda item: "/" not in item[0])
-        if value is not None and math.isfinite(value)
+        if value is not None and math.isfinite(value) and not name.startswith(STEP)
     }
     ordered = {name: values[name] for name in sorted(values, key=_place)}
     finished = manifests[-1].finished
@@ -129,6 +132,14 @@ def _line(cells: Sequence[str]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode()
+
+
+def warmup_csv(manifest: Manifest | None) -> bytes:
+    """The loss of each step of the warm-up as CSV; empty if there was none."""
+    metrics = {} if manifest is None else manifest.metrics
+    steps = sorted((int(name[len(STEP) :]), value) for name, value in metrics.items() if name.startswith(STEP))
+    lines = [_line([str(number), "" if value is None else repr(value)]) for number, value in steps]
+    return b"".join([_line(["step", "loss"]), *lines]) if lines else b""
 
 
 class MetricsFile:

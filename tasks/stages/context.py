@@ -1,5 +1,6 @@
 """What a run works with: where it is stored, what it is made from, who computes."""
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stage_settings import settings_digest
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
+from tasks.workers.group import GroupHandle
 from tasks.workers.interface import Workers
 
 
@@ -26,6 +28,8 @@ class Outcome(Protocol):
         """The view of the stage's manifest; raises what the stage raised."""
         ...
 
+
+_WORTH_A_LINE_S = 2.0
 
 Performer = Callable[[int, Callable[[], Performed], tuple[View, ...]], Outcome]
 """Runs the work of a stage where it can be observed, given the iteration, the work and its inputs."""
@@ -58,6 +62,24 @@ class Portion:
     """Tokens of what is done so far in this attempt."""
     seconds: float = 0.0
     """How long that took."""
+    note: str = ""
+    """More about it: loss 0.5."""
+    left_s: float | None = None
+    """Seconds until it is done, at the pace so far."""
+
+
+def await_start(say: Callable[[str], None], handle: GroupHandle, what: str, answer: Callable[[], object]) -> None:
+    """Wait until processes that were just started answer, and say how long that took, if it was worth a line.
+
+    Without it the time would be in whatever stage asks them first.
+    """
+    if handle.awaited:
+        return
+    clock = time.monotonic()
+    answer()
+    handle.awaited = True
+    if (took := time.monotonic() - clock) >= _WORTH_A_LINE_S:
+        say(f"started {what}: waited {took:.0f} s, which are in the time of this stage")
 
 
 class Page(Protocol):

@@ -14,7 +14,7 @@ from storage.errors import CommitConflict, DigestMismatch, StorageError, Storage
 from storage.layout import STATE
 from storage.manifest import Part
 from storage.parts import PartWriter, materialize
-from tasks.stages.context import RunContext
+from tasks.stages.context import RunContext, await_start
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
 from tasks.stages.stage import StageOutput, Work
@@ -52,6 +52,7 @@ def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> Tra
         DigestMismatch: the ranks hold something else than the manifest records after they have loaded it.
     """
     group = trainers(context, prepared)
+    await_start(context.say, group, "the trainer ranks", group.identity)
     if group.identity() != state.digest:
         if not _loaded_from_memory(context, group, state):
             context.outbox.settle()  # ranks that died may have left a state that is not stored yet

@@ -1,6 +1,6 @@
 """Engines that serve the weights of an iteration: found so, or brought to it, with the same proof as a weight sync."""
 
-from tasks.stages.context import RunContext
+from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import local_copy, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
@@ -12,7 +12,10 @@ from tasks.workers.engines import EngineHandle
 
 def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
     """The run's engines, started if necessary."""
-    return context.workers.engines(model_directory(context, prepared))
+    engines = context.workers.engines(model_directory(context, prepared))
+    for number, engine in enumerate(engines):
+        await_start(context.say, engine, f"engine {number}", engine.identity)
+    return engines
 
 
 def rest(context: RunContext, prepared: Prepared) -> None:

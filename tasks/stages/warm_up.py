@@ -1,6 +1,6 @@
 """Stage `train` of iteration 0: the first train state, after supervised steps if any are requested."""
 
-from tasks.stages.context import RunContext
+from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import saved, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
@@ -19,6 +19,7 @@ def warm_up(work: Work, prepared: Prepared) -> StageOutput:
     """
     section = work.config.warmup
     group = _beside_engines_at_rest(work.context, prepared)
+    await_start(work.context.say, group, "the trainer ranks", group.identity)
     group.import_model()
     metrics: dict[str, float] = {}
     if section.steps:

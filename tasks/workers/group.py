@@ -49,6 +49,8 @@ class GroupHandle:
 
     def __init__(self, group: Group, deadlines: WorkersSection) -> None:
         self._group, self.deadlines = group, deadlines
+        self.awaited = False
+        """Whether it was waited for since it was started."""
 
     def submit[**P, R](
         self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs

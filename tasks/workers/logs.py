@@ -30,8 +30,8 @@ _HARMLESS = re.compile(
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Say = Callable[[str], object]
-Counted = Callable[[int, int, str], object]
-"""Told that so many are done, of how many, of what."""
+Counted = Callable[[int, int, str, str], object]
+"""Told that so many are done, of how many, of what, with a note."""
 
 _TELLS = "trainer-0"
 

@@ -339,6 +339,8 @@ def test_supervised_steps_learn_the_examples(model_dir, tmp_path):
     metrics, policy_rate = ranks[0]
     assert ranks[1] == ranks[0]
     assert metrics["loss"] < 0.5 * metrics["first_loss"]
+    assert (metrics["step/1"], metrics["step/30"]) == (metrics["first_loss"], metrics["loss"])
+    assert sum(name.startswith("step/") for name in metrics) == 30
     assert metrics["steps"] == 30
     assert metrics["learning_rate"] == pytest.approx(1e-2)
     assert policy_rate == pytest.approx(1e-3)

@@ -15,6 +15,12 @@ from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Objective, Passes
 from trainer_core.model.token_loss import TokenLoss
+from trainer_core.telling import told_whole
+
+STEP = "step/"
+"""What the metric of a step begins with; its number, from 1, follows. The value is its loss."""
+
+_MOST = 2000
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class SupervisedPhase:
         weights = np.ones(len(examples), dtype=np.float32)
         objective = Objective(_cross_entropy, temperature=1.0, entropy="none")
         updates, tokens = [], 0
-        for rows in batches(len(examples), batch_size, steps, self.seed):
+        chosen = list(batches(len(examples), batch_size, steps, self.seed))
+        for rows in told_whole(chosen, "steps", lambda: f"loss {updates[-1].loss:.4g}" if updates else ""):
             update, _ = apply_loss(self.passes, self.optimizer, examples, rows, weights, {}, objective)
             updates.append(update)
             tokens += int(examples.response_lengths[rows].sum())
@@ -52,7 +59,14 @@ class SupervisedPhase:
             "steps": float(steps),
             "tokens": float(tokens),
             **mean_auxiliary_loss(updates),
+            **{f"{STEP}{number + 1}": updates[number].loss for number in reported(steps)},
         }
+
+
+def reported(steps: int) -> list[int]:
+    """The steps whose losses are reported, from 0: all, or some thousand of more, with the last."""
+    every = -(-steps // _MOST)
+    return sorted({*range(every - 1, steps, every), steps - 1})
 
 
 def _cross_entropy(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:

@@ -4,9 +4,10 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from flows.views.history import read_history
-from flows.views.progress import Progress, iteration_line, status_lines
+from flows.views.progress import Progress, duration, iteration_line, status_lines
 from flows.views.status import read_status
 from storage.backends.root import Root
 from tasks.stages.names import Stage
@@ -56,3 +57,35 @@ def test_the_status_says_what_is_still_to_do(make_run: MakeRun, root: Root):
     lines = status_lines(read_status(root, "a"))
     assert lines[-1].endswith("iteration 3: rollout done, reward to do, train to do, weight-sync to do, evaluate to do")
     assert sum(line.startswith("iteration") for line in lines) == 4
+
+
+def test_a_warm_up_shows_step_loss_and_time_left_in_80_columns():
+    text = io.StringIO()
+    console = Console(file=text, width=80, force_terminal=True)
+    with Progress("a-run-with-a-rather-long-name-20261120-190512", 30, console) as it:
+        it.begins(0, Stage.TRAIN)
+        it.counted(100, 60000, "steps", "loss 2.345")
+        it.counted(200, 60000, "steps", "loss 1.234")
+        it.refresh()
+        shown = next(line for line in reversed(text.getvalue().splitlines()) if "1.234" in line)
+    plain = Text.from_ansi(shown).plain.rpartition("\r")[2]
+    assert "iteration 0: train, 200 of 60000 steps, loss 1.234, " in plain
+    assert plain.rstrip().endswith(" s")
+    assert len(plain) <= 80
+
+
+def test_a_log_has_lines_of_the_warm_up_too():
+    text = io.StringIO()
+    with Progress("a", 4, Console(file=text, width=200)) as progress:
+        progress.begins(0, Stage.TRAIN)
+        for done in range(20):
+            progress.counted(done, 600, "steps", f"loss {done}")
+            progress.counted(done, 600, "micro-batches")
+    assert text.getvalue().splitlines() == ["iteration 0: train", "iteration 0: train, 0 of 600 steps, loss 0"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (7100, "118 min"), (7300, "2 h")]
+)
+def test_a_duration_is_short(seconds: float, shown: str):
+    assert duration(seconds) == shown

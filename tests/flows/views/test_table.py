@@ -13,7 +13,7 @@ from tensorboardX.record_writer import masked_crc32c
 from flows.views import events, table
 from flows.views.history import read_history
 from flows.views.reports import write_report
-from flows.views.table import MetricsFile, Row, decode, encode, row_of
+from flows.views.table import MetricsFile, Row, decode, encode, row_of, warmup_csv
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.derived import GrowingFile
@@ -163,3 +163,13 @@ def test_the_report_is_made_again_from_the_manifests(make_run: MakeRun, root: Ro
     write_report(root, "a")
     assert root.read_bytes(CSV) == encode(rows)
     assert root.read_bytes(EVENTS) == events.encode(rows)
+
+
+def test_losses_of_steps_have_a_file_of_their_own():
+    steps = {f"step/{number}": 1 / number for number in range(1, 12)}
+    warmed = make_manifest("a", 0, Stage.TRAIN).model_copy(update={"metrics": {"loss": 0.1, **steps, "step/12": None}})
+    assert not any("step" in name for name in row_of([warmed], 1.0).values)
+    lines = warmup_csv(warmed).decode().splitlines()
+    assert lines[:3] == ["step,loss", "1,1.0", "2,0.5"]
+    assert lines[-2:] == [f"11,{1 / 11!r}", "12,"]
+    assert warmup_csv(make_manifest("a", 0, Stage.TRAIN)) == b"" == warmup_csv(None)

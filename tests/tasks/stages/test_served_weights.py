@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from flows.iteration import Position, begin
+from flows.iteration import Position, begin, iterate
 from storage.backends.root import open_root
 from storage.errors import SyncMismatch
 from tasks.config.stored import record_config
+from tasks.stages import context as context_module
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.views import Served
 from tests.small.config import small_config
@@ -95,3 +96,15 @@ def test_a_state_that_gives_other_weights_than_were_recorded_is_refused(context,
     recorded = Served(position.served.manifest.model_copy(update={"facts": facts}))
     with pytest.raises(SyncMismatch, match="but 00000000000000000000000000000000 were served when it was committed"):
         ensure_served(another_process(context, config), position.prepared, recorded)
+
+
+def test_waiting_for_processes_that_were_just_started_is_a_line_of_its_own(tmp_path, monkeypatch):
+    """It is said once for each, and not at all where it took no time."""
+    monkeypatch.setattr(context_module, "_WORTH_A_LINE_S", 0.0)
+    said: list[str] = []
+    config = small_config(["run.iterations=1"])
+    with context_here(open_root(str(tmp_path / "root")), config, tmp_path / "scratch", say=said.append) as context:
+        position = begin(context)
+        iterate(context, 1, position)
+    started = [line.partition(":")[0] for line in said if line.startswith("started")]
+    assert sorted(started) == ["started engine 0", "started the trainer ranks"]

@@ -64,9 +64,9 @@ def test_a_name_says_the_role():
 
 def test_the_first_rank_tells_how_far_it_is():
     said: list[str] = []
-    counted: list[tuple[int, int, str]] = []
+    counted: list[tuple[int, int, str, str]] = []
     lines = Lines(said.append, lambda *given: counted.append(given))
     for name in ("trainer-0", "trainer-1"):
         lines({"actor_name": name, "lines": ["3 of 12 micro-batches", "loss 0.5"]})
-    assert counted == [(3, 12, "micro-batches")]
+    assert counted == [(3, 12, "micro-batches", "")]
     assert said == ["[trainer-0] loss 0.5", "[trainer-1] loss 0.5"]
