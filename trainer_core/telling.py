@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 _EVERY_S = 1.0
+_MOST = 2000
 _LINE = re.compile(r"(\d+) of (\d+) ([a-z-]+)(?:, ([a-z]+ [-+.\dainfe]+))?")
 
 logger = logging.getLogger("trainer_core.telling")
@@ -47,6 +48,12 @@ def told_whole[T](items: Sequence[T], unit: str, note: Callable[[], str]) -> Ite
             yield item
     finally:
         _Whole.open = False
+
+
+def reported(steps: int) -> list[int]:
+    """The steps whose losses are reported, from 0: all, or some thousand of more, with the last."""
+    every = -(-steps // _MOST)
+    return sorted({*range(every - 1, steps, every), steps - 1})
 
 
 def _tell(number: int, of: int, unit: str, note: str) -> None:

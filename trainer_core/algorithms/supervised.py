@@ -15,12 +15,10 @@ from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Objective, Passes
 from trainer_core.model.token_loss import TokenLoss
-from trainer_core.telling import told_whole
+from trainer_core.telling import reported, told_whole
 
 STEP = "step/"
 """What the metric of a step begins with; its number, from 1, follows. The value is its loss."""
-
-_MOST = 2000
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,6 @@ class SupervisedPhase:
             **mean_auxiliary_loss(updates),
             **{f"{STEP}{number + 1}": updates[number].loss for number in reported(steps)},
         }
-
-
-def reported(steps: int) -> list[int]:
-    """The steps whose losses are reported, from 0: all, or some thousand of more, with the last."""
-    every = -(-steps // _MOST)
-    return sorted({*range(every - 1, steps, every), steps - 1})
 
 
 def _cross_entropy(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:

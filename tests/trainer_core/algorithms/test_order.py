@@ -81,12 +81,3 @@ def test_each_supervised_pass_has_an_order_of_its_own(orders, place, size):
 
 def test_another_seed_gives_another_order_of_examples(orders):
     assert len(set(orders["seeds"])) == 3
-
-
-def test_losses_of_all_steps_are_reported_or_of_some_thousand_with_the_last():
-    from trainer_core.algorithms.supervised import reported
-
-    assert [reported(steps) for steps in (1, 3)] == [[0], [0, 1, 2]]
-    many = reported(5001)
-    assert many[-1] == 5000
-    assert 1000 < len(many) <= 2001
