@@ -55,6 +55,14 @@ def same_as(other: str, absent: str | None = None) -> Obeyed:
     return Obeyed(f"the value of {other}", lambda value, table: value in (None, table.get(other)), (), absent)
 
 
+def alias_of(other: str) -> Obeyed:
+    """A newer name of another whole number, which need not be there too."""
+    return Obeyed(
+        f"a whole number, that of {other} if that is given",
+        lambda value, table: type(value) is int and value >= 1 and value == table.get(other, value),
+    )
+
+
 def _same(value: Any, one: Any) -> bool:
     flags = isinstance(value, bool) or isinstance(one, bool)
     return value is one if flags else value == one
@@ -166,7 +174,7 @@ _LATENT: Mapping[str, Obeyed] = {
     "rope_interleave": only(True),
     "first_k_dense_replace": whole(0, 1, 2, least=0),
     "n_routed_experts": whole(8),
-    "num_local_experts": same_as("n_routed_experts"),
+    "num_local_experts": alias_of("n_routed_experts"),
     "n_shared_experts": whole(2),
     "num_experts_per_tok": whole(3, least=2),
     "moe_intermediate_size": whole(48),
@@ -219,7 +227,7 @@ KEYS: Mapping[str, Mapping[str, Obeyed]] = {
         "num_key_value_heads": _heads(4, 1),
         "head_dim": whole(32),
         "num_experts": whole(8),
-        "num_local_experts": same_as("num_experts"),
+        "num_local_experts": alias_of("num_experts"),
         "num_experts_per_tok": Obeyed(
             "a whole number of at least 2, or 1 with norm_topk_prob = false",
             lambda value, table: type(value) is int and value >= 1 + bool(table.get("norm_topk_prob")),

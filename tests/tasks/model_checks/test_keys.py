@@ -111,6 +111,17 @@ def test_a_newer_name_of_a_key_counts_too():
     check_keys(document, LATENT, (), "here")
 
 
+def test_transformers_stores_the_number_of_experts_by_a_newer_name():
+    for architecture, older in ((EXPERTS, "num_experts"), (LATENT, "n_routed_experts")):
+        document = base(architecture)
+        document["num_local_experts"] = document[older]
+        check_keys(document, architecture, (), "here")
+        document.pop(older)
+        check_keys(document, architecture, (), "here")
+        with pytest.raises(InputError, match=r"num_local_experts = 9 in config.json"):
+            check_keys({**base(architecture), "num_local_experts": 9}, architecture, (), "here")
+
+
 def test_what_is_let_pass_without_need_is_refused():
     with pytest.raises(InputError, match=r"model.accept names hidden_act, which has no effect"):
         check_keys(base(QWEN3), QWEN3, ("hidden_act",), "here")

@@ -69,7 +69,8 @@ def variants(architecture):
 
 
 def scored_by_both(rank, world_size, store, folder, documents):
-    """Log-probabilities of a random model of each config.json, by transformers and by the trainer."""
+    """Log-probabilities of a random model of each config.json, by transformers and by the trainer, and what of the
+    file transformers stores again."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -85,11 +86,12 @@ def scored_by_both(rank, world_size, store, folder, documents):
             for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
         model.save_pretrained(place)
+        again = json.loads(config_file.read_text())
         config_file.write_text(json.dumps(document))
         theirs = hugging_face_logprobs(rank, world_size, store, str(place), random_sequences(), 1.0)
         trainer = start_trainer(str(place), SETTINGS, RankSpec(rank=0, world_size=1, store=f"{store}-{number}"))
         trainer.import_model()
-        found.append((theirs, trainer.logprobs(random_sequences())))
+        found.append((theirs, trainer.logprobs(random_sequences()), again))
         trainer.close()
     return found
 
@@ -100,6 +102,7 @@ def test_a_value_that_passes_is_obeyed(architecture, tmp_path):
     for document in documents:
         check_keys(document, architecture, (), "the model")
     (found,) = run_ranks(1, scored_by_both, tmp_path, documents)
-    for document, (theirs, ours) in zip(documents, found, strict=True):
+    for document, (theirs, ours, again) in zip(documents, found, strict=True):
+        check_keys(again, architecture, (), "what transformers has stored")
         expected = np.concatenate(theirs)
         np.testing.assert_allclose(np.concatenate(ours), expected, rtol=1e-5, atol=5e-6, err_msg=json.dumps(document))
