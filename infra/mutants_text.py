@@ -167,6 +167,22 @@ TEXT = (
         ("tests/tasks/data/test_prompts.py::test_an_answer_follows_the_tokens_of_its_prompt",),
     ),
     Mutant(
+        "unknown-signs-of-a-prompt",
+        "nothing is said of a prompt whose signs the tokenizer lacks",
+        "tasks/data/prompts.py",
+        "        _note_unknown(batch, [read.place for _, read in some], renderer)\n",
+        "",
+        ("tests/tasks/data/test_prompts.py::test_a_prompt_that_the_tokenizer_cannot_write_is_noted",),
+    ),
+    Mutant(
+        "notes-lost",
+        "what is done with prompts is not told",
+        "tasks/data/sources.py",
+        "        known.notes += renderer.notes.sentences(where)\n",
+        "",
+        ("tests/tasks/data/test_sources.py::test_what_is_done_with_prompts_is_told_when_a_run_begins",),
+    ),
+    Mutant(
         "special-tokens-dropped",
         "rewards do not see special tokens that were sampled",
         "tasks/data/tokenizer.py",

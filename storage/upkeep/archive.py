@@ -29,7 +29,11 @@ _FLOATS = ("logprobs",)
 _SCORES = [name for name in REWARD.names if name not in ROLLOUT.names]
 _TEXTS = [
     pa.field("prompt", pa.string(), metadata={"meaning": "text of the prompt", "unit": ""}),
-    pa.field("response", pa.string(), metadata={"meaning": "text of the response, no special tokens", "unit": ""}),
+    pa.field(
+        "response",
+        pa.string(),
+        metadata={"meaning": "text of the response, without stop, padding and BOS tokens", "unit": ""},
+    ),
 ]
 SAMPLES = pa.schema([*ROLLOUT, *(REWARD.field(name).with_nullable(True) for name in _SCORES), *_TEXTS])
 """Columns of the archive: the rollout table, the scores (null where a sample is not scored yet) and the texts."""

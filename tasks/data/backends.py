@@ -52,6 +52,8 @@ class Special:
     """Ends a sequence."""
     begin: int | None
     pad: int | None
+    unknown: int | None
+    """Stands for signs that no token has."""
     all: frozenset[int]
 
 
@@ -120,7 +122,7 @@ class Plain:
     def special(self) -> Special:
         """As `Backend`."""
         found = self.tokenizer.token_to_id
-        return Special(found(STOP), None, found(PAD), special_tokens(self.tokenizer))
+        return Special(found(STOP), None, found(PAD), found(UNKNOWN), special_tokens(self.tokenizer))
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """As `Backend`."""
@@ -155,7 +157,8 @@ class Makers:
         """As `Backend`."""
         found = self.tokenizer
         ids = frozenset(number for number, token in found.added_tokens_decoder.items() if token.special)
-        return Special(found.eos_token_id, found.bos_token_id, found.pad_token_id, ids)  # pyright: ignore[reportArgumentType] - one token, so one id
+        named = (found.eos_token_id, found.bos_token_id, found.pad_token_id, found.unk_token_id)
+        return Special(*named, ids)  # pyright: ignore[reportArgumentType] - one token, so one id
 
     @property
     def template(self) -> str | None:

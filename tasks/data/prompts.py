@@ -62,6 +62,7 @@ def prompt_batches(
         rendered = [renderer.render(read.values, read.place) for _, read in some]
         ids = [qualifier + id_of(read, str(renderer.source.id_field), number) for number, read in some]
         batch = _batch(ids, rendered, [read for _, read in some], renderer)
+        _note_unknown(batch, [read.place for _, read in some], renderer)
         yield _fitting(batch, [f"{renderer.where}, {read.place}" for _, read in some], renderer.codec, room)
 
 
@@ -154,6 +155,15 @@ def _usable(target: list[int] | InputError | None, place: str, renderer: Rendere
     if renderer.trained:
         raise InputError(f"{renderer.where}, {place}: {target}")
     return None
+
+
+def _note_unknown(batch: pa.RecordBatch, places: Sequence[str], renderer: Renderer) -> None:
+    unknown, prompts = renderer.codec.backend.special.unknown, batch.column("prompt_tokens")
+    there = prompts.flatten().to_numpy(zero_copy_only=False) == unknown
+    if unknown is not None and there.any():
+        name = renderer.codec.visible([unknown])[0]
+        for row in np.unique(np.repeat(np.arange(len(prompts)), _lengths(prompts))[there]):
+            renderer.notes.add(f"the tokenizer lacks signs of the prompt, and gives {name!r} for them", places[row])
 
 
 def _fitting(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec, room: Room) -> pa.RecordBatch:

@@ -9,8 +9,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from storage.errors import InputError
 from tasks.config.data import DataSection
+from tasks.config.model import GeneratedModel
 from tasks.data.backends import Plain
 from tasks.data.forms import Read
+from tasks.data.generated import generate_tokenizer
 from tasks.data.prompts import Room, check_lengths, mapped, prompt_batches, split_off, twice
 from tasks.data.rendering import Renderer
 from tasks.data.tokenizer import TextCodec
@@ -49,6 +51,16 @@ def test_the_stored_table():
 def test_an_answer_that_the_tokenizer_cannot_write_is_not_trained():
     with pytest.raises(InputError, match=r"train, record 2: the tokenizer makes .* of the answer '2€', for want of"):
         table_of([{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2€"}])
+
+
+def test_a_prompt_that_the_tokenizer_cannot_write_is_noted(tmp_path):
+    generate_tokenizer(tmp_path, GeneratedModel())
+    source = DataSection(train="unused").sources("train")[0]
+    renderer = Renderer(source, TextCodec.from_directory(tmp_path), "train")
+    reads = [Read(f"record {number}", {"prompt": text}) for number, text in enumerate(["1+1=", "1€=", "2", "é"], 1)]
+    assert mapped(prompt_batches(reads, renderer, WIDE)).num_rows == 4
+    (note,) = renderer.notes.sentences("train")
+    assert note == "train, record 2 and 1 more: the tokenizer lacks signs of the prompt, and gives '<unk>' for them"
 
 
 def test_an_answer_follows_the_tokens_of_its_prompt():

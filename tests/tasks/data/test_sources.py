@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError
+from tasks.checks import prompt_notes
 from tasks.config.document import parse_config
 from tasks.config.located import located
 from tasks.data.sources import Counted, prompts_of, text_codec
-from tests.tasks.data.chat_model import chat_model
+from tests.tasks.data.chat_model import TEMPLATE, chat_model
 
 LEAST = """
 [run]
@@ -152,6 +153,20 @@ def test_a_chat_model_is_given_messages(tmp_path):
     assert "".join(codec.visible(row["prompt_tokens"])) == row["prompt"]
     assert codec.visible(row["answer_tokens"]) == ["thr", "ee", "<|end|>"]
     assert json.loads(row["record"]) == asked[1]
+
+
+def test_what_is_done_with_prompts_is_told_when_a_run_begins(tmp_path):
+    trims = TEMPLATE.replace("message['content']", "(message['content'] | trim)")
+    asked = [{"prompt": f"{n} and one?", "answer": " three"} for n in range(4)]
+    url = write_jsonl(tmp_path / "a.jsonl", asked)
+    config = config_of(
+        {"train": url, "hold_out": 1, "warmup": url, "chat": True},
+        model={"source": str(chat_model(tmp_path / "model", template=trims))},
+    )
+    (note,) = prompts_of(config, text_codec(config)).notes
+    assert note.startswith("warmup, ")
+    assert "record 1 and 3 more: the chat template leaves blanks around the answer out" in note
+    assert prompt_notes(config, None) == (note,)
 
 
 def test_a_plain_text_begins_with_what_the_tokenizer_puts_there(tmp_path):
