@@ -30,7 +30,7 @@ OPERATORS = (
         "operators-fixed-name",
         "a schedule whose name never changes goes on with the first night's run",
         "flows/deployments/retrain.py",
-        "    if here.is_scheduled and not is_free(store, run, here):\n",
+        "    if here.is_scheduled and there and not is_free(store, run, here):\n",
         "    if here.is_scheduled and run == '':\n",
         _RETRAIN,
     ),

@@ -47,7 +47,7 @@ def retrain(
     deduplicate: bool = False,
     rescore: bool = False,
     samples: Positive | None = None,
-    epochs: Positive = 1,
+    epochs: Positive | None = None,
     config: str | None = None,
     settings: list[str] = [],  # noqa: B006
     patience_minutes: Minutes = 10.0,
@@ -72,7 +72,7 @@ def retrain(
         deduplicate: Take samples with equal tokens once.
         rescore: Score the samples again first, with the reward of the configuration. Old scores stay.
         samples: Samples of an iteration; 256 if not given.
-        epochs: Passes over the selection.
+        epochs: Passes over the selection; 1 if not given.
         config: Absolute path or URL of a TOML file with the settings that differ from those of the run to begin from.
         settings: Settings that replace both, each as section.key=value.
         patience_minutes: How long to wait for another process that drives this run.
@@ -159,7 +159,8 @@ def own_name(store: Root, run: str, here: Here) -> str:
     if first != run:
         every = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
         return check_run_name(next(name for name in every if is_free(store, name, here)))
-    if here.is_scheduled and not is_free(store, run, here):
+    there = store.exists(layout.run_config_key(run))  # what was begun and is no run yet is completed, if it is the same
+    if here.is_scheduled and there and not is_free(store, run, here):
         raise InputError(
             f"run {run!r} exists in {store.url}, and another flow run or a command has begun it: each flow run of a "
             'schedule begins a run of its own, so give a name with "{date}" or "{date}-{time}" in it'

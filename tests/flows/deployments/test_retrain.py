@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 from zoneinfo import ZoneInfo
 
@@ -9,12 +10,16 @@ import pytest
 from prefect.client.schemas.objects import DeploymentSchedule, FlowRun
 from prefect.client.schemas.schedules import CronSchedule
 
-from flows.deployments.retrain import Here, check_sources, expanded, fixed, own_name, zone_of
+from flows.deployments.retrain import Here, check_sources, configured, expanded, fixed, own_name, zone_of
 from flows.site.entries import read_deployments
+from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.stored import record_config
+from tasks.config.run import RunConfig
+from tasks.config.stored import begun_by, record_config
+from tests.small.config import small_config
+from tests.small.driving import RUN, driver
 
 START = datetime(2026, 11, 24, 23, 30, tzinfo=UTC)
 NIGHT = "night-{date}"
@@ -92,6 +97,34 @@ def test_a_schedule_with_a_name_that_does_not_change_is_refused_the_second_time(
         own_name(root, "night", here("another"))
     with pytest.raises(InputError, match="run name"):
         own_name(root, "night-{day}", here())
+
+
+GIVEN = {"start": f"{RUN}@1", "select": [RUN], "samples": 6, "epochs": None}
+
+
+def test_a_run_is_begun_for_one_flow_run_and_continued_only_by_hand_and_until_it_is_complete(
+    root: Root, tmp_path: Path
+):
+    driver(root, small_config(["run.iterations=1"]), tmp_path / "scratch").drive()
+
+    def ask(asked: Here, **changed: Any) -> RunConfig:
+        return configured(own_name(root, "night", asked), root.path, {**GIVEN, **changed}, None, [], asked)
+
+    config = ask(here("first"), epochs=2)
+    assert begun_by(root, "night") == "first"
+    assert ask(here("first")) == config  # a Retry
+    assert ask(here("second", is_scheduled=False)) == config  # what is not given stays as it was
+    with pytest.raises(InputError, match="begins a run of its own"):
+        ask(here("second"))
+    root.remove(layout.run_config_key("night"))  # killed before it was published
+    assert ask(here("first"), epochs=2) == config
+    driver(root, config, tmp_path / "night", run="night").drive()
+    with pytest.raises(InputError, match="is another's, and complete"):
+        ask(here("second", is_scheduled=False))
+    assert ask(here("first")) == config
+    more = ask(here("second", is_scheduled=False), epochs=3)
+    assert more.retrain is not None
+    assert more.retrain.epochs == 3
 
 
 @pytest.mark.parametrize(
