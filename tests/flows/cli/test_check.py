@@ -7,9 +7,12 @@ import pytest
 from flows.cli.app import execute
 from flows.views.checked import notes_of
 from flows.views.needs import needs_of
+from storage.backends.root import open_root
 from tasks.config.document import load_config, parse_config
 from tasks.data.checking import check_prompts
 from tasks.data.sources import text_codec
+from tests.small.config import small_config
+from tests.small.driving import RUN, driver
 from tests.tasks.data.chat_model import chat_model
 
 CONFIG = """\
@@ -165,3 +168,40 @@ def test_a_condition_names_a_component_that_the_reward_gives(checked, tmp_path, 
     assert checked("--set=reward.function=own.py:parts", "--set=evaluate.pass=right >= 1")
     assert execute(["check", "run.toml", "--set=reward.function=own.py:parts", "--set=evaluate.pass=rigth >= 1"]) == 2
     assert "names rigth, which the reward does not give; its components are brief, right" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory):
+    """A run over small workers, in a root of its own."""
+    folder = tmp_path_factory.mktemp("continued")
+    root = open_root(str(folder / "root"))
+    driver(root, small_config(["run.iterations=1"]), folder / "scratch").drive()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 0, "it can be continued with this configuration, up to iteration 1"),
+        (["--iterations=5"], 0, "up to iteration 5"),
+        (["--set=evaluate.prompts=1"], 0, "with a model and prompts of its own"),
+        (["--set=rollout.samples=4"], 2, "rollout.samples"),
+        (["--set=evaluate.pass=right >= 1"], 2, "names right, which the reward does not give"),
+        (["--run=other"], 2, "is continued under its own name"),
+    ],
+)
+def test_a_run_that_there_is_is_checked_by_its_name(continued, capfd, words, code, said):
+    before = {key: continued.read_bytes(key) for key in continued.keys("")}
+    assert execute(["check", RUN, f"--root={continued.url}", *words]) == code
+    out = capfd.readouterr()
+    assert said in (out.err if code else out.out)
+    assert {key: continued.read_bytes(key) for key in continued.keys("")} == before
+
+
+def test_a_file_is_checked_against_the_run_that_it_would_continue(continued, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(CONFIG.replace('train = "prompts.jsonl"\nhold_out = 2', "[data.generate]"))
+    asked = ["check", "run.toml", f"--root={continued.url}"]
+    assert execute([*asked, "--run=new"]) == 0
+    assert execute([*asked, f"--run={RUN}"]) == 2
+    assert "run was started with" in capfd.readouterr().err
