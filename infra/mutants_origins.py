@@ -213,8 +213,16 @@ ORIGINS = (
         "retrain-begins-on-nothing",
         "a run is made before it is known that its selection can be trained on",
         "tasks/retraining.py",
-        "    examine(config, root, Prepared(prepared), source, lambda _share: None)  # before anything is stored\n",
-        "",
+        "    selecting, _ = examine(config, root, Prepared(prepared), source, lambda _share: None)",
+        '    selecting = type("Nothing", (), {"answered": {}})',
+        _SOURCES,
+    ),
+    Mutant(
+        "rescore-reward-is-not-called",
+        "a reward that scores nothing is found when the run is there, and Ray",
+        "tasks/retraining.py",
+        "        call_reward(config.reward, answered.read(), ",
+        "        _ = (config.reward, answered.read(), ",
         _SOURCES,
     ),
 )

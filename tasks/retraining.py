@@ -19,7 +19,9 @@ from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.retrain import RetrainSection, absolute, moment_before, place_of, state_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
+from tasks.rewards.trying import call_reward
 from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.prepared import stored_codec
 from tasks.stages.select import examine
 from tasks.stages.selecting import open_place
 from tasks.stages.views import Prepared
@@ -117,7 +119,9 @@ def begin_retraining(root: Root, run: str, config: RunConfig, request: str | Non
     if prepared is None:
         raise InputError(f"run {place.run!r} holds no model, so no run can begin from it: name another with --from")
     check_branch(config, source, prepared)
-    examine(config, root, Prepared(prepared), source, lambda _share: None)  # before anything is stored
+    selecting, _ = examine(config, root, Prepared(prepared), source, lambda _share: None)  # before anything is stored
+    for answered in selecting.answered.values():  # what is to be scored again
+        call_reward(config.reward, answered.read(), stored_codec(source, Prepared(prepared)))
     record = ConfigRecord.of(config, request)
     return branch(source, WORKFLOW, place.run, place.first, root, run, record.digest, record)
 

@@ -244,6 +244,15 @@ def test_what_cannot_be_trained_on_leaves_nothing(root: Root, rows, given, setti
     assert root.keys("") == before
 
 
+def test_a_reward_that_scores_nothing_of_the_selection_begins_no_run(root: Root, tmp_path: Path):
+    """It is called on the records that were selected."""
+    (tmp_path / "wrong.py").write_text("def score(record, response):\n    return record['solution']\n")
+    before = root.keys("")
+    with pytest.raises(InputError, match=r"(?s)was called on \d records before the run.*KeyError: 'solution'"):
+        retrain(root, "new", f"{tmp_path}/wrong.py:score")
+    assert root.keys("") == before
+
+
 def test_a_selection_that_became_impossible_says_what_can_be_done(root: Root, function: str):
     with pytest.raises(Killed):
         retrain(root, "late", function, killing(Stage.SELECT, 0, Point.STARTED))
