@@ -32,7 +32,7 @@ def refused(capfd: pytest.CaptureFixture[str], root: Root, *words: str) -> str:
         (["retrain", "New"], "run name 'New' cannot be used"),
         (["retrain", "new", "--limit", "0"], "--limit"),
         (["import", "--run", "ext"], "name at least one"),
-        (["import", "a.csv", "--run", "ext"], "end with .jsonl or .parquet"),
+        (["import", "a.csv", "--run", "ext"], "end with .jsonl, .json or .parquet"),
         (["import", "a.jsonl", "--run", "ext", "--map", "reward"], "WHAT=COLUMN"),
     ],
 )
