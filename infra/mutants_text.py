@@ -82,8 +82,8 @@ TEXT = (
         "letter-found-elsewhere",
         "a short text counts as rendered if the template writes its letters elsewhere",
         "tasks/data/chat.py",
-        'if mark not in text and not one.get("tool_calls"):',
-        'if str(one["content"]) not in str(chat) and not one.get("tool_calls"):',
+        "if found is not None and mark not in found[0] and",
+        'if found is not None and str(one["content"]) not in found[0] and not mark and',
         _LOST,
     ),
     Mutant(

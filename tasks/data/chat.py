@@ -103,20 +103,29 @@ class Template:
     def _probed(self, chat: Chat) -> _Frame | None:
         marks = [f"{_SENTINEL}{number}." for number in range(len(chat.messages))]
         plain = Chat([{**one, "content": mark} for one, mark in zip(chat.messages, marks, strict=True)], chat.tools)
-        try:
-            text = self.codec.render(plain, answering=True)
-            whole = self.codec.render(plain.then({"role": ASSISTANT, "content": _ANSWER}), answering=False)
-        except InputError:
-            return None
-        if text != self.codec.render(plain, answering=True):
-            raise InputError(f"the tokenizer's chat template makes another text of the same messages: {_REPAIR}")
+        found = self._answered(plain)
         for one, mark in zip(chat.messages, marks, strict=True):
-            if mark not in text and not one.get("tool_calls"):
+            if found is not None and mark not in found[0] and not one.get("tool_calls"):
                 raise InputError(_lost(f"the {one['role']}'s text", str(one["content"])))
+        found = found or self._answered(chat)  # a template may want more of a text, such as JSON of a tool
+        if found is None:
+            return None
+        text, whole = found
         if whole.count(_ANSWER) > 1:
             raise InputError(f"the tokenizer's chat template writes an answer more than once: {_REPAIR}")
-        before, found, end = whole.partition(_ANSWER)
-        return _Frame(text.removeprefix(before) if text.startswith(before) else "", end) if found else None
+        before, there, end = whole.partition(_ANSWER)
+        return _Frame(text.removeprefix(before) if text.startswith(before) else "", end) if there else None
+
+    def _answered(self, chat: Chat) -> tuple[str, str] | None:
+        """The prompt, and the same with an answer; None if the template refuses the messages."""
+        try:
+            text, again = (self.codec.render(chat, answering=True) for _ in range(2))
+            whole = self.codec.render(chat.then({"role": ASSISTANT, "content": _ANSWER}), answering=False)
+        except InputError:
+            return None
+        if text != again:
+            raise InputError(f"the tokenizer's chat template makes another text of the same messages: {_REPAIR}")
+        return text, whole
 
     def _check_unopened(self, chat: Chat, text: str, say: Say) -> None:
         """Refuse a prompt that ends before a header which the model would have to write."""

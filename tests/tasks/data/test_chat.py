@@ -77,6 +77,11 @@ TRAINED = {
     "no generation prompt needed": (INST, {"prompt": ASKED, "answer": "2"}, " 2<|end|>"),
     "whole closed otherwise": (ENDED, {"prompt": ASKED, "answer": "2"}, "2<|end|>"),
     "two stop tokens": (template(end="<|end|><|close|>"), {"prompt": ASKED, "answer": "2"}, "2<|end|>"),
+    "tool that must be JSON": (
+        template("{{ raise_exception('no') if m.role == 'tool' and m.content[0] != '{' else m.content }}"),
+        {"prompt": [*ASKED, {"role": "tool", "content": "{}"}], "answer": "2"},
+        "2<|end|>",
+    ),
     "fence opened": (
         template(opening="{% if add_generation_prompt %}<|assistant|>```\n{% endif %}"),
         {"prompt": ASKED, "answer": "```\nx\n```"},
