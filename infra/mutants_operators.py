@@ -78,7 +78,7 @@ OPERATORS = (
         "operators-evaluates-other-weights",
         "a Retry of an evaluation takes the weights that are the last by then",
         "flows/deployments/evaluate.py",
-        '        fix(iteration=f"{chosen}")\n',
+        '        fix(iteration=f"{chosen.iteration}")\n',
         "",
         ("tests/flows/deployments/test_evaluate.py",),
     ),

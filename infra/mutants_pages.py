@@ -101,8 +101,8 @@ PAGES = (
         "evaluation-counts-errors-as-wrong",
         "an answer without a score counts as one that does not pass",
         "tasks/stages/passes.py",
-        "    scored = [rewards[rows][np.isfinite(rewards[rows])] for rows in groups.values()]\n",
-        "    scored = [rewards[rows] for rows in groups.values()]\n",
+        "    scored = [passes[rows][np.isfinite(rewards[rows])] for rows in groups.values()]\n",
+        "    scored = [passes[rows] for rows in groups.values()]\n",
         _PASSES,
     ),
     Mutant(

@@ -139,8 +139,9 @@ SCORING = (
         "reward-is-not-called",
         "a reward that scores nothing is found after minutes",
         "tasks/checks.py",
-        "    _check_content(config.model_dump_json(), _device(config))\n    reward_calls(config)\n",
-        "    _check_content(config.model_dump_json(), _device(config))\n",
+        "    check_components([call.score for call in reward_calls(config)], "
+        'config.evaluate.passing, "evaluate.pass")\n',
+        "",
         _CHECK,
     ),
     Mutant(

@@ -50,8 +50,8 @@ def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path: Pat
     digest = record_config(root, "first", config)
     commit(root, make_manifest("first", 0, Stage.TRAIN, config_digest=digest))
     ready("first", url, small_config(["engine.count=2", "run.iterations=7"]))
-    with pytest.raises(InputError, match=r"rollout\.samples: the run was started with 2, but is now given 4"):
-        ready("first", url, small_config(["rollout.samples=4"]))
+    with pytest.raises(InputError, match=r"run\.seed: the run was started with 0, but is now given 4"):
+        ready("first", url, small_config(["run.seed=4"]))
 
 
 def test_an_input_error_makes_no_folder(tmp_path: Path):

@@ -53,6 +53,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "train.policy.kl_sample": (0, 4),
     "evaluate.every": (1, 0),
     "evaluate.prompts": (2, 1),
+    "evaluate.pass": ("reward >= 1", "reward >= 0.5"),
     "engine.count": (1, 2),
     "engine.tensor": (1, 2),
     "engine.cards": ("shared", "own"),

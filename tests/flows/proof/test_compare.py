@@ -63,10 +63,10 @@ def test_a_metric_that_differs_in_its_last_bit_is_named(left: Root, tmp_path: Pa
     def change(manifest: Manifest) -> Manifest:
         if manifest.stage != Stage.EVALUATE or manifest.iteration != 1:
             return manifest
-        return manifest.model_copy(update={"metrics": {"accuracy": 1.0000000000000002}})
+        return manifest.model_copy(update={"metrics": {"reward_mean": 1.0000000000000002}})
 
     found = differences(left, make_run(open_root(str(tmp_path / "right")), change))
-    assert found == ["evaluate of iteration 1: metric accuracy: 1.0 against 1.0000000000000002"]
+    assert found == ["evaluate of iteration 1: metric reward_mean: 1.0 against 1.0000000000000002"]
 
 
 def test_a_row_that_differs_is_named(left: Root, tmp_path: Path):

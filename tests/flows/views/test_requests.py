@@ -52,18 +52,18 @@ def test_a_history_and_a_status_read_each_manifest_once(make_run: MakeRun, root:
     make_run("a", ITERATIONS)
     manifests = [key for key in root.keys("a/manifests") if layout.is_manifest(key)]
     asked = requests_of(lambda: read_history(root, "a"))
-    assert len(asked) == len(manifests) + 2  # the names of all records, and of revisions
+    assert len(asked) == len(manifests) + 3  # the names of all records, of revisions, and of their copies
     for key in manifests:
         assert sum(key in request for request in asked) == 1
     # the configuration, revisions, which iterations there are, and whether there is a plot
-    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 2 + 4
+    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 3 + 4
 
 
 def test_a_list_of_runs_reads_the_first_stage_and_the_last_iteration(make_run: MakeRun, root: Root, requests_of):
     for name in "abcd":
         make_run(name, 2)
-    # each: is it a run, its names, its revisions, its manifests, its lease
-    assert len(requests_of(lambda: summaries(root))) <= 1 + 4 * (STAGES + 5)
+    # each: is it a run, its names, its revisions and their copies, its manifests, its lease
+    assert len(requests_of(lambda: summaries(root))) <= 1 + 4 * (STAGES + 6)
 
 
 def test_the_end_of_an_iteration_costs_little_more_than_its_manifests(make_run: MakeRun, root: Root, requests_of):
