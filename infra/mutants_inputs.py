@@ -27,7 +27,7 @@ INPUTS = (
         "empty-answer-is-solved",
         "an empty field of a CSV is a solved answer: the model is trained to end at once",
         "tasks/data/rendering.py",
-        '    return solved if solved["content"].strip() or solved.get("tool_calls") else None\n',
+        '    return None if is_blank(solved["content"]) and not solved.get("tool_calls") else solved\n',
         "    return solved\n",
         _VALUES,
     ),

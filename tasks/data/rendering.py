@@ -12,7 +12,7 @@ from tasks.data.backends import Chat, Message
 from tasks.data.chat import ASSISTANT, Say, Template, Turn
 from tasks.data.forms import Record
 from tasks.data.tokenizer import TextCodec
-from tasks.data.values import flaw, parsed, shown, text_of
+from tasks.data.values import flaw, is_blank, parsed, shown, text_of
 
 
 def _has(*keys: str) -> str:
@@ -146,7 +146,7 @@ class Renderer:
         messages = _messages(value, field)
         if messages is not None:
             return messages
-        if isinstance(value, str) and value.strip():
+        if isinstance(value, str) and not is_blank(value):
             return value
         raise InputError(
             f"field {field!r} is {shown(value)}, but a text or messages are expected. Name the right field with "
@@ -172,7 +172,7 @@ def fill(template: str, record: Record) -> str:
     """
     pieces = string.Formatter().parse(template)
     text = "".join(before + ("" if name is None else _value(record, name)) for before, name, _, _ in pieces)
-    if not text.strip():
+    if is_blank(text):
         raise InputError(f"data.prompt gives {text!r} for it: fix or remove the record")
     return text
 
@@ -242,4 +242,4 @@ def _are_messages(value: Any) -> bool:
 
 def _unless_empty(solved: Message) -> Message | None:
     """An answer; None if there is nothing in it to be seen, as CSV has no null."""
-    return solved if solved["content"].strip() or solved.get("tool_calls") else None
+    return None if is_blank(solved["content"]) and not solved.get("tool_calls") else solved

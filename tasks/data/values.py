@@ -52,6 +52,11 @@ def text_of(value: object) -> str | None:
     return str(value) if type(value) is int else None
 
 
+def is_blank(text: str) -> bool:
+    """Whether nothing in a text can be seen: it is empty, or white space and characters of no width."""
+    return not any(one.isprintable() and not one.isspace() for one in text)
+
+
 def shown(value: object) -> str:
     """A value in short."""
     return _short.repr(value)

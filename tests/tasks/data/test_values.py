@@ -76,6 +76,7 @@ MEANT = {
     "null": (line(answer=None), None),
     "nothing": (line(answer=""), None),
     "blanks": (line(answer=" \n"), None),
+    "no width": (line(answer="\u200b\x00"), None),
     "message": (line(answer=SOLVED[1:]), "2"),
     "empty turn": (line(prompt=[*ASKED, {"role": "assistant", "content": ""}]), None),
 }
@@ -106,6 +107,7 @@ REFUSED = {
     # prompts
     "number": ("a.jsonl", line(prompt=1), "field 'prompt' is 1, but a text"),
     "blank": ("a.jsonl", line(prompt=" "), "field 'prompt' is ' '"),
+    "no width": ("a.jsonl", line(prompt="\u200b"), "field 'prompt' is '\\u200b'"),
     "message": ("a.jsonl", line(prompt=ASKED[0]), "field 'prompt' is {"),
     # what no record holds
     "surrogate": ("a.jsonl", line(prompt="\ud83d"), "record 1: field 'prompt' is '\\ud83d', which has half of a surr"),
