@@ -8,6 +8,9 @@ _ANSWERS = ("tests/tasks/rewards/test_answers.py",)
 _TRYING = ("tests/tasks/rewards/test_trying.py",)
 _CHECK = ("tests/flows/cli/test_check.py",)
 _CORRECTED = ("tests/flows/test_corrections.py",)
+_REFUSED = (
+    "tests/bad_input/test_rewards.py::test_a_bad_reward_is_refused_before_anything_heavy[a field that is not there]"
+)
 _LAZY = (
     "tests/tasks/rewards/test_isolation.py::test_what_the_first_call_loads_is_charged_to_no_sample_also_after_a_restart"
 )
@@ -33,7 +36,7 @@ SCORING = (
         "first-call-is-charged",
         "the first sample of a process is charged with what the function loads",
         "tasks/rewards/worker.py",
-        "(max(self._allowance_s, self._needed_s) if cold else 0.0)",
+        "(beyond_s if cold else 0.0)",
         "0.0",
         (_LAZY,),
     ),
@@ -51,6 +54,14 @@ SCORING = (
         "tasks/rewards/worker.py",
         "self.cold and _SCORE.search(answer) is None",
         "False",
+        (_LAZY,),
+    ),
+    Mutant(
+        "what-a-later-call-loads-is-charged",
+        "a sample is charged with what is loaded after a call that needed nothing",
+        "tasks/rewards/worker.py",
+        "                if not cold and beyond_s > deadline_s:\n",
+        "                if False:\n",
         (_LAZY,),
     ),
     Mutant(
@@ -139,10 +150,9 @@ SCORING = (
         "reward-is-not-called",
         "a reward that scores nothing is found after minutes",
         "tasks/checks.py",
-        "    check_components([call.score for call in reward_calls(config)], "
-        'config.evaluate.passing, "evaluate.pass")\n',
-        "",
-        _CHECK,
+        "check_components([call.score for call in reward_calls(config)], config",
+        "check_components([], config",
+        (_REFUSED,),
     ),
     Mutant(
         "stored-records-are-not-tried",

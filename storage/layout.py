@@ -290,7 +290,7 @@ def is_stray(key: str) -> bool:
 
     Whatever is in the folders of parts and of derived files counts as a part, or as such a file, if its name is a text.
     """
-    if any("\ud800" <= character <= "\udfff" for character in key):
+    if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
         return True
     name = key.partition("/")[2]
     whole = (_MANIFEST, _ATTEMPT, _PIECE, _RETIRED, _RERUN, _CHOICE, _LEASE)

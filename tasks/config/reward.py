@@ -83,7 +83,8 @@ class RewardSection(_Tried):
     as many for each of its samples."""
     start_deadline_s: float = Field(default=60.0, gt=0)
     """Seconds for importing the function in a scoring process, and beyond `deadline_s` for its calls until the first
-    that gives a score: what a function imports or loads when it is called is not charged to a sample."""
+    that gives a score: what a function imports or loads when it is called is not charged to a sample. A later call that
+    is late is repeated once in a new process, with that time."""
     processes: int = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the calling process, which only built-in functions that cannot hang do: others
     get one process."""

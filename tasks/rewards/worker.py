@@ -130,14 +130,18 @@ class Keeper:
         return self._hello
 
     def answer(self, deadline_s: float, line: bytes) -> bytes:
-        """The answer to one line. A death counts only in a fresh process: it may be due to an earlier sample."""
+        """The answer to one line. A death counts only in a fresh process: it may be due to an earlier sample.
+
+        A time-out counts only in one that had time for loading, unless that has often not been enough.
+        """
         while True:
             try:
                 current = self._started()
             except ValueError as reason:
                 return _line(status="refused", detail=str(reason))
             fresh, cold, begun = current.fresh, current.cold, time.monotonic()
-            patience_s = deadline_s + (max(self._allowance_s, self._needed_s) if cold else 0.0)
+            beyond_s = max(self._allowance_s, self._needed_s)
+            patience_s = deadline_s + (beyond_s if cold else 0.0)
             try:
                 answer = current.ask(line, patience_s)
             except Ended:
@@ -147,6 +151,8 @@ class Keeper:
                 continue
             if answer is None:
                 self._end()
+                if not cold and beyond_s > deadline_s:
+                    continue  # it may be the first that loads something: again, with the time for that
                 self._allowance_s /= 2 if cold else 1
                 return _line(status="failed", reason="timeout", detail=_late(deadline_s, patience_s))
             if cold:

@@ -182,14 +182,14 @@ STRAYS = [
 ]
 
 
-@pytest.mark.parametrize("name", STRAYS)
-def test_a_stray_file_is_named_and_disturbs_nothing(two, name):
-    path = Path(two.full(f"{RUN}/{name}"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(two.full(layout.manifest_key(RUN, 1, Stage.ROLLOUT, 0)), path)
+def test_stray_files_are_named_and_disturb_nothing(two):
+    for name in STRAYS:
+        path = Path(two.full(f"{RUN}/{name}"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(two.full(layout.manifest_key(RUN, 1, Stage.ROLLOUT, 0)), path)
     report = verify(two, RUN)
-    shown = name.encode(errors="backslashreplace").decode()
-    assert [(one.fault, one.key) for one in report.findings] == [(Problem.STRAY, f"{RUN}/{shown}")]
+    shown = {f"{RUN}/{name.encode(errors='backslashreplace').decode()}" for name in STRAYS}
+    assert {(one.fault, one.key) for one in report.findings} == {(Problem.STRAY, key) for key in shown}
     assert report.model_dump_json()
     assert report.sound
     others_work(two, "nothing")

@@ -62,7 +62,7 @@ def marked(monkeypatch):
 def test_what_a_function_does_happens_to_its_sample_alone(processes, marked):
     before = Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGCHLD)
     asked = [one for bad in FAILING for one in (bad, "nothing")] + [*FINE, "nothing"]
-    given = order(f"{HELPERS}:behaving", deadline_s=DEADLINE_S, start_deadline_s=20.0)
+    given = order(f"{HELPERS}:behaving", deadline_s=DEADLINE_S, start_deadline_s=float(DEADLINE_S))
     found = list(zip(asked, scores(given, asked, processes=processes), strict=True))
     for name, score in found:
         if name in FAILING:
@@ -104,6 +104,8 @@ loaded = []
 def score(record, response):
     if response == "early":
         raise KeyError("before anything is loaded")
+    if response == "quick":
+        return 0.5
     if not loaded:
         time.sleep(2)
         loaded.append("a model")
@@ -115,9 +117,9 @@ def score(record, response):
 
 def test_what_the_first_call_loads_is_charged_to_no_sample_also_after_a_restart(tmp_path):
     (tmp_path / "lazy.py").write_text(LAZY)
-    found = scores(order(f"{tmp_path}/lazy.py:score", deadline_s=1.5), ["early", "a", "b", "die", "c"])
-    assert [score.reward for score in found] == [None, 1.0, 1.0, None, 1.0]
-    assert [score.reason for score in found] == ["exception", None, None, "exit", None]
+    found = scores(order(f"{tmp_path}/lazy.py:score", deadline_s=1.5), ["early", "quick", "a", "b", "die", "c"])
+    assert [score.reward for score in found] == [None, 0.5, 1.0, 1.0, None, 1.0]
+    assert [score.reason for score in found] == ["exception", None, None, None, "exit", None]
 
 
 def test_a_function_that_always_hangs_has_less_and_less_time_beyond_its_deadline():
