@@ -94,11 +94,13 @@ def test_an_empty_source_is_refused(tmp_path):
         made({"train": [write_jsonl(tmp_path / "a.jsonl", sums(1)), write_jsonl(tmp_path / "b.jsonl", [])]})
 
 
-@pytest.mark.parametrize("place", ["p\udcff.jsonl", "*.jsonl"])
-def test_a_name_that_is_no_utf8_is_refused(tmp_path, place):
+def test_a_name_that_is_no_utf8_is_refused(tmp_path):
+    """By the configuration that names it, which could not be recorded, and where a pattern finds it."""
     write_jsonl(tmp_path / "p\udcff.jsonl", sums(1))
-    with pytest.raises(InputError, match=r"p\\udcff.* is not UTF-8, so .* [Rr]ename the file"):
-        made({"train": f"{tmp_path}/{place}"})
+    with pytest.raises(InputError, match=r"p\\udcff' in it is not UTF-8, so it cannot be recorded\. Rename the file"):
+        config_of({"train": f"{tmp_path}/p\udcff.jsonl"})
+    with pytest.raises(InputError, match=r"p\\udcff\.jsonl' is not UTF-8, so .*: rename the file"):
+        made({"train": f"{tmp_path}/*.jsonl"})
 
 
 def test_a_name_that_is_too_long_is_no_file(tmp_path):
