@@ -163,7 +163,9 @@ def _note_unknown(batch: pa.RecordBatch, places: Sequence[str], renderer: Render
     if unknown is not None and there.any():
         name = renderer.codec.visible([unknown])[0]
         for row in np.unique(np.repeat(np.arange(len(prompts)), _lengths(prompts))[there]):
-            renderer.notes.add(f"the tokenizer lacks signs of the prompt, and gives {name!r} for them", places[row])
+            renderer.notes.add(
+                f"the tokenizer lacks signs of the prompt, and gives {name!r} for them", places[int(row)]
+            )
 
 
 def _fitting(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec, room: Room) -> pa.RecordBatch:
