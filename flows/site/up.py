@@ -82,7 +82,7 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
 
     Raises:
         InputError: the port is taken, or the site runs on another database; or the deployments cannot be read.
-        WorkerLost: the server does not answer.
+        WorkerLost: the server does not answer, or ends meanwhile.
     """
     deployments = read_deployments(wanted.deployments)  # before anything starts
     webhook = None if wanted.notify is None else webhook_url(wanted.notify)
@@ -92,8 +92,14 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
             say(f"ending process {process.pid}, which an interrupted `ratchet up` has started")
             end_tree(process)
         record = _served(folder, wanted, before, say)
-        with connected(folder, record):
-            registered = register(deployments, wanted.at_once, webhook)
+        try:
+            with connected(folder, record):
+                registered = register(deployments, wanted.at_once, webhook)
+        except httpx.TransportError as error:
+            raise WorkerLost(
+                f"the Prefect server ended while it was told what there is to run ({error}): see "
+                f"{folder.log(_SERVER)}. `ratchet up` starts it again"
+            ) from None
         record = _worked(folder, record, say)
         old = {one.process for one in before.processes} if before else set()
         return Site(
@@ -138,13 +144,16 @@ def stay(
         every_s: how often its processes are looked for, seconds.
 
     Raises:
-        RatchetError: from `again`; the site is left as it is.
+        RatchetError: from `again`; the site is left as it is. A server that ends while it is started is started again.
     """
     while not stopped.wait(every_s):
         record = folder.record()
         if gone := [role for role in (_SERVER, _WORKER) if record is None or running(record, role) is None]:
             say(f"{' and '.join(gone)} ended: starting again")
-            again()
+            try:
+                again()
+            except WorkerLost as error:
+                say(str(error))
     return down(folder)
 
 

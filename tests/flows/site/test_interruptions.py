@@ -147,10 +147,13 @@ def staying(site: SiteHere) -> Iterator[None]:
     options = [f"--folder={site.folder}", f"--port={site.port}", f"--deployments={SMALL}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows", "up", "--stay", *options], cwd=PROJECT, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "flows", "up", "--stay", *options], cwd=PROJECT, stdout=subprocess.PIPE,
         env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1"},
     )  # fmt: skip
     try:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith(b"started"):  # the last line before it stays
+            assert process.poll() is None
         yield
         here = [psutil.Process(site.process(role)) for role in ("server", "worker")]
         process.terminate()

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,24 +32,22 @@ class Postgres:
     restart: Callable[[], None]
 
 
-def let_through(folder: Path) -> None:
-    """Let other users reach a folder. Each start of pytest closes the one above those of all sessions."""
-    for above in (folder, *folder.parents):
-        if above.owner() == "root" and above.stat().st_mode & 0o001 == 0:
-            above.chmod(above.stat().st_mode | 0o011)
-
-
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
-    """A server of its own; PostgreSQL refuses to run as root."""
-    folder, port = tmp_path_factory.mktemp("postgres"), free_port()
+def postgres() -> Iterator[Postgres]:
+    """A server of its own; PostgreSQL refuses to run as root.
+
+    Its folder is not below pytest's, which each start of pytest closes to other users.
+    """
+    with tempfile.TemporaryDirectory(prefix="ratchet-tests-postgres-") as folder:
+        yield from served(Path(folder), free_port())
+
+
+def served(folder: Path, port: int) -> Iterator[Postgres]:
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
         shutil.chown(folder, "postgres")
 
     def tool(name: str, *words: str) -> None:
-        if user:
-            let_through(folder)
         command = [*user, str(_INSTALLED[-1] / name), "-D", str(folder / "data"), *words]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd="/")
 

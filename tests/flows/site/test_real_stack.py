@@ -22,7 +22,7 @@ from tests.flows.site.conftest import PROJECT, SiteHere, ended, faults, open_flo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TINY = PROJECT / "tests" / "integration" / "tiny.toml"
-ITERATIONS = 30
+ITERATIONS = 1000  # more than are done before a person on a slow machine has found the button
 ENGINE, RANK = "rollout@2:mid-part:engine-0", "train@2:mid-part:trainer-0"
 
 

@@ -55,7 +55,7 @@ def test_transformers_loads_what_was_served(stored, tmp_path):
 def test_the_other_precision(stored, tmp_path):
     url, precision, folder = stored
     other = "bf16" if precision == "fp32" else "fp32"
-    (made,) = run_ranks(1, export_run, url, "run@best", str(tmp_path / "out"), other, 1 << 30)
+    (made,) = run_ranks(1, export_run, url, "run@best.reward", str(tmp_path / "out"), other, 1 << 30)
     assert (made.iteration, made.precision) == (0, other)
     assert sorted(path.name for path in (tmp_path / "out").glob("model*")) == ["model.safetensors"]
     (ours,), (whole,) = run_ranks(1, logits_of, str(tmp_path / "out")), run_ranks(1, logits_of, str(folder / "model"))
