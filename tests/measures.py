@@ -4,21 +4,21 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 import pytest
 
 _LOOK_S = 1.0
 _SLOWEST = 10
+_SERVERS = {"flows.server.process", "flows.server.sqlite:site_app"}
 
 
 @dataclass
 class Starts:
     """Processes of the real stack that this machine has started since `begin`, as a thread sees them in /proc.
 
-    A process counts once, by its id and time of creation. An actor of Ray is an engine if vLLM is mapped into it, and a
-    trainer rank if torch is and vLLM is not. What lives for less than a second may be missed.
+    A process counts once, by its id and time of creation. Actors of Ray are told apart by the environment that they are
+    given. What lives for less than a second may be missed.
     """
 
     kinds: dict[tuple[int, float], str] = field(default_factory=dict)
@@ -76,9 +76,9 @@ def _kind(process: psutil.Process) -> str:
     if name == "raylet":
         return "Ray"
     if name.startswith("ray::Host"):
-        mapped = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
-        return "engine" if "/vllm/" in mapped else "rank" if "/megatron/" in mapped or "libtorch_cpu" in mapped else ""
-    if name.startswith(("python", "uvicorn")) and "prefect.server.api.server:create_app" in " ".join(process.cmdline()):
+        given = process.environ()
+        return "engine" if "VLLM_WORKER_MULTIPROC_METHOD" in given else "rank" if "GLOO_SOCKET_IFNAME" in given else ""
+    if name.startswith("python") and _SERVERS & set(process.cmdline()):
         return "Prefect server"
     return ""
 
