@@ -93,7 +93,7 @@ def secret_texts(name: str, value: str) -> tuple[str, ...]:
 
 
 def forms_of(secret: str) -> tuple[str, ...]:
-    """A secret as it stands in texts: also quoted for Python, JSON or a URL, and in base64."""
+    """Spellings of a secret in texts: plain, quoted for Python, JSON or a URL, and in base64."""
     quoted = (repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret), quote(secret, safe=""))
     return (secret, *quoted, base64.b64encode(secret.encode(errors="surrogateescape")).decode().rstrip("="))
 

@@ -143,7 +143,7 @@ def _plain(name: str) -> str:
 
 
 def path_of(address: str) -> str:
-    """An address without what may stand behind the path of a URL; in other names `?` and `#` are letters."""
+    """An address without query and fragment if it is a URL; in other names `?` and `#` are letters."""
     return re.sub(r"[?#].*", "", address) if address.startswith(("http://", "https://")) else address
 
 

@@ -100,7 +100,7 @@ WITHOUT_EFFECT = frozenset(
         # storage and execution, which are configured elsewhere
         "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "dtype", "ep_size",
         "gradient_checkpointing", "pretraining_tp", "torch_dtype", "torchscript", "use_bfloat16", "use_cache",
-        # training: nothing is dropped or drawn anew, and [train.experts] says what trains routers
+        # training: no expert is dropped or drawn again, and [train.experts] says what trains routers
         "attention_dropout", "aux_loss_alpha", "initializer_range", "output_router_logits", "router_aux_loss_coef",
         "seq_aux",
         # tokens and sampling: prompts, [rollout] and [evaluate] decide
