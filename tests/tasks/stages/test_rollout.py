@@ -3,10 +3,12 @@ import itertools
 import pyarrow as pa
 import pytest
 
+from storage import records
 from storage.backends.root import open_root
 from storage.errors import StageFailed
 from storage.kill_points import Point
 from storage.manifest import find
+from storage.unfinished import PieceRecord
 from tasks.stages.names import Stage
 from tasks.stages.rollout import rollout_metrics, sample_seed
 from tests.small.config import small_config
@@ -41,9 +43,10 @@ def test_a_piece_that_holds_other_rows_than_were_asked_for_is_refused(tmp_path):
     with pytest.raises(Killed):
         first.drive()
     pieces = root.keys("small/manifests/000001/rollout.r0.pieces")
-    swapped = [root.read_bytes(key) for key in pieces[:2]]
-    for key, content in zip(pieces[:2], reversed(swapped), strict=True):
-        root.replace(key, content)
+    for key, piece in zip(
+        pieces[:2], [records.read(root, key, PieceRecord) for key in reversed(pieces[:2])], strict=True
+    ):
+        root.replace(key, records.seal(piece, key))
     with pytest.raises(StageFailed, match="hold 12 samples that are not the 12 requested"):
         driver(root, small_config(["run.iterations=1"]), tmp_path / "second").drive()
     assert find(root, "small", 1, Stage.ROLLOUT) is None

@@ -11,12 +11,12 @@ from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.start import start_trainer
 
+pytestmark = pytest.mark.slow
+
 CONFIG = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3), max_length=64, micro_batch_size=64)
 TOLD = """
 import torch
 from trainer_core.platform.platform import use_deterministic_kernels
-
-pytestmark = pytest.mark.slow
 assert not torch.are_deterministic_algorithms_enabled()
 use_deterministic_kernels()
 assert torch.are_deterministic_algorithms_enabled()

@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # each in its own process: what is checked is the state of the whole process
 UNDONE = """
 import torch
@@ -50,8 +52,6 @@ NO_GPU = """
 import torch
 from storage.errors import InputError
 from trainer_core.platform.platform import prepare
-
-pytestmark = pytest.mark.slow
 torch.cuda.is_available = lambda: False
 try:
     prepare("cuda")
