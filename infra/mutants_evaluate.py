@@ -123,10 +123,10 @@ EVALUATE = (
     Mutant(
         "micro-batches-told-in-steps",
         "the bar of the warm-up shows the micro-batches of a step",
-        "trainer_core/telling.py",
+        "trainer_core/progress.py",
         "        if not _Whole.open and time.monotonic() >= due:\n",
         "        if time.monotonic() >= due:\n",
-        ("tests/trainer_core/test_telling.py",),
+        ("tests/trainer_core/test_progress.py",),
     ),
     Mutant(
         "wide-line-in-a-narrow-terminal",

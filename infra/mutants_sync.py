@@ -326,8 +326,8 @@ SYNC = (
     Mutant(
         "connecting-cannot-be-stopped",
         "a process that connects to one that has died waits until the deadline",
-        "trainer_core/weights/meeting.py",
-        '    Thread(target=run, name="ratchet-meeting", daemon=True).start()\n',
+        "trainer_core/weights/process_group.py",
+        '    Thread(target=run, name="ratchet-process-group", daemon=True).start()\n',
         "    run()\n",
         (
             "tests/tasks/engine/receivers/test_transports.py::"

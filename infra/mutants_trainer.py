@@ -36,7 +36,7 @@ TRAINER = (
     Mutant(
         "micro-batches-differ-in-number",
         "a data-parallel rank leaves out its empty micro-batches",
-        "trainer_core/batches/sharing.py",
+        "trainer_core/batches/micro_batching.py",
         "    return [filled[replica::replicas] for replica in range(replicas)]\n",
         "    return [[batch for batch in filled[replica::replicas] if len(batch)] for replica in range(replicas)]\n",
         ("tests/trainer_core/batches",),

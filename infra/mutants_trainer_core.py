@@ -8,7 +8,7 @@ _EFFECTIVE = ("tests/trainer_core/model/test_effective.py",)
 _LAYOUTS = "tests/trainer_core/model/test_layouts.py::test_the_gradient_does_not_depend_on_the_layout"
 _PADDING = ("tests/trainer_core/model/test_padding.py",)
 _REENTRY = "tests/trainer_core/model/test_reentry.py::test_"
-_SHARING = ("tests/trainer_core/batches/test_sharing.py",)
+_SHARING = ("tests/trainer_core/batches/test_micro_batching.py",)
 _CHECKPOINT = ("tests/trainer_core/state/test_checkpoint.py::test_virtual_stages_are_no_part_of_a_state",)
 
 TRAINER_CORE = (
@@ -23,7 +23,7 @@ TRAINER_CORE = (
     Mutant(
         "any-number-of-micro-batches",
         "the number of micro-batches is not rounded up for the interleaved schedule",
-        "trainer_core/batches/sharing.py",
+        "trainer_core/batches/micro_batching.py",
         "    return -(-number // multiple) * multiple\n",
         "    return number\n",
         _SHARING,

@@ -10,8 +10,8 @@ from storage.errors import InputError, RatchetError, SyncMismatch
 from trainer_core.algorithms.policy_phase import PolicyPhase
 from trainer_core.algorithms.reference import Reference
 from trainer_core.algorithms.supervised import SupervisedPhase
+from trainer_core.batches.micro_batching import Limits
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
-from trainer_core.batches.sharing import Limits
 from trainer_core.collector import paused
 from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
@@ -198,8 +198,8 @@ class Trainer(TrainerProtocol):
             unfit = SyncMismatch(f"{problem}: plan the update again")
         self._agree(unfit, channel)
         assert update is not None  # all ranks agree that there is one
-        outbox = update.send(channel)
-        return Sent(outbox.digests, outbox.seconds)
+        sender = update.send(channel)
+        return Sent(sender.digests, sender.seconds)
 
     def _agree(self, failure: RatchetError | None, channel: Channel) -> None:
         """Go on if all ranks can; else fail on every rank, and let the receivers know."""

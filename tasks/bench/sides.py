@@ -5,8 +5,8 @@ import torch
 
 from tasks.bench.plain_loop import PaddedBatch, padded_batches, plain_step
 from trainer_core.algorithms.policy_phase import PolicyPhase
+from trainer_core.batches.micro_batching import Limits
 from trainer_core.batches.sequences import Samples
-from trainer_core.batches.sharing import Limits
 from trainer_core.config import RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave

@@ -34,7 +34,7 @@ def resume(context: RunContext, group: TrainerGroup) -> dict[str, float]:
     return {"resume_seconds": time.perf_counter() - clock}
 
 
-def together(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
+def summed(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
     """The sums of what `release` has returned several times."""
     pairs = [pair for one in metrics for pair in one.items()]
     return {name: sum(value for other, value in pairs if other == name) for name, _ in pairs}

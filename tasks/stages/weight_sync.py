@@ -14,7 +14,7 @@ from tasks.stages.probe import Agreement, Logprobs, agree, check_change, limits,
 from tasks.stages.served_weights import engines_of
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.transaction import deliver
-from tasks.stages.turns import release, together
+from tasks.stages.turns import release, summed
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle
 from tasks.workers.trainers import TrainerGroup
@@ -43,7 +43,7 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
             "probe_s": probe.seconds,
             "probe_diff_mean": max(found.mean for found in agreement),
             "probe_diff_max": max(found.largest for found in agreement),
-            **together(given_up),
+            **summed(given_up),
         },
     )
 

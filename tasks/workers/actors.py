@@ -14,7 +14,7 @@ import ray.util
 
 from storage.errors import OutOfMemory, RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
-from trainer_core.telling import listen
+from trainer_core.progress import listen
 
 _GRACE_S = 5.0  # time the others get to end their part of a call after one member has failed
 _PING_S = 0.2  # a dead actor is known at once; a busy one does not answer and counts as alive

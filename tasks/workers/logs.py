@@ -13,7 +13,7 @@ from typing import Any
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
 from tasks.config.environment import without_secrets
-from trainer_core.telling import understood
+from trainer_core.progress import understood
 
 BURST, PER_S = 100, 5.0
 """Lines of one process at once, and lines a second after that; what is more is counted and left out."""

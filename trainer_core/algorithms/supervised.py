@@ -15,7 +15,7 @@ from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Objective, Passes
 from trainer_core.model.token_loss import TokenLoss
-from trainer_core.telling import reported, told_whole
+from trainer_core.progress import reported, told_whole
 
 STEP = "step/"
 """What the metric of a step begins with; its number, from 1, follows. The value is its loss."""

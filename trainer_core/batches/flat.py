@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Sequences
-from trainer_core.context import WHOLE, Context
+from trainer_core.context_parallel import WHOLE, Context
 
 Indices = NDArray[np.int64]
 

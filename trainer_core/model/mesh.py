@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from trainer_core.config import ParallelConfig, RankSpec
-from trainer_core.context import Context
+from trainer_core.context_parallel import Context
 from trainer_core.platform.platform import Platform
 
 

@@ -35,7 +35,7 @@ from trainer_core.model.parts import walk
 from trainer_core.model.routers import Balance, prepare_routers
 from trainer_core.model.settings import buffer_settings, dtype_of, model_settings, provider_settings, uses_graphs
 from trainer_core.platform.platform import Platform, quietly
-from trainer_core.telling import told
+from trainer_core.progress import told
 
 Access = Literal["readable", "writable"]
 

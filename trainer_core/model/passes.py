@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
 from trainer_core.batches.flat import alike, flatten
+from trainer_core.batches.micro_batching import Limits, share
 from trainer_core.batches.sequences import Sequences, Vector
-from trainer_core.batches.sharing import Limits, share
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model

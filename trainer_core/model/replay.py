@@ -13,7 +13,7 @@ import torch
 
 from storage.errors import RatchetError
 from trainer_core.model.micro_batch import MicroBatch
-from trainer_core.telling import told
+from trainer_core.progress import told
 
 FEWEST = 4
 """Micro-batches for which recording, which takes as long as one or two of them, can be worth its time."""

@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 
-from trainer_core.context import Context
+from trainer_core.context_parallel import Context
 
 
 @dataclass(kw_only=True)

@@ -12,10 +12,10 @@ from trainer_core.config import TrainerConfig
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
+from trainer_core.weights.bucket_sender import BucketSender
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, conversions
 from trainer_core.weights.exchange import exchange
-from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import Packing, tensors_of
 from trainer_core.weights.parcel import Parcel, Positions
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
@@ -65,7 +65,7 @@ class Update:
         problems = (one.changed() for one in (*self._conversions.values(), *self._others, self._whole))
         return next((problem for problem in problems if problem is not None), None)
 
-    def send(self, channel: Channel) -> Outbox:
+    def send(self, channel: Channel) -> BucketSender:
         """Convert and send, inside `model.weights`; all ranks have made sure that none has a problem. Collective.
 
         Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is
@@ -81,17 +81,17 @@ class Update:
             bucket.number: self._parcel(bucket) for bucket in self.plan.buckets[: len(self.plan.buckets) - len(whole)]
         }
         own = [number for number in parcels if self.plan.buckets[number].sender == self._mesh.rank]
-        with Outbox(channel, self.plan, self._mesh, self._digests) as outbox, torch.no_grad():
+        with BucketSender(channel, self.plan, self._mesh, self._digests) as sender, torch.no_grad():
             for number, parcel in parcels.items():
                 if own[channel.arenas : channel.arenas + 1] == [number]:  # engines have hardly begun to read
-                    with outbox.noted():
+                    with sender.noted():
                         for later in own[channel.arenas :]:
                             parcels[later].look()
-                self._carry(outbox, self.plan.buckets[number], parcel)
+                self._carry(sender, self.plan.buckets[number], parcel)
             if whole:
-                self._carry_exported(outbox, whole, planned)
-            outbox.finish()
-            return outbox
+                self._carry_exported(sender, whole, planned)
+            sender.finish()
+            return sender
 
     def _parcel(self, bucket: Bucket) -> Parcel:
         """What this rank has of a bucket."""
@@ -99,7 +99,7 @@ class Update:
         held = {id(one): one for tensor in planned if (one := self._conversions.get(tensor.name)) is not None}
         return Parcel(planned, list(held.values()))
 
-    def _carry(self, outbox: Outbox, bucket: Bucket, parcel: Parcel) -> None:
+    def _carry(self, sender: BucketSender, bucket: Bucket, parcel: Parcel) -> None:
         """Send a bucket, or give its sender this rank's shards."""
         shards = Shards()
         for expert in (False, True):
@@ -107,10 +107,10 @@ class Update:
             if wanted and bucket.sender in dist.get_process_group_ranks(group := group_of(expert)):
                 shards.exchange(wanted, group)
         if bucket.sender == self._mesh.rank:
-            outbox.send(bucket, parcel.planned, lambda arena: parcel.fill(arena, shards, self._positions))
+            sender.send(bucket, parcel.planned, lambda arena: parcel.fill(arena, shards, self._positions))
 
     def _carry_exported(
-        self, outbox: Outbox, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
+        self, sender: BucketSender, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
     ) -> None:
         """Let the bridge export what only it can, and rank 0 send it."""
         waiting = list(buckets)
@@ -119,7 +119,7 @@ class Update:
         def send() -> None:
             bucket = waiting.pop(0)
             if bucket.sender == self._mesh.rank:
-                outbox.send(bucket, planned[bucket.number], lambda arena: _packed(planned[bucket.number], held, arena))
+                sender.send(bucket, planned[bucket.number], lambda arena: _packed(planned[bucket.number], held, arena))
             held.clear()
 
         for name, tensor in self._whole.exported():

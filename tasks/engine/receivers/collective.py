@@ -3,8 +3,8 @@
 import torch
 
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.meeting import Meeting
 from trainer_core.weights.plan import Bucket, WeightPlan
+from trainer_core.weights.process_group import BroadcastGroup
 from trainer_core.weights.signals import Signals, Turns
 
 
@@ -14,7 +14,7 @@ class CollectiveReceiver:
     def __init__(self, channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> None:
         self._channel, self._number, self._device = channel, number, device
         self._turns = Turns(Signals(channel, plan), channel.arenas)
-        self._groups: dict[int, Meeting] = {}
+        self._groups: dict[int, BroadcastGroup] = {}
         self._senders = sorted({bucket.sender for bucket in plan.buckets})
         self._buffer = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)  # (arena_bytes,)
 
@@ -23,7 +23,7 @@ class CollectiveReceiver:
         if not self._groups:  # all in one order: each of them waits for every receiver
             for sender in self._senders:
                 signals, rank = self._turns.signals, 1 + self._number
-                self._groups[sender] = Meeting(self._channel, signals, sender, rank, self._device)
+                self._groups[sender] = BroadcastGroup(self._channel, signals, sender, rank, self._device)
         self._turns.published(bucket)
         arena, group = self._buffer[: bucket.nbytes], self._groups[bucket.sender]
         group.wait(group.broadcast(arena), f"bucket {bucket.number} from trainer rank {bucket.sender}")

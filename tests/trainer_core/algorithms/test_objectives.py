@@ -9,7 +9,7 @@ from tests.trainer_core.algorithms.plain import plain_steps
 from tests.trainer_core.models import hugging_face_logprobs, random_samples, read_export
 from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_ranks, run_trainers
-from trainer_core.batches.sharing import Limits
+from trainer_core.batches.micro_batching import Limits
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 
 # without moments the weights move by gradient / (|gradient| + 1)

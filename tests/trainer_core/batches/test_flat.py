@@ -3,7 +3,7 @@ import pytest
 
 from trainer_core.batches.flat import alike, flatten
 from trainer_core.batches.sequences import SupervisedExamples
-from trainer_core.context import Context
+from trainer_core.context_parallel import Context
 
 EXAMPLES = SupervisedExamples.of([([1, 2, 3], [4, 5]), ([6], [7, 8, 9]), ([10, 11], [12])])
 

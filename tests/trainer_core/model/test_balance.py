@@ -9,10 +9,10 @@ import pytest
 from tests.trainer_core.model.matrix import MATRIX, SINGLE
 from tests.trainer_core.models import VOCABULARY, make_family, random_examples
 from tests.trainer_core.ranks import run_ranks, run_trainers
+from trainer_core.batches.micro_batching import Limits, share
 from trainer_core.batches.sequences import Samples
-from trainer_core.batches.sharing import Limits, share
 from trainer_core.config import ExpertsConfig, OptimizerConfig, TrainerConfig
-from trainer_core.context import Context
+from trainer_core.context_parallel import Context
 
 COEFFICIENT = 0.01
 LENGTHS = np.array([14, 11, 9, 14, 12, 14, 6, 14])

@@ -29,7 +29,7 @@ from tests.trainer_core.models import (
 )
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.batches.flat import flatten
-from trainer_core.batches.sharing import Limits, share
+from trainer_core.batches.micro_batching import Limits, share
 from trainer_core.config import ExpertsConfig, ParallelConfig
 
 

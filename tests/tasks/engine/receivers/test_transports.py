@@ -17,11 +17,11 @@ from tasks.engine.receivers.receiver import open_receiver
 from tasks.engine.receivers.shared import CardOpener
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
 from trainer_core.weights import card, signals
+from trainer_core.weights.bucket_sender import BucketSender
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.meeting import Meeting
-from trainer_core.weights.outbox import Outbox
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.planned_digests import plan_digests
+from trainer_core.weights.process_group import BroadcastGroup
 from trainer_core.weights.senders.sender import open_sender
 
 TRANSPORTS = ["memory", "collective", "files"]
@@ -235,11 +235,11 @@ def test_arenas_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "arenas-0").unlink()
     reading = Receiving(channel, plan)
     rank = SimpleNamespace(rank=0, device=CPU)
-    outbox = Outbox(channel, plan, rank, plan_digests({}, CPU))  # of a rank that goes on with the others
+    sender = BucketSender(channel, plan, rank, plan_digests({}, CPU))  # of a rank that goes on with the others
     with pytest.raises(SyncMismatch, match=r"sync\.arena_mib"):
         reading.result()
     with pytest.raises(StorageUnavailable, match=r"sync\.arena_mib"):
-        outbox.finish()
+        sender.finish()
 
 
 def full(*_given):
@@ -267,13 +267,13 @@ def test_counters_that_do_not_fit_are_refused_at_once(tmp_path, monkeypatch):
 
 def test_a_broadcast_may_wait_until_all_take_part(tmp_path, monkeypatch):
     """As the first of NCCL does."""
-    together, broadcast = threading.Barrier(2, timeout=10), Meeting.broadcast
+    together, broadcast = threading.Barrier(2, timeout=10), BroadcastGroup.broadcast
 
-    def waiting(meeting, arena):
+    def waiting(group, arena):
         together.wait()
-        return broadcast(meeting, arena)
+        return broadcast(group, arena)
 
-    monkeypatch.setattr(Meeting, "broadcast", waiting)
+    monkeypatch.setattr(BroadcastGroup, "broadcast", waiting)
     sent = weights(10)
     plan = plan_of(sent)
     channel = channel_of(tmp_path, "collective", deadline_s=5.0)
@@ -327,7 +327,7 @@ def test_a_process_that_dies_before_all_are_connected_stops_the_others(tmp_path)
     sending = Sending(channel, plan, sent)
     seen = signals.Signals(channel, plan)
     seen.met[0, 1] = 1
-    seen.wait(lambda: any(thread.name == "ratchet-meeting" for thread in threading.enumerate()), "the sender")
+    seen.wait(lambda: any(thread.name == "ratchet-process-group" for thread in threading.enumerate()), "the sender")
     signals.fail(tmp_path, "engine 0 has died")
     with pytest.raises(SyncMismatch, match="engine 0 has died"):
         sending.result()

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from trainer_core.telling import logger, reported, told, told_whole, understood
+from trainer_core.progress import logger, reported, told, told_whole, understood
 
 
 def test_what_is_told_is_understood(caplog: pytest.LogCaptureFixture):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer_core.batches.sharing import Limits, share
+from trainer_core.batches.micro_batching import Limits, share
 
 
 def lengths_of(kind, count=200):

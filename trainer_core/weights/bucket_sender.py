@@ -16,7 +16,7 @@ from trainer_core.weights.senders.sender import Sender, open_sender
 from trainer_core.weights.signals import fail
 
 
-class Outbox:
+class BucketSender:
     """A sender that, after a failure, takes no more: its rank goes on with what is collective, and fails at the end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh, digests: PlannedDigests) -> None:
@@ -35,7 +35,7 @@ class Outbox:
             with self.noted():
                 self._sender = open_sender(channel, plan, mesh.rank, mesh.device)
 
-    def __enter__(self) -> "Outbox":
+    def __enter__(self) -> "BucketSender":
         return self
 
     def __exit__(

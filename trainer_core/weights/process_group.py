@@ -16,7 +16,7 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.signals import Signals
 
 
-class Meeting:
+class BroadcastGroup:
     """The group in which one sender broadcasts: rank 0 is the sender, the receivers follow by their numbers."""
 
     def __init__(self, channel: Channel, signals: Signals, sender: int, rank: int, device: torch.device) -> None:
@@ -68,7 +68,7 @@ def _connected(signals: Signals, make: Callable[[], Any], what: str) -> Any:
         except RuntimeError as error:  # as torch raises it
             failures.append(error)
 
-    Thread(target=run, name="ratchet-meeting", daemon=True).start()
+    Thread(target=run, name="ratchet-process-group", daemon=True).start()
     signals.wait(lambda: bool(made or failures), what)
     if failures:
         (failure,) = failures

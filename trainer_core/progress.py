@@ -13,7 +13,7 @@ _EVERY_S = 1.0
 _MOST = 2000
 _LINE = re.compile(r"(\d+) of (\d+) ([a-z-]+)(?:, ([a-z]+ [-+.\dainfe]+))?")
 
-logger = logging.getLogger("trainer_core.telling")
+logger = logging.getLogger("trainer_core.progress")
 
 
 class _Whole:
