@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.mutants_algorithms import ALGORITHMS
 from infra.mutants_engine import ENGINE
 from infra.mutants_evaluate import EVALUATE
 from infra.mutants_families import FAMILIES
@@ -25,6 +24,7 @@ from infra.mutants_known import Mutant
 from infra.mutants_machine import MACHINE
 from infra.mutants_memory import MEMORY
 from infra.mutants_models import MODELS
+from infra.mutants_objectives import OBJECTIVES
 from infra.mutants_operators import OPERATORS
 from infra.mutants_origins import ORIGINS
 from infra.mutants_pages import PAGES
@@ -46,7 +46,7 @@ from infra.mutants_trainer_core import TRAINER_CORE
 from infra.mutants_upkeep import UPKEEP
 
 MUTANTS = (
-    *ALGORITHMS,
+    *OBJECTIVES,
     *ENGINE,
     *EVALUATE,
     *FAMILIES,

@@ -6,7 +6,7 @@ _FAMILIES = ("tests/trainer_core/model/test_families.py",)
 _COMPUTES = "tests/trainer_core/model/test_families.py::test_a_layout_computes_what_transformers_and_one_rank_do"
 _COUNTS = "tests/trainer_core/model/test_families.py::test_routers_count_what_belongs_to_samples_and_nothing_else"
 _CONTEXT = (f"{_COMPUTES}[qwen3-moe-cp2-ep2]",)
-_OBJECTIVES = ("tests/trainer_core/algorithms/test_objectives.py::test_a_step_is_that_of_a_plain_implementation",)
+_OBJECTIVES = ("tests/trainer_core/objectives/test_objectives.py::test_a_step_is_that_of_a_plain_implementation",)
 
 FAMILIES = (
     Mutant(

@@ -4,10 +4,10 @@ from infra.mutants_known import Mutant
 
 _KEYS = "tests/tasks/model_checks/test_keys.py"
 _OBEYED = "tests/tasks/model_checks/test_obeyed.py"
-_POLICY = "tests/trainer_core/test_policy.py"
+_POLICY = "tests/trainer_core/test_objective_config.py"
 _RUN = "tests/tasks/config/test_run.py"
-_UPDATES = "tests/trainer_core/algorithms/test_six_updates.py"
-_ORDER = "tests/trainer_core/algorithms/test_order.py"
+_UPDATES = "tests/trainer_core/objectives/test_six_updates.py"
+_ORDER = "tests/trainer_core/objectives/test_order.py"
 _BALANCE = "tests/trainer_core/model/test_balance.py"
 
 MODELS: tuple[Mutant, ...] = (
@@ -102,7 +102,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "clipping-of-one-update",
         "clipping may be set where every ratio is 1",
-        "trainer_core/policy.py",
+        "trainer_core/objective_config.py",
         "    return single if policy.updates_once else None\n",
         "    return None\n",
         (_POLICY,),
@@ -126,12 +126,12 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "gspo-mean-advantage",
         "every token of a sequence has the gradient of the mean advantage",
-        "trainer_core/algorithms/losses/gspo.py",
+        "trainer_core/objectives/losses/gspo.py",
         "    whole = segments.spread(segments.mean(log_ratio.detach()), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
         "    return clipped_surrogate(torch.exp(whole + (log_ratio - log_ratio.detach())), advantages, low, high)\n",
         "    whole = segments.spread(segments.mean(log_ratio), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
         "    return clipped_surrogate(torch.exp(whole), advantages, low, high)\n",
-        ("tests/trainer_core/algorithms/losses/test_gspo.py",),
+        ("tests/trainer_core/objectives/losses/test_gspo.py",),
     ),
     Mutant(
         "auxiliary-loss-by-responses",
@@ -152,7 +152,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "auxiliary-loss-not-reported",
         "the auxiliary loss is no metric",
-        "trainer_core/algorithms/update.py",
+        "trainer_core/objectives/update.py",
         '    return {"auxiliary_loss": float(np.mean(found))} if found else {}\n',
         "    return {}\n",
         (_BALANCE,),
@@ -176,7 +176,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "same-mini-batches-in-every-epoch",
         "epochs have the same mini-batches",
-        "trainer_core/algorithms/policy_phase.py",
+        "trainer_core/objectives/policy_phase.py",
         "np.random.default_rng((*self.seed, self.optimizer.updates))",
         "np.random.default_rng(self.seed)",
         (_ORDER,),
@@ -184,7 +184,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "same-mini-batches-in-every-iteration",
         "iterations have the same mini-batches",
-        "trainer_core/algorithms/policy_phase.py",
+        "trainer_core/objectives/policy_phase.py",
         "np.random.default_rng((*self.seed, self.optimizer.updates))",
         "np.random.default_rng((self.seed[0], self.optimizer.updates))",
         (_ORDER,),
@@ -192,7 +192,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "same-order-of-examples",
         "supervised passes go through the examples in the same order",
-        "trainer_core/algorithms/supervised.py",
+        "trainer_core/objectives/supervised.py",
         "generator.permutation(count)",
         "np.random.default_rng(seed).permutation(count)",
         (_ORDER,),
@@ -200,9 +200,9 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "engine-kl-reversed",
         "engine_kl is that of the trainer to the engine",
-        "trainer_core/algorithms/report.py",
+        "trainer_core/objectives/report.py",
         "    change = log_ratio(torch.from_numpy(trainer).double(), torch.from_numpy(engine).double())\n",
         "    change = log_ratio(torch.from_numpy(engine).double(), torch.from_numpy(trainer).double())\n",
-        ("tests/trainer_core/algorithms/test_report.py",),
+        ("tests/trainer_core/objectives/test_report.py",),
     ),
 )

@@ -20,7 +20,7 @@ TRAINER = (
     Mutant(
         "one-pass-too-many",
         "a single update is preceded by a scoring pass",
-        "trainer_core/algorithms/policy_phase.py",
+        "trainer_core/objectives/policy_phase.py",
         "if not (several or self._needs_scores):",
         "if not units.size:",
         _TRAINER,
@@ -44,10 +44,10 @@ TRAINER = (
     Mutant(
         "log-ratio-unbounded",
         "log-ratios are not clamped",
-        "trainer_core/algorithms/losses/log_ratio.py",
+        "trainer_core/objectives/losses/log_ratio.py",
         "(upper - lower).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
         "(upper - lower)",
-        ("tests/trainer_core/algorithms",),
+        ("tests/trainer_core/objectives",),
     ),
     Mutant(
         "logits-changed-in-place",

@@ -31,7 +31,7 @@ from tasks.stages.prepared import MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.placement import placement, transport
 from trainer_core.config import Device
-from trainer_core.policy import PolicyConfig, check_sampling
+from trainer_core.objective_config import PolicyConfig, check_sampling
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:

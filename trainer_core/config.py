@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from storage.errors import InputError
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
-from trainer_core.policy import PolicyConfig
+from trainer_core.objective_config import PolicyConfig
 
 Recompute = Literal["none", "attention", "layers"]
 Attention = Literal["auto", "flash", "fused", "unfused"]

@@ -7,9 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError, SyncMismatch
-from trainer_core.algorithms.policy_phase import PolicyPhase
-from trainer_core.algorithms.reference import Reference
-from trainer_core.algorithms.supervised import SupervisedPhase
 from trainer_core.batches.micro_batching import Limits
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
 from trainer_core.collector import paused
@@ -20,6 +17,9 @@ from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.model.replay import graphs
+from trainer_core.objectives.policy_phase import PolicyPhase
+from trainer_core.objectives.reference import Reference
+from trainer_core.objectives.supervised import SupervisedPhase
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, load_state

@@ -4,7 +4,6 @@ import psutil
 import torch
 
 from tasks.bench.plain_loop import PaddedBatch, padded_batches, plain_step
-from trainer_core.algorithms.policy_phase import PolicyPhase
 from trainer_core.batches.micro_batching import Limits
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import RankSpec, TrainerConfig
@@ -14,6 +13,7 @@ from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.model.replay import graphs
+from trainer_core.objectives.policy_phase import PolicyPhase
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.state.checkpoint import Saver
 from trainer_core.state.facts import StateFacts

@@ -18,7 +18,7 @@ from tasks.stages.prepared import MODEL
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Selected
-from trainer_core.policy import PolicyConfig, check_sampling
+from trainer_core.objective_config import PolicyConfig, check_sampling
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 

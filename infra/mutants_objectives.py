@@ -1,0 +1,156 @@
+"""Faults in the objectives that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_OWN = ("tests/trainer_core/objectives/losses", "tests/trainer_core/objectives/advantages")
+_SELECTION = ("tests/trainer_core/objectives/test_selection.py",)
+_OBJECTIVES = ("tests/trainer_core/objectives/test_objectives.py",)
+_TRAINER = ("tests/trainer_core/test_trainer.py",)
+_CONFIG = ("tests/tasks/config/test_run.py",)
+
+OBJECTIVES = (
+    Mutant(
+        "rloo-with-itself",
+        "a sample is part of its own baseline",
+        "trainer_core/objectives/advantages/leave_one_out.py",
+        " * count / (count - 1)",
+        "",
+        _OWN,
+    ),
+    Mutant(
+        "return-without-its-own-penalty",
+        "the KL penalty of a token is not part of its own return",
+        "trainer_core/objectives/advantages/batch.py",
+        "before = np.cumsum(penalties) - penalties",
+        "before = np.cumsum(penalties)",
+        _OWN,
+    ),
+    Mutant(
+        "unscored-samples-in-the-batch-mean",
+        "REINFORCE++ normalises over samples that do not count",
+        "trainer_core/objectives/advantages/batch.py",
+        "    given = returns[counted]\n",
+        "    given = returns\n",
+        _OWN,
+    ),
+    Mutant(
+        "gspo-by-tokens",
+        "GSPO clips the ratio of each token",
+        "trainer_core/objectives/losses/gspo.py",
+        "torch.exp(whole + (log_ratio - log_ratio.detach()))",
+        "torch.exp(log_ratio)",
+        _OWN,
+    ),
+    Mutant(
+        "cispo-differentiates-its-weight",
+        "the weight of CISPO has a gradient",
+        "trainer_core/objectives/losses/cispo.py",
+        "weight = ratio.detach().clamp(",
+        "weight = ratio.clamp(",
+        _OWN,
+    ),
+    Mutant(
+        "dual-clip-of-good-samples",
+        "dual clip does not look at the sign of the advantage",
+        "trainer_core/objectives/losses/clip.py",
+        "beyond = (advantages < 0) & (loss > most)",
+        "beyond = loss > most",
+        _OWN,
+    ),
+    Mutant(
+        "dpo-with-stale-coefficients",
+        "all updates of DPO use the coefficients of the weights before the first",
+        "trainer_core/objectives/policy_phase.py",
+        "now = now if not updates else self.passes.score(samples, rows, self.temperature)",
+        "now = before",
+        _TRAINER,
+    ),
+    Mutant(
+        "dpo-mean-over-tokens",
+        "a pair counts more in a mini-batch with fewer tokens",
+        "trainer_core/objectives/policy_phase.py",
+        "return np.full(len(lengths), lengths.sum(), dtype=np.float32)",
+        "return np.ones(len(lengths), dtype=np.float32)",
+        _OBJECTIVES,
+    ),
+    Mutant(
+        "correction-with-gradient",
+        "gradients flow through the importance weights",
+        "trainer_core/objectives/losses/correction.py",
+        "    with torch.no_grad():\n        ratio",
+        "    with torch.enable_grad():\n        ratio",
+        _OWN,
+    ),
+    Mutant(
+        "correction-the-wrong-way",
+        "importance weights are behaviour / trainer",
+        "trainer_core/objectives/losses/correction.py",
+        "ratio = log_ratio(trainer, behaviour)",
+        "ratio = log_ratio(behaviour, trainer)",
+        _OWN,
+    ),
+    Mutant(
+        "correction-forgotten",
+        "the loss is not weighted with the importance weights",
+        "trainer_core/objectives/losses/composed.py",
+        "TokenLoss(result.loss * weights, result.clipped)",
+        "TokenLoss(result.loss, result.clipped)",
+        _OBJECTIVES,
+    ),
+    Mutant(
+        "behaviour-forgotten",
+        'with old_policy = "behaviour" the ratio is to the trainer all the same',
+        "trainer_core/objectives/policy_phase.py",
+        'if self.policy.old_policy == "behaviour":',
+        "if False:",
+        _OBJECTIVES,
+    ),
+    Mutant(
+        "kl-raises-the-reward",
+        "the KL in the reward is added to it",
+        "trainer_core/objectives/policy_phase.py",
+        "found[counted] = self.policy.kl_coefficient * estimate.numpy()",
+        "found[counted] = -self.policy.kl_coefficient * estimate.numpy()",
+        _OBJECTIVES,
+    ),
+    Mutant(
+        "nucleus-corrected",
+        "log-probabilities of a nucleus are compared with those of the whole softmax",
+        "trainer_core/objective_config.py",
+        "if top_p < 1 and policy.needs_behaviour:",
+        "if False:",
+        ("tests/trainer_core/test_objective_config.py",),
+    ),
+    Mutant(
+        "nucleus-not-checked",
+        "a run does not check what its objective needs of its sampling",
+        "tasks/checks.py",
+        "    check_sampling(policy, config.rollout.top_p)\n",
+        "",
+        ("tests/tasks/test_checks.py",),
+    ),
+    Mutant(
+        "equal-groups-stay",
+        "groups without spread are trained on",
+        "trainer_core/objectives/selection.py",
+        "found[members] = np.ptp(rewards[members]) > 0",
+        "found[members] = True",
+        _SELECTION,
+    ),
+    Mutant(
+        "no-sample-left-fails",
+        "an iteration of which no sample is left ends the run",
+        "trainer_core/objectives/policy_phase.py",
+        "            return dict(NOTHING_LEARNED)\n",
+        '            raise StageFailed("nothing is left")\n',
+        _TRAINER,
+    ),
+    Mutant(
+        "keys-of-another-type",
+        "another type of a table keeps the values of the old one",
+        "tasks/config/document.py",
+        "        table.clear()\n",
+        "        pass\n",
+        _CONFIG,
+    ),
+)

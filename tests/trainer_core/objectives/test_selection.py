@@ -1,0 +1,52 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.trainer_core.models import random_samples
+from trainer_core.objective_config import PolicyConfig
+from trainer_core.objectives.selection import trained_on
+
+REWARDS = np.array([0, 0, 0, 1, 1, 2, 2, 1, 3, 3], dtype=np.float32)
+GROUPS = np.array([4, 4, 4, 2, 2, 2, 2, 9, 9, 9], dtype=np.int32)
+USABLE = np.array([True] * 7 + [False] + [True] * 2)
+LENGTHS = np.array([1, 2, 9, 1, 9, 1, 1, 1, 3, 3])
+
+
+@pytest.fixture
+def samples():
+    given = replace(random_samples(groups=1, per_group=10), response_lengths=LENGTHS)
+    return replace(given, rewards=REWARDS, groups=GROUPS, usable=USABLE)
+
+
+def rows(samples, settings):
+    return np.flatnonzero(trained_on(PolicyConfig.model_validate(settings), samples)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 8, 9]),
+        # of group 9 the samples that are left are equal
+        ({"leave_out_equal_groups": True}, [3, 4, 5, 6]),
+        ({"most_groups": 1}, [0, 1, 2]),
+        ({"most_groups": 2}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"most_groups": 1, "leave_out_equal_groups": True}, [3, 4, 5, 6]),
+        ({"overlong": {"type": "leave_out", "length": 9}}, [0, 1, 3, 5, 6, 8, 9]),
+        ({"loss": {"type": "sft"}}, [3, 4, 5, 6, 8, 9]),
+        ({"loss": {"type": "sft", "above": 1.5}}, [5, 6, 8, 9]),
+        ({"loss": {"type": "sft", "above": 1.5, "best": True}}, [5, 8]),
+        ({"loss": {"type": "sft", "above": 3.0}}, []),
+        # the penalty takes 1 from rows 2 and 4
+        ({"loss": {"type": "sft"}, "overlong": {"type": "penalty", "length": 9, "buffer": 1}}, [3, 5, 6, 8, 9]),
+    ],
+    ids=str,
+)
+def test_what_is_trained_on(samples, settings, expected):
+    assert rows(samples, settings) == expected
+
+
+def test_rewards_of_unusable_samples_may_be_anything(samples):
+    other = replace(samples, rewards=np.where(USABLE, REWARDS, np.nan).astype(np.float32))
+    for settings in ({"leave_out_equal_groups": True}, {"loss": {"type": "sft", "best": True}}):
+        assert rows(samples, settings) == rows(other, settings)
