@@ -148,7 +148,7 @@ ORIGINS = (
     Mutant(
         "imported-files-uncounted",
         "a file that a reward function imports may change unseen",
-        "tasks/rewards/scorer.py",
+        "trainer_core/user_code.py",
         "    return sorted(one for one in files - {own} if one.is_file() and not _is_installed(one))\n",
         "    return []\n",
         ("tests/tasks/rewards/test_rewards.py",),

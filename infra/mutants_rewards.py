@@ -118,7 +118,7 @@ REWARDS = (
     Mutant(
         "folder-is-meaning",
         "a run is another one when its reward file is moved",
-        "tasks/config/functions.py",
+        "trainer_core/user_code.py",
         'f"{Path(parts[0]).name}:{parts[1]}"',
         "name",
         _FOUND,
@@ -126,7 +126,7 @@ REWARDS = (
     Mutant(
         "either-file-will-do",
         "of two different reward files of one name one is taken silently",
-        "tasks/config/functions.py",
+        "trainer_core/user_code.py",
         "    if any(other.read_bytes() != found[0].read_bytes() for other in found[1:]):\n",
         "    if False:\n",
         _FOUND,

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from storage.backends.objects import client_errors
 from storage.errors import InputError
 from tasks.config.credentials import shown, shown_setting, shown_text
-from tasks.config.functions import located_function
 from tasks.config.located import folder_of, located
 from tasks.config.run import RunConfig
+from trainer_core.user_code import located_function
 
 _FILES = {"model": ("source",), "data": ("train", "held_out", "warmup")}
 """The settings that name files."""

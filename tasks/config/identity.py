@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from storage.digest import value_digest
 from tasks.config.credentials import MASK, is_secret, referenced, shown
-from tasks.config.functions import without_folder
+from trainer_core.user_code import without_folder
 
 Document = Mapping[str, JsonValue]
 """A configuration, or a section of one, as plain JSON types."""

@@ -71,18 +71,16 @@ class ScoringOrder:
 
     def document(self) -> dict[str, Any]:
         """As a worker reads it."""
-        target, values = self.target, values_of(self.arguments)
+        values = values_of(self.arguments)
         hidden = values_of({name: f"env:{name}" for name in self.variables})
         return {
-            "place": target.place,
-            "attribute": target.attribute,
-            "text": target.text,
+            "target": asdict(self.target),
             "arguments": values,
             "secrets": list(hidden.values()),
             "weights": dict(self.weights),
             "batch": self.batch,
             "start_deadline_s": self.start_deadline_s,
-            "lazy": target.version is None,  # our own functions import all they need with their modules
+            "lazy": self.target.version is None,  # our own functions import all they need with their modules
         }
 
 

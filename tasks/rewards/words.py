@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from trainer_core import user_code
+
 LONGEST = 1000
 """Characters of a text, about."""
 SAID_LAST = "; it said last: "
@@ -55,8 +57,8 @@ def described(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - the error's own __str__
         text = type(error).__name__
-    here = Path(__file__).parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent != here]
+    here = (Path(__file__).parent, Path(user_code.__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent not in here]
     own = [frame for frame in frames if not any(library in frame.filename for library in _LIBRARIES)]
     places = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in own[-1:]]
     return storable(text) + "".join(places)

@@ -8,7 +8,6 @@ import pytest
 from storage.backends.root import open_root
 from storage.errors import InputError
 from tasks.config.document import load_config
-from tasks.config.functions import in_a_file, located_function, without_folder
 from tasks.config.stored import record_config
 from tests.bad_input.test_command import CONFIG
 
@@ -23,21 +22,6 @@ def places(tmp_path, monkeypatch):
     (tmp_path / "there" / "run.toml").write_text(CONFIG + '[reward]\nfunction = "my_reward.py:score"\n')
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("my.py:score", ("my.py", "score")),
-        ("../a b/my.py:score", ("../a b/my.py", "score")),
-        ("exact_match", None),
-        ("package.module:score", None),
-        ("my.py", None),
-        ("py:score", None),
-    ],
-)
-def test_what_is_in_a_file(name, parts):
-    assert in_a_file(name) == parts
 
 
 @pytest.mark.parametrize(("folders", "found"), [(["there"], "there"), (["here"], "here"), (["there", "here"], "there")])
@@ -88,17 +72,6 @@ def test_wherever_the_file_and_the_start_are_it_is_the_same_run(places, monkeypa
     (places / "elsewhere" / "run.toml").write_text(Path("run.toml").read_text().replace("my_reward.py", named.name))
     with pytest.raises(InputError, match=r"now given .*other\.py:score"):
         record_config(root, "run", load_config("run.toml"))
-
-
-@pytest.mark.parametrize("name", ["/abs/my.py:score", "package.module:score", "exact_match"])
-def test_what_needs_no_looking_for_is_left_alone(places, name):
-    assert located_function(name, places, "reward.function") == name
-
-
-def test_only_of_a_file_the_folder_does_not_count():
-    assert [without_folder(name) for name in ("/a/b.py:f", "b.py:f", "a.b:f", "regex")] == [
-        "b.py:f", "b.py:f", "a.b:f", "regex",
-    ]  # fmt: skip
 
 
 def test_a_runtime_setting_of_the_reward_may_change(places):
