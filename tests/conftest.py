@@ -28,8 +28,8 @@ GROUPS = (
     "tests/storage/test_kill.py",
 )
 SHARES = {
-    "tests/tasks/bench/test_memory.py": "tests/trainer_core",  # processes forked from one with Megatron
-    "tests/tasks/bench/test_train.py": "tests/trainer_core",
+    "tests/infra/bench/test_memory.py": "tests/trainer_core",  # processes forked from one with Megatron
+    "tests/infra/bench/test_train.py": "tests/trainer_core",
     "tests/tasks/export/test_experts.py": "tests/trainer_core",
     "tests/tasks/export/test_export.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",

@@ -37,6 +37,7 @@ from tasks.workers.scratch import check_folders
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
+_BENCHES = "Measure parts of Ratchet on this machine."
 _INTERRUPTED = 128 + signal.SIGINT
 
 app = App(
@@ -255,7 +256,10 @@ _GROUPS = {
 for number, (title, members) in enumerate(_GROUPS.items()):
     group = Group(title, sort_key=number)
     for member in members:
-        app[member].group = (group,)
+        if member == "bench":  # imported only when it is called: no product module imports a bench
+            app.command("infra.bench.commands:app", name=member, help=_BENCHES, group=group)
+        else:
+            app[member].group = (group,)
 
 
 def new_name(kind: str) -> str:

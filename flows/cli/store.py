@@ -1,20 +1,11 @@
 """Commands that read, check and tidy what is stored: no Prefect, Ray, vLLM or torch is imported."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from flows.cli import printing as lines
-from flows.cli.bench import (
-    bench_memory_command,
-    bench_overhead_command,
-    bench_rollout_command,
-    bench_sync_command,
-    bench_train_command,
-)
 from flows.cli.options import DEFAULT_ROOT, Json, Revision, RootUrl
 from flows.cli.places import place_in
 from flows.views.output import Output
@@ -30,12 +21,9 @@ from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
-from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.stored import ConfigRecord, forked_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import RETRAINING, WORKFLOW, Stage
-
-_BENCH = PROJECT_ROOT / "infra" / "bench" / "storage.py"
 
 
 def register(app: App) -> None:
@@ -48,14 +36,6 @@ def register(app: App) -> None:
     app.command(fork_command, name="fork")
     app.command(unlock_command, name="unlock")
     app.command(compact_command, name="compact")
-    bench = App(name="bench", help="Measure parts of Ratchet on this machine.")
-    bench.command(bench_storage_command, name="storage")
-    bench.command(bench_train_command, name="train")
-    bench.command(bench_memory_command, name="memory")
-    bench.command(bench_rollout_command, name="rollout")
-    bench.command(bench_sync_command, name="sync")
-    bench.command(bench_overhead_command, name="overhead")
-    app.command(bench)
 
 
 def ls_command(*, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
@@ -255,23 +235,6 @@ def compact_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = Fals
     with Output(json=json) as output:
         output.result(archive, lines.of_archive(archive))
     return 0
-
-
-def bench_storage_command(
-    *,
-    repeats: Annotated[int, Parameter(help="Measurements per figure; the median is reported.")] = 5,
-    run: Annotated[str | None, Parameter(help="Also report the cost of durability in this run.")] = None,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
-) -> int:
-    """Measure writing, reading and committing on this machine."""
-    if not _BENCH.is_file():
-        raise InputError(f"{_BENCH} does not exist: run the bench from a checkout of Ratchet")
-    # in its own process, which is pinned to one thread before anything heavy is imported
-    command = [sys.executable, "-m", "infra.bench.storage", f"--repeats={repeats}", *(["--json"] if json else [])]
-    if run is not None:
-        command += [f"--run={run}", f"--root={_open(root, run).url}"]
-    return subprocess.run(command, check=False, cwd=PROJECT_ROOT).returncode
 
 
 def _open(root: str, run: str) -> Root:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from trainer_core.config import RankSpec, TrainerConfig
 
 if TYPE_CHECKING:
-    from tasks.bench.sync_rank import SyncRank
+    from infra.bench.sync_rank import SyncRank
 
 
 def start_sync_rank(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "SyncRank":
@@ -13,6 +13,6 @@ def start_sync_rank(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "S
     from trainer_core.platform.platform import prepare
 
     platform = prepare(rank.device, rank.local_rank)
-    from tasks.bench.sync_rank import SyncRank  # imports Megatron, which needs the platform prepared
+    from infra.bench.sync_rank import SyncRank  # imports Megatron, which needs the platform prepared
 
     return SyncRank(model_dir, config, rank, platform)

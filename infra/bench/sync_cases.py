@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from tasks.bench.cases import CASES, SyncCaseName
-from tasks.bench.latent import LatentModel
+from infra.bench.cases import CASES, SyncCaseName
+from infra.bench.latent import LatentModel
 from tasks.config.model import GeneratedModel
 from tasks.config.run import EngineCards
 from tasks.stages.transaction import Delivery

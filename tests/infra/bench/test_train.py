@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from infra.bench.cases import CASES, draw_samples, floating_point_operations
+from infra.bench.train import bench_train
 from storage.errors import InputError
-from tasks.bench.cases import CASES, draw_samples, floating_point_operations
-from tasks.bench.train import bench_train
 from tests.trainer_core.ranks import run_ranks
 
 TINY = CASES["tiny"]
@@ -57,7 +57,7 @@ def both_losses(rank, world_size, store, folder):
     """Mean negative log-probability of the response tokens by both sides."""
     from pathlib import Path
 
-    from tasks.bench.train import _sides
+    from infra.bench.train import _sides
     from tasks.data.generated import generate_model
 
     generate_model(Path(folder), TINY.model, seed=0)

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from tasks.bench.sync_engine import StockTensors, SyncEngine
+from infra.bench.sync_engine import StockTensors, SyncEngine
 from tasks.workers.engines import EngineHandle
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.weights.channel import Channel

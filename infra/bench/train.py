@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel
 
+from infra.bench.cases import CASES, Case, CaseName, draw_samples, floating_point_operations
 from storage.errors import InputError
-from tasks.bench.cases import CASES, Case, CaseName, draw_samples, floating_point_operations
 from tasks.data.generated import generate_model
 from tasks.workers.scratch import scratch
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import Device, OptimizerConfig, PolicyConfig, RankSpec, TrainerConfig
 
 if TYPE_CHECKING:
-    from tasks.bench.sides import Sides
+    from infra.bench.sides import Sides
 
 _STEPS = 4  # with other widths each
 
@@ -120,7 +120,7 @@ def _sides(folder: str, case: Case, device: Device) -> "Sides":
     from trainer_core.platform.platform import prepare
 
     platform = prepare(device)
-    from tasks.bench.sides import Sides  # imports Megatron, which needs the platform prepared
+    from infra.bench.sides import Sides  # imports Megatron, which needs the platform prepared
 
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-6),

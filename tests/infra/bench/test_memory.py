@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tasks.bench.cases import CASES
+from infra.bench.cases import CASES
 from tests.trainer_core.ranks import run_ranks
 
 pytestmark = pytest.mark.full
@@ -31,7 +31,7 @@ def two_lives(rank, world_size, store, folder):
     """The same life, and one in which a switch changes a weight."""
     from pathlib import Path
 
-    from tasks.bench.memory import _lived, _trainer
+    from infra.bench.memory import _lived, _trainer
     from tasks.data.generated import generate_model
 
     case = CASES["tiny"]

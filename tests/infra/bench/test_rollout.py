@@ -7,9 +7,9 @@ import sys
 import psutil
 import pytest
 
+from infra.bench.cases import CASES
+from infra.bench.rollout import _requests, bench_rollout
 from storage.errors import InputError
-from tasks.bench.cases import CASES
-from tasks.bench.rollout import _requests, bench_rollout
 
 KEYS = {"tokens_per_s", "bare_tokens_per_s", "ratio", "mixed_ratio", "generate_tokens_per_s"}
 
@@ -25,7 +25,7 @@ def test_the_command_prints_one_object_and_the_engine_is_not_slow():
     assert found.keys() >= KEYS
     assert found["ratio"] >= 0.9
     assert found["mixed_ratio"] >= 0.9
-    left = [one for one in psutil.process_iter(["cmdline"]) if "tasks.bench.bare_engine" in (one.info["cmdline"] or [])]
+    left = [one for one in psutil.process_iter(["cmdline"]) if "infra.bench.bare_engine" in (one.info["cmdline"] or [])]
     assert left == []
 
 

@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from tasks.bench.plain_loop import PaddedBatch, padded_batches, plain_step
+from infra.bench.plain_loop import PaddedBatch, padded_batches, plain_step
 from trainer_core.batches.micro_batching import Limits
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import RankSpec, TrainerConfig

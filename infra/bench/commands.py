@@ -1,61 +1,86 @@
-"""`ratchet bench train`, `memory`, `rollout`, `sync` and `overhead`."""
+"""The commands `ratchet bench ...`. Torch, Ray and vLLM wait until a bench needs them."""
 
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from pydantic import BaseModel
 
-from flows.cli.options import Json
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
+from infra.bench.cases import CaseName, SyncCaseName
+from storage.backends.root import open_root
 from storage.errors import InputError
-from tasks.bench.cases import CaseName, SyncCaseName
-from tasks.bench.memory import bench_memory
-from tasks.bench.train import bench_train
+from storage.upkeep.catalog import require_run
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import child_python_path
 from tasks.config.run import TransportChoice
 
-_OVERHEAD = PROJECT_ROOT / "infra" / "bench" / "overhead.py"
+app = App(name="bench", help="Measure parts of Ratchet on this machine.")
 
 
-def bench_train_command(
+@app.command
+def storage(
     *,
-    case: Annotated[CaseName | None, Parameter(help="Model and samples; by default what suits the device.")] = None,
+    repeats: Annotated[int, Parameter(help="Measurements per figure; the median is reported.")] = 5,
+    run: Annotated[str | None, Parameter(help="Also report the cost of durability in this run.")] = None,
+    root: RootUrl = DEFAULT_ROOT,
+    json: Json = False,
+) -> int:
+    """Measure writing, reading and committing on this machine."""
+    options = [f"--repeats={repeats}", *(["--json"] if json else [])]
+    if run is not None:
+        store = open_root(root)
+        require_run(store, run)
+        options += [f"--run={run}", f"--root={store.url}"]
+    # in its own process, which is pinned to one thread before anything heavy is imported
+    return _process("infra.bench.storage", options)
+
+
+@app.command
+def train(
+    *,
+    case: Annotated[CaseName | None, Parameter(help="Model and samples; by default the one for the device.")] = None,
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
     json: Json = False,
 ) -> int:
     """Measure a training step of Ratchet against the plain one of megatron-core."""
+    from infra.bench.train import bench_train
+
     with Output(json=json) as output:
         found = bench_train(case, pairs)
         output.result(found, _lines(found))
     return 0
 
 
-def bench_memory_command(
+@app.command
+def memory(
     *,
-    case: Annotated[CaseName | None, Parameter(help="Model; by default what suits the device.")] = None,
+    case: Annotated[CaseName | None, Parameter(help="Model; by default the one for the device.")] = None,
     json: Json = False,
 ) -> int:
-    """Measure what the trainer can give up while engines sample, and that its updates stay the same."""
+    """Measure the memory that the trainer frees while engines sample, and check that its updates stay the same."""
+    from infra.bench.memory import bench_memory
+
     with Output(json=json) as output:
         found = bench_memory(case)
         output.result(found, _lines(found))
     return 0
 
 
-def bench_rollout_command(
+@app.command
+def rollout(
     *,
-    case: Annotated[CaseName | None, Parameter(help="Model and responses; by default what suits the device.")] = None,
+    case: Annotated[CaseName | None, Parameter(help="Model and responses; by default the one for the device.")] = None,
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
     samples: Annotated[int | None, Parameter(help="Samples of a round; by default the case's.")] = None,
     json: Json = False,
 ) -> int:
     """Measure a rollout of Ratchet against bare vLLM with the same settings."""
-    from tasks.bench.rollout import bench_rollout  # imports Ray
+    from infra.bench.rollout import bench_rollout  # imports Ray
 
     with Output(json=json) as output:
         found = bench_rollout(case, pairs, samples)
@@ -63,15 +88,16 @@ def bench_rollout_command(
     return 0
 
 
-def bench_sync_command(
+@app.command
+def sync(
     *,
-    case: Annotated[SyncCaseName | None, Parameter(help="What is synced; by default what suits the device.")] = None,
+    case: Annotated[SyncCaseName | None, Parameter(help="Model and layout; by default the one for the device.")] = None,
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
     transport: Annotated[TransportChoice, Parameter(help="As the setting `sync.transport`.")] = "auto",
     json: Json = False,
 ) -> int:
     """Measure a weight sync of Ratchet against megatron-bridge's export into vLLM's own reload."""
-    from tasks.bench.sync import bench_sync  # imports Ray
+    from infra.bench.sync import bench_sync  # imports Ray
 
     with Output(json=json) as output:
         found = bench_sync(case, pairs, transport)
@@ -79,19 +105,24 @@ def bench_sync_command(
     return 0
 
 
-def bench_overhead_command(
+@app.command
+def overhead(
     *,
     iterations: Annotated[int, Parameter(help="Iterations between two readings.", validator=Number(gte=1))] = 20,
     repeats: Annotated[int, Parameter(help="Readings; the median is reported.", validator=Number(gte=1))] = 3,
     json: Json = False,
 ) -> int:
-    """Measure what the workflow costs beyond the work: Prefect's client, requests to S3, status, database."""
-    if not _OVERHEAD.is_file():
-        raise InputError(f"{_OVERHEAD} does not exist: run the bench from a checkout of Ratchet")
+    """Measure the cost of the workflow beyond the work: Prefect's client, requests to S3, status, database."""
+    small = PROJECT_ROOT / "tests" / "small"
+    if not small.is_dir():
+        raise InputError(f"{small} does not exist: run this bench from a checkout of Ratchet")
     # in its own process: it replaces the workers of runs by small ones
     options = [f"--iterations={iterations}", f"--repeats={repeats}", *(["--json"] if json else [])]
-    command = [sys.executable, "-m", "infra.bench.overhead", *options]
-    return subprocess.run(command, check=False, cwd=PROJECT_ROOT, env=child_python_path()).returncode
+    return _process("infra.bench.overhead", options)
+
+
+def _process(module: str, options: list[str]) -> int:
+    return subprocess.run([sys.executable, "-m", module, *options], check=False, env=child_python_path()).returncode
 
 
 def _lines(found: BaseModel) -> list[str]:

@@ -14,9 +14,9 @@ import psutil
 import pyarrow as pa
 from pydantic import BaseModel
 
+from infra.bench.bare_engine import ANSWER, Requests, Took, processor_seconds
+from infra.bench.cases import CASES, Case, CaseName
 from storage.errors import InputError, WorkerLost
-from tasks.bench.bare_engine import ANSWER, Requests, Took, processor_seconds
-from tasks.bench.cases import CASES, Case, CaseName
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings, child_python_path, engine_environment
 from tasks.config.run import RunConfig
@@ -163,7 +163,7 @@ def _bare(kind: str, spec: EngineSpec, settings: Settings) -> Iterator[Side]:
     cards = engine_cards(settings.gpus, 0, spec.tensor) if spec.device == "cuda" else ()
     own_scheduler = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if spec.device == "cuda" else {}  # vLLM's default
     environment = {**child_python_path(), **engine_environment(spec.device, cards, local=True), **own_scheduler}
-    command = [sys.executable, "-m", "tasks.bench.bare_engine", kind, spec.model_dump_json()]
+    command = [sys.executable, "-m", "infra.bench.bare_engine", kind, spec.model_dump_json()]
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

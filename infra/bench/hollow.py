@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from tasks.bench.latent import BIAS, LatentModel
+from infra.bench.latent import BIAS, LatentModel
 from tasks.config.model import GeneratedModel
 from tasks.data.generated import generate_tokenizer, model_config, shapes
 from trainer_core.config import Precision

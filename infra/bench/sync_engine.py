@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from tasks.bench.waiting import wait_for
+from infra.bench.waiting import wait_for
 from tasks.engine.engine import Engine
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
@@ -102,7 +102,7 @@ def receive_broadcasts(worker: Any, tensors: StockTensors) -> None:
 
 def look(worker: Any, seen: bool) -> None:
     """Runs in vLLM's worker: whether it computes digests."""
-    from tasks.bench import unseen
+    from infra.bench import unseen
 
     unseen.look(seen)
 

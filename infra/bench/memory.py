@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from tasks.bench.cases import CASES, Case, CaseName, draw_samples
+from infra.bench.cases import CASES, Case, CaseName, draw_samples
 from tasks.data.generated import generate_model
 from tasks.workers.scratch import scratch
 from trainer_core.config import Device, MegatronConfig, MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig

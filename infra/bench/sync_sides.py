@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from infra.bench.sync_calls import SyncEngineHandle, SyncGroup
+from infra.bench.sync_cases import SyncCase, SyncRound
+from infra.bench.sync_engine import StockTensors, SyncEngine
+from infra.bench.sync_start import start_sync_rank
 from storage.backends.root import open_root
 from storage.errors import SyncMismatch
-from tasks.bench.sync_calls import SyncEngineHandle, SyncGroup
-from tasks.bench.sync_cases import SyncCase, SyncRound
-from tasks.bench.sync_engine import StockTensors, SyncEngine
-from tasks.bench.sync_start import start_sync_rank
 from tasks.config.document import parse_config
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig, TransportChoice

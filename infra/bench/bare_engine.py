@@ -1,6 +1,6 @@
 """The bare side of the rollout bench: vLLM alone in this process, as its users drive it.
 
-    python -m tasks.bench.bare_engine KIND SPEC
+    python -m infra.bench.bare_engine KIND SPEC
 
 reads requests, one JSON object a line, from standard input and answers each with what it took. KIND is `async`
 (`AsyncLLM`, final outputs only, all requests queued at once) or `generate` (`LLM.generate`).

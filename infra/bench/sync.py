@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from infra.bench.cases import SyncCaseName
+from infra.bench.hollow import hollow_model
+from infra.bench.sync_cases import SYNC_CASES, SyncRound
+from infra.bench.sync_sides import Sides, sides
 from storage.errors import InputError
-from tasks.bench.cases import SyncCaseName
-from tasks.bench.hollow import hollow_model
-from tasks.bench.sync_cases import SYNC_CASES, SyncRound
-from tasks.bench.sync_sides import Sides, sides
 from tasks.config.environment import Settings
 from tasks.config.run import TransportChoice
 from tasks.workers.cluster import Cluster

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from infra.bench.hollow import hollow_model
+from infra.bench.latent import LatentModel
+from infra.bench.sync import bench_sync
+from infra.bench.sync_cases import SYNC_CASES
 from storage.errors import InputError
-from tasks.bench.hollow import hollow_model
-from tasks.bench.latent import LatentModel
-from tasks.bench.sync import bench_sync
-from tasks.bench.sync_cases import SYNC_CASES
 from tasks.data.generated import generate_model
 from trainer_core.config import check_stages
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed
 from safetensors.torch import save_file
 
-from tasks.bench import unseen
-from tasks.bench.sync_calls import SyncRankProtocol
-from tasks.bench.sync_engine import StockTensors
-from tasks.bench.waiting import wait_for
+from infra.bench import unseen
+from infra.bench.sync_calls import SyncRankProtocol
+from infra.bench.sync_engine import StockTensors
+from infra.bench.waiting import wait_for
 from tasks.workers.cluster import LOOPBACK
 from trainer_core.config import RankSpec, TrainerConfig
 from trainer_core.platform.platform import Platform, quietly
