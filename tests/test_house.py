@@ -12,7 +12,9 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "trainer_core", "storage")
-SOURCES = [path for package in PACKAGES for path in sorted((PROJECT / package).rglob("*.py"))]
+SOURCES = [PROJECT / "ratchet.py"] + [
+    path for package in PACKAGES for path in sorted((PROJECT / package).rglob("*.py"))
+]
 FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -72,6 +74,7 @@ def test_our_packages_are_the_ones_imported(package: str):
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
+        ("ratchet", {"torch", "ray", "vllm", "megatron", "prefect", "transformers", "pyarrow", "pydantic_settings"}),
         ("tasks.config.run", {"torch", "ray", "vllm", "prefect", "transformers"}),
         ("trainer_core.config", {"torch", "numpy", "megatron"}),
         ("storage.parts", {"torch", "ray", "vllm", "prefect"}),

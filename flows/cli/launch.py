@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -21,6 +22,8 @@ from flows.views.status import RunStatus, read_status
 from storage.backends.root import Root
 from storage.errors import InputError, RatchetError, WorkerLost, told
 from tasks.config.run import RunConfig
+
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,10 @@ def launch(order: Order, output: Output) -> int:
         RatchetError: whatever stops the run.
     """
     root = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
-    _quieten_prefect()
     signals = Signals()
     try:
-        with signals, MemoryMeter() as meter:
-            first = next_iteration(root, order.run, order.config)
-            last = last_iteration(root, order.run, order.config)
-            complete = first > last and not is_redoing(root, order.run)
-            if complete:
-                _release(order.run, output)
-                finish_report(root, order.run, order.config, output.say)
-            else:
-                begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
-                output.say(f"run {order.run} begins {begins}; starting Ray and Prefect")
-                _run_flow_to_its_end(order, root, output)
+        with signals:
+            status, result = drive(order, root, output.say)
     except (KeyboardInterrupt, ValueError) as end:
         # Prefect turns an interrupt at the very start of a task run into a ValueError
         if not (signals.received or isinstance(end, KeyboardInterrupt)):
@@ -95,11 +88,32 @@ def launch(order: Order, output: Output) -> int:
         raise type(error)(
             f"{told(error)}\nFix this, a wrong setting also in the command, then continue with: {order.again}"
         ) from error
+    output.result(result, closing_lines(status))
+    return 0
+
+
+def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
+    """Do what is left of a run that is `ready`, in this process.
+
+    Raises:
+        RatchetError: the reason for which the run stopped.
+    """
+    _quieten_prefect()
+    with MemoryMeter() as meter:
+        first = next_iteration(root, order.run, order.config)
+        last = last_iteration(root, order.run, order.config)
+        complete = first > last and not is_redoing(root, order.run)
+        if complete:
+            _release(order.run, say)
+            finish_report(root, order.run, order.config, say)
+        else:
+            begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
+            say(f"run {order.run} begins {begins}; starting Ray and Prefect")
+            _run_flow_to_its_end(order, root, say)
     status = read_status(root, order.run)
     if complete:
-        output.say(nothing_done(status, last, order.config.retrain is not None))
-    output.result(summarise(status, meter), closing_lines(status))
-    return 0
+        say(nothing_done(status, last, order.config.retrain is not None))
+    return status, summarise(status, meter)
 
 
 def nothing_done(status: RunStatus, asked: int, retrains: bool) -> str:
@@ -127,7 +141,7 @@ def _run_flow(order: Order) -> None:
             run(order.run, order.root, order.config, order.one_stage)
 
 
-def _run_flow_to_its_end(order: Order, root: Root, output: Output) -> None:
+def _run_flow_to_its_end(order: Order, root: Root, say: Say) -> None:
     """Run the flow. A Prefect server that is gone before it has the last state costs its page, not the run."""
     try:
         _run_flow(order)
@@ -135,15 +149,15 @@ def _run_flow_to_its_end(order: Order, root: Root, output: Output) -> None:
         left = next_iteration(root, order.run, order.config) <= last_iteration(root, order.run, order.config)
         if left or is_redoing(root, order.run):
             raise
-        output.say(f"{lost}. The run is complete; the page of its flow run is not")
+        say(f"{lost}. The run is complete; the page of its flow run is not")
 
 
-def _release(run: str, output: Output) -> None:
+def _release(run: str, say: Say) -> None:
     """What the process that completed the run did not release, if it was killed just then."""
     try:
         release_workers(run)
     except RatchetError as failure:
-        output.say(f"warning: the processes of the run on the cluster, if there are any, stay there: {failure}")
+        say(f"warning: the processes of the run on the cluster, if there are any, stay there: {failure}")
 
 
 def _quieten_prefect() -> None:

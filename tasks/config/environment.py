@@ -136,14 +136,18 @@ class Settings:
         return kind
 
 
-def prepare_process() -> None:
+def prepare_process(offline: bool = True) -> None:
     """Give this process and its children the defaults they need. Call it before Prefect or Ray is imported.
 
     Values that the user has set are kept. A proxy is used for other hosts only, by Prefect's client, by Ray and by what
     they start.
+
+    Args:
+        offline: keep this process from contacting a hub; a notebook may want to until a run starts.
     """
     for name, value in {**_OFFLINE_AND_SILENT, **_ORCHESTRATION}.items():
-        os.environ.setdefault(name, value)
+        if offline or not name.endswith("_OFFLINE"):
+            os.environ.setdefault(name, value)
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if given.strip() != "*":
         hosts = [host.strip() for host in given.split(",") if host.strip()]

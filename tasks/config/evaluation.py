@@ -1,9 +1,11 @@
 """What one evaluation asks, beside the run whose weights it asks."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from storage.errors import InputError
 from tasks.config.numbers import COLDEST
 from tasks.config.section import Section
 
@@ -42,3 +44,17 @@ class EvaluationSettings(Section):
     """Of the sampled answers: each has a seed of its own, from this one and its place."""
     prompts_per_part: int = Field(default=64, ge=1)
     """Prompts whose answers are stored together; a crash costs one such part."""
+
+
+def evaluation_settings(given: Mapping[str, Any]) -> EvaluationSettings:
+    """Settings by name.
+
+    Raises:
+        InputError: a name is unknown, or a value cannot be used.
+    """
+    try:
+        return EvaluationSettings.model_validate(given)
+    except ValidationError as error:
+        flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']} (given: {one['input']!r})" for one in error.errors()]
+        known = ", ".join(EvaluationSettings.model_fields)
+        raise InputError(f"an evaluation has the settings {known}; wrong are\n" + "\n".join(flaws)) from None

@@ -1,0 +1,332 @@
+"""Ratchet for scripts and notebooks: `import ratchet`, before Prefect and Ray.
+
+Everything here calls the functions behind the command line. Importing it takes a fraction of a second, and no torch,
+Ray, vLLM or Megatron: what needs them imports them when it is called. docs/python.md has examples.
+"""
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from flows.cli.launch import RunResult
+    from flows.views.evaluations import EvaluationRecord
+    from flows.views.history import IterationRecord
+    from flows.views.status import RunStatus
+    from storage.backends.root import Root, open_root
+    from storage.errors import InputError, RatchetError
+    from storage.upkeep.verify import Verification
+    from tasks.config.document import load_config
+    from tasks.config.run import RunConfig
+    from tasks.export.export import Exported
+    from tasks.rewards.sample import Sample
+
+__all__ = [
+    "EvaluationRecord",
+    "Exported",
+    "InputError",
+    "IterationRecord",
+    "RatchetError",
+    "Root",
+    "Run",
+    "RunConfig",
+    "RunResult",
+    "RunStatus",
+    "Sample",
+    "Verification",
+    "evaluate",
+    "export",
+    "load_config",
+    "open_root",
+    "retrain",
+    "samples",
+]
+
+DEFAULT_ROOT = "file://./runs"
+"""Storage root of the runs of the working directory."""
+
+_LAZY = {
+    "EvaluationRecord": "flows.views.evaluations",
+    "Exported": "tasks.export.export",
+    "InputError": "storage.errors",
+    "IterationRecord": "flows.views.history",
+    "RatchetError": "storage.errors",
+    "Root": "storage.backends.root",
+    "RunConfig": "tasks.config.run",
+    "RunResult": "flows.cli.launch",
+    "RunStatus": "flows.views.status",
+    "Sample": "tasks.rewards.sample",
+    "Verification": "storage.upkeep.verify",
+    "load_config": "tasks.config.document",
+    "open_root": "storage.backends.root",
+}
+"""Module of each name that is imported on its first use."""
+
+_PACKAGES = ("flows", "tasks", "trainer_core", "storage")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run below a storage root, which need not exist yet."""
+
+    name: str
+    """Id of the run."""
+    root: str = DEFAULT_ROOT
+    """Storage root, as `--root` takes it."""
+
+    def train(
+        self, config: "str | RunConfig | None" = None, *, settings: Sequence[str] = (), iterations: int | None = None
+    ) -> "RunResult":
+        """Start the run, or go on where it ended, and wait until it is complete, as `ratchet run` does.
+
+        Args:
+            config: path or URL of a TOML file, or a configuration; None goes on with what the run was recorded with.
+            settings: `section.key=value`, which replace those of `config`.
+            iterations: total number of RL iterations; replaces `run.iterations`.
+
+        Raises:
+            RatchetError: the reason for which the run cannot start, or stopped. Another call goes on.
+        """
+        from flows.cli.continuing import of_stored
+
+        more = [*settings, *([] if iterations is None else [f"run.iterations={iterations}"])]
+        if config is None:
+            return _drive(self, of_stored(self.name, None, more, self._opened()))
+        return _drive(self, _configured(config, more))
+
+    def status(self) -> "RunStatus":
+        """State of the run, with every iteration, from storage alone, as `ratchet status --all` shows it."""
+        from flows.views.status import read_status
+
+        return read_status(self._opened(), self.name, whole=True)
+
+    def iterations(self) -> "tuple[IterationRecord, ...]":
+        """The iterations that have begun, with their figures; iteration 0 is the preparation."""
+        return self.status().history
+
+    def curves(self) -> "pa.Table":
+        """All metrics as a table: a row for each iteration, the columns of metrics.csv."""
+        import pyarrow as pa
+
+        from flows.views.table import columns_of
+
+        rows = [record.row for record in self.iterations()]
+        fixed = {"iteration": [row.iteration for row in rows], "finished": [row.finished for row in rows]}
+        cells = {name: [row.values.get(name, row.texts.get(name)) for row in rows] for name in columns_of(rows)}
+        return pa.table({**fixed, **cells})
+
+    def samples(self, iterations: Collection[int] | None = None, *, texts: bool = True) -> "pa.Table":
+        """Samples with their scores, a row each; see `samples`."""
+        return samples(self.name, root=self.root, iterations=iterations, texts=texts)
+
+    def evaluate(self, at: int | str | None = None, **settings: Any) -> "EvaluationRecord":
+        """Evaluate the weights of iteration `at`, a number or `best`; see `evaluate`."""
+        return evaluate(self._at(at), root=self.root, **settings)
+
+    def export(
+        self, to: str, at: int | str | None = None, *, precision: Literal["bf16", "fp32"] | None = None
+    ) -> "Exported":
+        """Write the weights of iteration `at`, a number or `best`, as a Hugging Face folder; see `export`."""
+        return export(self._at(at), to, root=self.root, precision=precision)
+
+    def verify(self) -> "Verification":
+        """Hash everything that the run has stored again, as `ratchet verify` does."""
+        from storage.upkeep.verify import verify
+
+        return verify(self._opened(), self.name)
+
+    def _opened(self) -> "Root":
+        from storage.backends.root import open_root
+
+        return open_root(self.root)
+
+    def _at(self, at: int | str | None) -> str:
+        return self.name if at is None else f"{self.name}@{at}"
+
+
+def samples(
+    run: str,
+    *,
+    root: str = DEFAULT_ROOT,
+    iterations: Collection[int] | None = None,
+    revision: int | None = None,
+    texts: bool = True,
+) -> "pa.Table":
+    """The samples of a run with their scores, a row each, as an Arrow table.
+
+    Args:
+        iterations: by default all that have sampled.
+        revision: of the run, by default the head.
+        texts: decode prompts and responses; otherwise their columns are null.
+
+    Raises:
+        InputError: there is no such run, or one of the iterations has no samples.
+    """
+    from flows.views.samples import scored_samples
+
+    return scored_samples(root, run, iterations, revision=revision, texts=texts)
+
+
+def retrain(
+    run: str,
+    start: str | None = None,
+    select: Sequence[str] = (),
+    *,
+    root: str = DEFAULT_ROOT,
+    config: str | None = None,
+    settings: Sequence[str] = (),
+    **table: Any,
+) -> "RunResult":
+    """Train a new run on stored samples, or go on with it, as `ratchet retrain` does.
+
+    Args:
+        start: the state to begin with, as `[ROOT//]RUN[@ITERATION]`.
+        select: whose samples, as `[ROOT//]RUN[@FROM-TO]`.
+        config: path or URL of a TOML file with the settings that differ from those of the run to begin from.
+        settings: `section.key=value`, which replace all others.
+        table: other keys of `[retrain]`: `where`, `limit`, `deduplicate`, `rescore`, `samples`, `epochs`, `since`.
+
+    Raises:
+        RatchetError: the reason for which the run cannot start, or stopped.
+    """
+    from flows.starting import begin_on_samples
+    from storage.backends.root import open_root
+    from tasks.retraining import retrain_config, start_of
+
+    store = open_root(root)
+    given: dict[str, Any] = {**table, **({"select": list(select)} if select else {})}
+    if start is not None:
+        given["start"] = start_of(store, run, start)
+    resolved = retrain_config(store, run, given, config, settings)
+    begin_on_samples(run, store, resolved)
+    return _drive(Run(run, root), resolved)
+
+
+def evaluate(which: str, *, root: str = DEFAULT_ROOT, **settings: Any) -> "EvaluationRecord":
+    """Evaluate stored weights and store the result with the run, as `ratchet evaluate` does.
+
+    Args:
+        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
+        settings: fields of `tasks.config.evaluation.EvaluationSettings`: `samples`, `temperature`, `prompts`, ...
+
+    Raises:
+        InputError: there are no such weights, or a setting cannot be used.
+    """
+    from flows.evaluating import evaluate_weights
+    from flows.views.output import Output
+    from tasks.config.evaluation import evaluation_settings
+
+    asked = evaluation_settings(settings)
+    with _outside_event_loop():
+        return evaluate_weights(root, which, asked, Output().say)
+
+
+def export(
+    which: str, to: str, *, root: str = DEFAULT_ROOT, precision: Literal["bf16", "fp32"] | None = None
+) -> "Exported":
+    """Write a trained model as a Hugging Face folder, as `ratchet export` does.
+
+    Args:
+        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
+        to: the new folder, a local path or an fsspec URL.
+        precision: of the weights; by default that of the trained state.
+
+    Raises:
+        InputError: there is no such state, or the folder exists.
+    """
+    from storage.backends.root import open_root
+    from tasks.export.choice import choose
+    from tasks.export.target import Target, local_or_url
+
+    store = open_root(root)
+    chosen, target = choose(store, which), Target.new(local_or_url(to))
+    from tasks.export.export import export as write
+
+    return write(store, chosen, target, precision)
+
+
+def main() -> None:
+    """Run the command line, which ends the process."""
+    if (flaw := _shadowed()) is not None:
+        sys.stderr.write(f"ratchet: {flaw}\n")
+        sys.exit(2)
+    from flows.__main__ import main as command
+
+    command()
+
+
+def _configured(config: "str | RunConfig", settings: Sequence[str]) -> "RunConfig":
+    from tasks.config.document import apply_overrides, load_config, parse_config
+
+    if isinstance(config, str):
+        return load_config(config, settings)
+    document = config.model_dump(mode="json")
+    apply_overrides(document, settings)
+    return parse_config(document, "given to Run.train")
+
+
+def _drive(run: Run, config: "RunConfig") -> "RunResult":
+    with _outside_event_loop():
+        from flows.cli.launch import Order, drive
+        from flows.run import ready
+        from flows.views.output import Output
+
+        again = f"Run({run.name!r}, {run.root!r}).train()"
+        root = ready(run.name, run.root, config)
+        return drive(Order(config, run.name, run.root, again), root, Output().say)[1]
+
+
+@contextmanager
+def _outside_event_loop() -> Iterator[None]:
+    """Hide the event loop of a notebook for the duration of a call that blocks it: within one, Prefect's functions
+    return coroutines, which nobody would await."""
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+
+
+def _shadowed() -> str | None:
+    """The reason for which one of our packages cannot be imported: a file of the user has its name."""
+    here = Path(__file__).resolve().parent
+    for name in _PACKAGES:
+        ours = here / name / "__init__.py"
+        module = sys.modules.get(name)
+        spec = find_spec(name) if module is None else module.__spec__
+        found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+        if found is None or Path(found).resolve() != ours:
+            return f"`import {name}` gives {found}, but Ratchet needs {ours}: rename that file or folder, or move it"
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ratchet' has no attribute {name!r}: it has {', '.join(__all__)}")
+    value = vars(importlib.import_module(_LAZY[name]))[name]
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> Sequence[str]:
+    return __all__
+
+
+if (_flaw := _shadowed()) is None:
+    from tasks.config.environment import prepare_process
+
+    prepare_process(offline=False)
+elif Path(sys.argv[0]).stem != "ratchet":  # the command says it without a traceback
+    raise ImportError(_flaw)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The public module from outside the checkout: what it hands on, what it imports, and whose files may lie beside it."""
+
+import ast
+import asyncio
+import importlib
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import ratchet
+from flows.cli.options import DEFAULT_ROOT
+from storage.errors import InputError
+
+PROJECT = Path(__file__).resolve().parent.parent
+GOLDEN = PROJECT / "tests" / "integration" / "golden" / "run.tar.gz"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> ratchet.Run:
+    """A stored run of the real stack."""
+    folder = tmp_path_factory.mktemp("stored") / "runs"
+    with tarfile.open(GOLDEN) as archive:
+        archive.extractall(folder, filter="data")
+    return ratchet.Run("golden", str(folder))
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A Python process of a user, in a folder of theirs."""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_every_name_is_handed_on_from_where_types_say():
+    tree = ast.parse(Path(ratchet.__file__).read_text())
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == ratchet._LAZY
+    for name in ratchet.__all__:
+        assert vars(ratchet)[name] if name in vars(ratchet) else getattr(ratchet, name)
+    for name, module in ratchet._LAZY.items():
+        assert getattr(ratchet, name) is vars(importlib.import_module(module))[name]
+    assert dir(ratchet) == sorted(ratchet.__all__)
+    assert ratchet.DEFAULT_ROOT == DEFAULT_ROOT
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are():
+    with pytest.raises(AttributeError, match=r"no attribute 'runs': it has .*\bsamples\b"):
+        ratchet.runs  # noqa: B018
+
+
+def test_it_prepares_prefect_and_ray_and_leaves_the_hub_alone(tmp_path):
+    code = "import ratchet, os; print(os.environ['RAY_worker_niceness'], os.environ.get('HF_HUB_OFFLINE'))"
+    assert python(tmp_path, "-c", code).stdout.split() == ["0", "None"]
+
+
+def beside(folder: Path, name: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine = 1\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["tasks.py", "flows/__init__.py", "storage/__init__.py", "trainer_core.py"])
+@pytest.mark.parametrize("first", [False, True], ids=["ours-first", "theirs-first"])
+def test_a_file_of_the_user_with_our_name_is_named(tmp_path, name, first):
+    theirs = beside(tmp_path, name)
+    package = name.removesuffix("/__init__.py").removesuffix(".py")
+    done = python(tmp_path, "-c", f"import {package}, ratchet" if first else "import ratchet")
+    assert done.returncode == 1
+    assert f"ImportError: `import {package}` gives {theirs}, but Ratchet needs" in done.stderr
+    assert "rename that file or folder" in done.stderr
+
+
+def test_the_command_says_it_without_a_traceback(tmp_path):
+    theirs = beside(tmp_path, "tasks.py")
+    done = python(tmp_path, "-m", "ratchet", "--help")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"ratchet: `import tasks` gives {theirs}")
+
+
+def test_a_folder_of_data_with_our_name_does_no_harm(tmp_path):
+    beside(tmp_path, "storage/notes.txt")
+    (tmp_path / "flows").mkdir()
+    done = python(tmp_path, "-c", "import ratchet; print(ratchet.Run('a').root, ratchet.load_config.__name__)")
+    assert done.stdout.split() == [DEFAULT_ROOT, "load_config"], done.stderr
+
+
+def test_a_stored_run_is_looked_at(run):
+    records = run.iterations()
+    assert [record.iteration for record in records] == [0, 1]
+    curves = run.curves()
+    assert curves["iteration"].to_pylist() == [0, 1]
+    assert curves["reward/reward_mean"].to_pylist()[1] == records[1].reward
+    table = run.samples([1])
+    assert table.num_rows == ratchet.samples(run.name, root=run.root, iterations=[1], texts=False).num_rows > 0
+    assert all(isinstance(text, str) for text in table["response"].to_pylist())
+    assert run.verify().sound
+
+
+def test_within_a_running_event_loop_nothing_runs_in_it(run):
+    async def cell() -> int:
+        loop = asyncio.get_running_loop()
+        with ratchet._outside_event_loop(), pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        assert asyncio.get_running_loop() is loop
+        return run.samples([1]).num_rows
+
+    assert asyncio.run(cell()) > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda run: ratchet.Run("other", run.root).samples(), "no run 'other'"),
+        (lambda run: run.samples([7]), r"iterations \[7\] of run 'golden' have no samples"),
+        (lambda run: run.train(settings=["rollout.sample=3"]), r"did you mean 'rollout\.samples'"),
+        (lambda run: run.train(run.root + "/no.toml"), "does not exist"),
+        (lambda run: run.export("anywhere", at=9), "iteration 9 of run 'golden' is not there"),
+        (lambda run: run.evaluate(sample=3), "an evaluation has the settings table, prompts"),
+        (lambda run: ratchet.retrain("new", root=run.root), "say with which state it begins"),
+    ],
+)
+def test_what_cannot_work_is_an_error_before_anything_starts(run, call, said):
+    with pytest.raises(InputError, match=said):
+        call(run)
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
