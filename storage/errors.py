@@ -67,10 +67,6 @@ class PartMissing(StorageError):
     exit_code = 2
 
 
-class ForeignCode(StorageError):
-    """A file of a train state names a class or function that does not belong in states; loading would run it."""
-
-
 class LeaseHeld(StorageError):
     """Another process drives the run."""
 

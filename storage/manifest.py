@@ -106,7 +106,7 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """Name within the stage, such as `groups-00000.arrow` or `__0_0.distcp`."""
+    """Name within the stage, such as `groups-00000.arrow` or `state/weights.0.safetensors`."""
     key: str
     """Key below the storage root; it may belong to the run that this one was forked from."""
     bytes: NonNegativeInt

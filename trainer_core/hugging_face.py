@@ -74,7 +74,7 @@ class StoredWeights:
             self._config = bridge.to_megatron_provider(load_weights=False)
             self._registry = cast(Any, bridge)._model_bridge.mapping_registry()
         self._state, self._vocab_size = state, vocab_size
-        tensors = [name for name in sorted(state.names) if state.tensor(name) and not name.startswith(OPTIMIZER_PREFIX)]
+        tensors = [name for name in sorted(state.tensors) if not name.startswith(OPTIMIZER_PREFIX)]
         found = [entry for name in tensors for entry in self._entries(name)]
         self.entries = tuple(sorted(found, key=lambda entry: (entry.place, entry.stored)))
 
@@ -88,7 +88,7 @@ class StoredWeights:
                 yield name, tensor.contiguous()
 
     def _entries(self, stored: str) -> Iterator[Entry]:
-        size = tuple(cast(Any, self._state.tensor(stored)).size)
+        size = self._state.tensors[stored].size
         axes = len(list(filter(None, (_STACKED.match(stored), _EXPERTS.match(stored)))))  # of layers, then of experts
         rest = size[axes:]
         for numbers in itertools.product(*map(range, size[:axes])):
@@ -102,7 +102,7 @@ class StoredWeights:
                 f"megatron-bridge does not know {name}, which is {stored} in the state: use the pinned versions"
             )
         split = self._split(mapping, name)
-        dtype = cast(Any, self._state.tensor(stored)).properties.dtype
+        dtype = self._state.tensors[stored].dtype
         parts = split(torch.empty(region.shape[axes:], dtype=dtype, device="meta"))
         shapes = tuple(tuple(part.shape) for part in parts)
         in_fp32 = stored.endswith(_IN_FP32)

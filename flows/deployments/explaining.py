@@ -13,7 +13,6 @@ from prefect.exceptions import PrefectException
 from flows.views.artifacts import artifact_key
 from storage.errors import (
     DigestMismatch,
-    ForeignCode,
     InputError,
     NumericsError,
     OutOfMemory,
@@ -55,7 +54,7 @@ _NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, 
      False),
     (SyncMismatch, "The engine does not hold what was trained: raise the limits in [sync] only if you know why.", True),
     (StageFailed, "Correct what is named, then press Retry.", False),
-    ((DigestMismatch, PartMissing, ForeignCode), _DAMAGED, False),
+    ((DigestMismatch, PartMissing), _DAMAGED, False),
     (SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
 )  # fmt: skip
 """By type of error: what to do first, and whether Retry may help without it."""

@@ -119,7 +119,7 @@ def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", Saved
         model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
         (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
         materialize(root, trained, folder / "state", STATE, needed_for_weights)
-        state = SavedState(folder / "state")
+        state = SavedState(folder / "state", weights_alone=True)
         yield _weights(folder, state, int(model_config["vocab_size"])), state, model_config
 
 

@@ -26,7 +26,7 @@ from tasks.engine.protocol import (
 from tests.small.channel import SmallEnd, tensors_of
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
-from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, facts_text, read_facts
+from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, read_facts
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
 
 SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
@@ -149,9 +149,10 @@ class SmallTrainer(TrainerProtocol):
             return SavedFiles(tuple(names.values()), self._identified())
         optimizer, parallel = self._config.optimizer, self._config.parallel.ranks
         facts = StateFacts(
-            step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32"
-        )
-        replace_file(folder / FACTS_FILE, facts_text(facts).encode())
+            step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32",
+            transformer_engine=False,
+        )  # fmt: skip
+        replace_file(folder / FACTS_FILE, facts.model_dump_json(indent=1).encode())
         replace_file(folder / "common.json", json.dumps({"step": self._step, "lessons": self._lessons}).encode())
         return SavedFiles((*names.values(), FACTS_FILE, "common.json"), self._identified())
 

@@ -1,7 +1,5 @@
-"""The bit-for-bit comparison behind `trainer_core.state.comparison`. Imports torch."""
+"""Bit-for-bit comparison of two states, behind `trainer_core.state.comparison`. Imports torch."""
 
-import io
-import pickle
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX, read_generators
+from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX, StateComparison, read_generators
 from trainer_core.state.saved import Region, SavedState
 
 _RNG = "rng/"
@@ -20,23 +18,15 @@ _SHOWN = 80  # characters of a value in a message
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What was compared, and what differs. The fields that are not described here are `StateComparison`'s."""
-
-    counts: Counter[str]
-    """How much was compared: weights, optimizer, rng, other and elements."""
-    planted: str | None
-    differences: tuple[str, ...]
-
-
-def compare(left: Path, right: Path, plant: int | None) -> Findings:
-    """See `trainer_core.state.comparison.compare_states`."""
+def compare(left: Path, right: Path, plant: int | None) -> StateComparison:
+    """`trainer_core.state.comparison.compare_states`."""
     comparison = _Comparison(SavedState(left), SavedState(right))
     flaw = _Flaw.choose(comparison.right, plant) if plant is not None else None
     comparison.compare_tensors(flaw)
-    comparison.compare_objects()
-    return Findings(comparison.counts, flaw.name if flaw else None, tuple(comparison.differences))
+    comparison.compare_generators()
+    comparison.compare_facts()
+    counts = {name: comparison.counts[name] for name in ("weights", "optimizer", "rng", "other", "elements")}
+    return StateComparison(**counts, planted=flaw.name if flaw else None, differences=tuple(comparison.differences))
 
 
 @dataclass(frozen=True)
@@ -51,12 +41,11 @@ class _Flaw:
     @classmethod
     def choose(cls, state: SavedState, seed: int) -> "_Flaw":
         generator = random.Random(seed)
-        weights = sorted(name for name in state.names if state.tensor(name) and not name.startswith(OPTIMIZER_PREFIX))
-        name = generator.choice(weights)
-        return cls(name, tuple(generator.randrange(length) for length in _shape(state, name)))
+        name = generator.choice(sorted(name for name in state.tensors if not name.startswith(OPTIMIZER_PREFIX)))
+        return cls(name, tuple(generator.randrange(length) for length in state.tensors[name].size))
 
     def put_into(self, region: Region, values: torch.Tensor) -> None:
-        """Flip the bit if the element is in `values`, which is the content of `region` of the tensor."""
+        """Flip the bit if the element is in `values`, the content of `region` of the tensor."""
         element = Region(self.index, (1,) * len(self.index))
         if element.overlap(region):
             _bits(values)[element.within(region)] ^= 1
@@ -70,47 +59,40 @@ class _Comparison:
     differences: list[str] = field(default_factory=list)
 
     def compare_tensors(self, flaw: _Flaw | None) -> None:
-        for name in sorted(self.left.names | self.right.names):
-            if self.left.tensor(name) and self.right.tensor(name):
+        for name in sorted({*self.left.tensors, *self.right.tensors}):
+            if name in self.left.tensors and name in self.right.tensors:
                 self._compare_tensor(name, flaw if flaw and flaw.name == name else None)
-            elif self.left.tensor(name) or self.right.tensor(name):
-                self._one_sided(name)
-
-    def compare_objects(self) -> None:
-        for name in sorted(self.left.names | self.right.names):
-            if self.left.tensor(name) or self.right.tensor(name):
-                continue
-            if name in self.left.names & self.right.names:
-                self._compare_values(name, self.left.read_object(name), self.right.read_object(name))
             else:
-                self._one_sided(name)
-        for rank in range(max(state.facts.parallel.world_size for state in (self.left, self.right))):
-            self._compare_generators(f"{_RNG}{rank}", rank)
+                self._one_sided(name, name in self.left.tensors)
+
+    def compare_generators(self) -> None:
+        sizes = [state.facts.parallel.world_size for state in (self.left, self.right)]
+        for rank in range(max(sizes)):
+            if rank < min(sizes):
+                drawn = [read_generators(str(state.folder), rank) for state in (self.left, self.right)]
+                self._compare_values(f"{_RNG}{rank}", *drawn)
+            else:
+                self._one_sided(f"{_RNG}{rank}", rank < sizes[0])
+
+    def compare_facts(self) -> None:
         self._compare_values(FACTS_FILE, *(state.facts.model_dump(mode="json") for state in (self.left, self.right)))
 
-    def _compare_generators(self, name: str, rank: int) -> None:
-        left, right = (read_generators(str(state.folder), rank) for state in (self.left, self.right))
-        if left is not None and right is not None:
-            self._compare_values(name, left, right)
-        elif left is not right:
-            self.differences.append(f"{name}: only in {(self.right if left is None else self.left).folder}")
-
-    def _one_sided(self, name: str) -> None:
-        state = self.left if name in self.left.names else self.right
-        self.differences.append(f"{name}: only in {state.folder}")
+    def _one_sided(self, name: str, left: bool) -> None:
+        self.differences.append(f"{name}: only in {(self.left if left else self.right).folder}")
 
     def _compare_tensor(self, name: str, flaw: _Flaw | None) -> None:
         self.counts["optimizer" if name.startswith(OPTIMIZER_PREFIX) else "weights"] += 1
-        kinds = [f"{_dtype(state, name)} {_shape(state, name)}" for state in (self.left, self.right)]
+        tensors = self.left.tensors[name], self.right.tensors[name]
+        kinds = [f"{tensor.dtype} {tensor.size}" for tensor in tensors]
         if kinds[0] != kinds[1]:
             self.differences.append(f"{name}: {kinds[0]} against {kinds[1]}")
             return
         found = _Difference()
         for region in self.left.chunks(name):
-            values = self.left.read(name, region), self.right.read(name, region)
+            right = self.right.read(name, region)
             if flaw:
-                flaw.put_into(region, values[1])
-            found.add(region, *values)
+                flaw.put_into(region, right := right.clone())
+            found.add(region, self.left.read(name, region), right)
         self._report(name, found)
 
     def _compare_values(self, name: str, left: object, right: object) -> None:
@@ -120,8 +102,7 @@ class _Comparison:
                 self.counts["rng" if name.startswith(_RNG) else "other"] += 1
                 self._compare_leaf(path, values[path], others[path])
             else:
-                state = self.left if path in values else self.right
-                self.differences.append(f"{path}: only in {state.folder}")
+                self._one_sided(path, path in values)
 
     def _compare_leaf(self, path: str, left: object, right: object) -> None:
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -134,7 +115,7 @@ class _Comparison:
                 self.differences.append(f"{path}: {kinds[0]} against {kinds[1]}")
             return
         self.counts["elements"] += 1
-        if _fingerprint(left) != _fingerprint(right):
+        if repr(left) != repr(right):  # of plain JSON: equal only with equal type and bits
             self.differences.append(f"{path}: {_shown(left)} against {_shown(right)}")
 
     def _report(self, name: str, found: "_Difference") -> None:
@@ -147,7 +128,7 @@ class _Comparison:
 
 @dataclass
 class _Difference:
-    """What was found in the regions of one tensor so far."""
+    """Differences found in the regions of one tensor so far."""
 
     elements: int = 0
     differing: int = 0
@@ -179,24 +160,12 @@ def _number(values: torch.Tensor, at: int) -> str:
     return f"{number!r}" if number == number else f"{number!r} (bits {bits:#x})"
 
 
-def _shape(state: SavedState, name: str) -> tuple[int, ...]:
-    found = state.tensor(name)
-    return tuple(found.size) if found else ()
-
-
-def _dtype(state: SavedState, name: str) -> str:
-    found = state.tensor(name)
-    return str(found.properties.dtype) if found else ""
-
-
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, object]]:
-    """The values in nested dictionaries, lists and tuples, by their paths; an array or row of integers is one value."""
-    if isinstance(value, np.ndarray):
-        yield name, torch.from_numpy(value)
-    elif isinstance(value, dict) and value:
+    """The values in nested JSON objects and arrays, by their paths; a row of integers is one value."""
+    if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}")
-    elif isinstance(value, list | tuple) and value:
+    elif isinstance(value, list) and value:
         if all(type(item) is int for item in value):
             yield name, torch.tensor(value)
         else:
@@ -204,10 +173,6 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, object]]:
                 yield from _leaves(item, f"{name}[{place}]")
     else:
         yield name, value
-
-
-def _fingerprint(value: object) -> bytes:
-    return value.getvalue() if isinstance(value, io.BytesIO) else pickle.dumps(value)
 
 
 def _shown(value: object) -> str:

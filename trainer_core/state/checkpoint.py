@@ -1,12 +1,9 @@
 """Train state on disk: weights, optimizer and random generators, loadable under another layout.
 
-torch's distributed checkpoint holds the tensors, those of the optimizer in separate files; `trainer.json` beside it
-says in plain words what the state is, and `generators-<rank>.json` holds the random generators of a rank.
-
-megatron-core reads such files, but its own writer is not used: its `dp_reshardable` can change the data-parallel size
-alone, because it stores the buffers of the optimizer as they lie in memory, and its `fully_reshardable` gathers the
-whole optimizer on each data-parallel rank first. Here each rank writes the elements that it owns, as boxes of whole
-tensors, whatever number of optimizers they are chained in.
+Each rank writes the elements that it owns, as boxes of whole tensors, into safetensors files: one of the weights, one
+of the optimizer. `trainer.json` beside them holds the facts of the state, `generators-<rank>.json` the random
+generators of a rank. megatron-core plans the boxes (`trainer_core.state.shards`); its writers of checkpoints are not
+used, because they store pickles, and gather the whole optimizer on each data-parallel rank to change a layout.
 """
 
 import json
@@ -17,8 +14,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from storage.digest import value_digest
 from storage.errors import StorageUnavailable
-from trainer_core.model import rng
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
@@ -32,12 +29,10 @@ from trainer_core.state.facts import (
     FACTS_FILE,
     StateFacts,
     StateIdentity,
-    facts_text,
     generators_file,
     read_generators,
 )
-from trainer_core.state.files import Entry, MappedFiles, describe, replace_file
-from trainer_core.state.pickles import check_pickles
+from trainer_core.state.files import MappedFiles, replace_file
 from trainer_core.state.saved import SavedState
 from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shards, owned
 
@@ -53,7 +48,6 @@ class Saver:
         self._identifier = Identifier()
         self._tensors: list[LocalTensor] | None = None
         self._files: MappedFiles | None = None
-        self._descriptions: list[str] = []
 
     def identity(self, optimizer: Optimizer, facts: StateFacts) -> StateIdentity:
         """Identity of the live state. Collective; raises as `Identifier.identity`."""
@@ -76,15 +70,15 @@ class Saver:
         replace_file(Path(directory, generators_file(rank)), json.dumps(drawn).encode())
         if rank == 0:
             effective = {**self._model.effective, **optimizer.effective}
-            replace_file(Path(directory, FACTS_FILE), facts_text(facts).encode())
+            replace_file(Path(directory, FACTS_FILE), facts.model_dump_json(indent=1).encode())
             replace_file(Path(directory, EFFECTIVE_FILE), json.dumps(effective, indent=1).encode())
-            names += [*self._descriptions, FACTS_FILE, EFFECTIVE_FILE]
+            names += [FACTS_FILE, EFFECTIVE_FILE]
         self._mesh.wait()
         return names, identity
 
     def _identity(self, shards: list[Shard], facts: StateFacts, drawn: dict[str, Any]) -> StateIdentity:
         mesh = self._mesh
-        return self._identifier.identity(shards, facts, generators.digest(drawn), mesh.rank, mesh.device)
+        return self._identifier.identity(shards, facts, value_digest(drawn), mesh.rank, mesh.device)
 
     def _owned(self, optimizer: Optimizer) -> list[Shard]:
         optimizer.allocate()
@@ -102,13 +96,12 @@ class Saver:
         directory.mkdir(parents=True, exist_ok=True)
         files = _laid_out(directory, shards, self._mesh)
         try:
-            entries = _of_all_ranks(files)
+            _agree(files)
         except StorageUnavailable:
             if isinstance(files, MappedFiles):
                 files.close()
             raise
         self._files = cast(MappedFiles, files)
-        self._descriptions = describe(directory, entries) if self._mesh.rank == 0 else []
         return self._files
 
 
@@ -117,26 +110,21 @@ def load_state(
 ) -> None:
     """Continue from a saved state: weights, moments, place in the schedule, and under the same layout the RNG."""
     optimizer.allocate()
-    state = _opened(directory)
+    state = SavedState(Path(directory))
     with quietly():
         tensors = local_tensors(model)
     _read_tensors(state, tensors)
     _read(state, optimizer_shards(tensors, optimizer))
     optimizer.resume(facts.optimizer_updates)
     if restore_rng:
-        _restore_rng(state, mesh)
+        generators.restore(read_generators(directory, mesh.rank))
 
 
 def load_weights(directory: str, model: Model) -> None:
-    """Load only the weights of a saved state; files that they do not need may be missing."""
+    """Load only the weights of a saved state; the files of its optimizer may be missing."""
     with quietly():
         tensors = local_tensors(model)
-    _read_tensors(_opened(directory), tensors)
-
-
-def _opened(directory: str) -> SavedState:
-    check_pickles(Path(directory))
-    return SavedState(Path(directory))
+    _read_tensors(SavedState(Path(directory), weights_alone=True), tensors)
 
 
 def _read_tensors(state: SavedState, tensors: list[LocalTensor]) -> None:
@@ -153,14 +141,6 @@ def _read(state: SavedState, shards: Iterable[Shard]) -> None:
                 values.copy_(state.read(shard.box.name, region))
 
 
-def _restore_rng(state: SavedState, mesh: Mesh) -> None:
-    drawn = read_generators(str(state.folder), mesh.rank)
-    if drawn is not None:
-        generators.restore(drawn)
-    else:
-        rng.restore(state.read_object(f"rng/shard_{mesh.rank}_{mesh.parallel.world_size}"))
-
-
 def _laid_out(directory: Path, shards: list[Shard], mesh: Mesh) -> MappedFiles | StorageUnavailable:
     try:
         return MappedFiles(directory, mesh.rank, shards, pinning_of(mesh.device))
@@ -168,11 +148,9 @@ def _laid_out(directory: Path, shards: list[Shard], mesh: Mesh) -> MappedFiles |
         return error
 
 
-def _of_all_ranks(own: MappedFiles | StorageUnavailable) -> list[Entry]:
-    """The entries of all ranks' files; raises on every rank what one of them has met. Collective."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own.entries if isinstance(own, MappedFiles) else own)
-    for found in everyones:
-        if isinstance(found, StorageUnavailable):
-            raise found
-    return [entry for entries in everyones for entry in entries]
+def _agree(own: MappedFiles | StorageUnavailable) -> None:
+    """Raise on every rank the error of any of them. Collective."""
+    everyones: list[StorageUnavailable | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own if isinstance(own, StorageUnavailable) else None)
+    for failure in filter(None, everyones):
+        raise failure

@@ -2,35 +2,14 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
-
-class StateComparison(BaseModel):
-    """What was compared, and what differs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    weights: int
-    """Weight tensors compared; one tensor holds a kind of weight of all layers, the layer is its first index."""
-    optimizer: int
-    """Tensors of the optimizer compared: both moments and the main weights."""
-    rng: int
-    """Values of random generators compared; an array counts as one."""
-    other: int
-    """Further values compared: optimizer settings, schedule, and what `trainer.json` says."""
-    elements: int
-    """Numbers compared, over all tensors and arrays."""
-    planted: str | None
-    """Name of the weight tensor in which a bit was flipped before comparing."""
-    differences: tuple[str, ...]
-    """One line for each tensor or value that differs or is in one state only; the tensors first."""
+from trainer_core.state.facts import StateComparison
 
 
 def compare_states(left: Path, right: Path, plant: int | None = None) -> StateComparison:
     """Compare the states in two local folders. Only equal bits are equal: -0.0 is not 0.0, a NaN equals the same NaN.
 
-    Memory holds one chunk of a tensor at a time. States of different layouts can be compared: tensors have one name and
-    one shape under every layout; what each rank has on its own is then reported as in one state only.
+    Memory holds one box of a tensor at a time. States of different layouts can be compared: tensors have one name and
+    one shape under every layout. The generators of a rank that only one layout has are reported as in one state only.
 
     Args:
         left: folder with all files of a state.
@@ -43,6 +22,4 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     """
     from trainer_core.state.bitwise import compare  # imports torch
 
-    found = compare(left, right, plant)
-    counts = {name: found.counts[name] for name in ("weights", "optimizer", "rng", "other", "elements")}
-    return StateComparison(**counts, planted=found.planted, differences=found.differences)
+    return compare(left, right, plant)

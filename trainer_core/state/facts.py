@@ -1,4 +1,4 @@
-"""What a saved state says about itself in plain words, readable without torch."""
+"""Facts of a saved state, readable without torch, and the names of its files."""
 
 import json
 from pathlib import Path
@@ -11,23 +11,19 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
 EFFECTIVE_FILE = "effective.json"
-"""Beside a state: the settings that the parts which made it were found to have. Nothing reads it but people."""
+"""Settings that the parts which made a state were found to have. Nothing reads it but people."""
 _GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
-
-
-_NOT_SAVED = {
-    "context", "virtual_pipeline", "layers_first_stage", "layers_last_stage", "sequence", "expert", "expert_tensor",
-}  # fmt: skip
-"""Of a layout: the file stays as earlier versions wrote it, and nothing that reads it asks for these."""
+SHAPES = "shapes"
+"""Key of the shapes of whole tensors, as JSON, in the metadata of a safetensors file of a state."""
 
 STATE_SCHEME = 1
 """Version of the rules by which a state gets its identity from what it holds."""
 
 
 class StateIdentity(BaseModel):
-    """What a state holds, in digests that depend neither on the files nor, but for the generators, on the layout."""
+    """Digests of a state that depend neither on its files nor, except for the generators, on the layout."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -41,14 +37,14 @@ class StateIdentity(BaseModel):
     """The random generators of all ranks, and the layout whose ranks they are."""
 
     def differences(self, other: "StateIdentity", generators: bool) -> list[str]:
-        """Names of what differs from `other`; the generators only if they are asked for."""
+        """Names of the fields that differ from `other`; the generators count only if they are asked for."""
         names = ["scheme", "tensors", "progress", *(["generators"] if generators else [])]
         ours, theirs = self.model_dump(), other.model_dump()
         return [name for name in names if ours[name] != theirs[name]]
 
 
 class StateFacts(BaseModel):
-    """What a saved state is."""
+    """Facts of a saved state."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -59,25 +55,46 @@ class StateFacts(BaseModel):
     optimizer: OptimizerConfig
     """Configuration of that optimizer."""
     parallel: ParallelConfig
-    """Layout that saved it: the ranks, however they divide their layers."""
+    """Ranks that saved it, however they divide their layers."""
     precision: Precision
     """Type of the weights."""
-    transformer_engine: bool | None = None
-    """Whether Transformer Engine's modules saved it, or Megatron's own; older states do not say."""
+    transformer_engine: bool
+    """Whether Transformer Engine's modules saved it, or Megatron's own."""
 
     def layout(self) -> dict[str, JsonValue]:
         """The ranks that the random generators belong to."""
         return self.parallel.model_dump(mode="json", include={"tensor", "pipeline", "data"})
 
     def progress(self) -> dict[str, JsonValue]:
-        """The part of the facts that belongs to what the state holds: the layout and the modules do not."""
+        """Facts that belong to the identity of the state; layout and modules do not."""
         found = self.model_dump(mode="json", include={"step", "optimizer_updates", "precision"})
-        # a key that a later version adds, with a default, does not change the identity of a stored state
+        # a new key with a default does not change the identity of a stored state
         return {**found, "optimizer": self.optimizer.model_dump(mode="json", exclude_defaults=True)}
 
 
+class StateComparison(BaseModel):
+    """Counts of what was compared, and the differences."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    weights: int
+    """Weight tensors compared; one tensor holds a kind of weight of all layers, the layer is its first index."""
+    optimizer: int
+    """Tensors of the optimizer compared: both moments and the main weights."""
+    rng: int
+    """Values of random generators compared; an array counts as one."""
+    other: int
+    """Further values compared: optimizer settings, schedule, and what `trainer.json` says."""
+    elements: int
+    """Numbers compared, over all tensors and arrays."""
+    planted: str | None
+    """Name of the weight tensor in which a bit was flipped before comparing."""
+    differences: tuple[str, ...]
+    """One line for each tensor or value that differs or is in one state only; the tensors first."""
+
+
 def read_facts(directory: str) -> StateFacts:
-    """What the state in `directory` is.
+    """Facts of the state in `directory`.
 
     Raises:
         StorageError: if there is no such state, or its facts cannot be read.
@@ -89,13 +106,18 @@ def read_facts(directory: str) -> StateFacts:
         raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
 
 
+def tensor_files(rank: int) -> tuple[str, str]:
+    """Names of the files of a rank: that of weights, and that of the optimizer."""
+    return f"weights.{rank}.safetensors", f"{OPTIMIZER_PREFIX}{rank}.safetensors"
+
+
 def generators_file(rank: int) -> str:
     """Name of the file that holds the random generators of a rank, as JSON."""
     return f"{_GENERATORS}{rank}.json"
 
 
-def read_generators(directory: str, rank: int) -> dict[str, Any] | None:
-    """The random generators of a rank when the state was saved; None if an earlier version saved it.
+def read_generators(directory: str, rank: int) -> dict[str, Any]:
+    """The random generators of a rank when the state was saved.
 
     Raises:
         StorageError: the file cannot be read.
@@ -103,17 +125,12 @@ def read_generators(directory: str, rank: int) -> dict[str, Any] | None:
     path = Path(directory, generators_file(rank))
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read: {error}; load the state again from the store") from error
 
 
 def needed_for_weights(name: str) -> bool:
-    """Whether the file `name` of a state is needed to load its weights, for a reference.
-
-    For a state saved before the optimizer had its own files, all are.
-    """
+    """Whether the file `name` of a state is needed to load its weights, for a reference."""
     return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
 
 
@@ -123,15 +140,10 @@ def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -
     Both use the same names for weights, but Transformer Engine's norms and attention also need their own entries, and
     the two optimizers keep different settings. Raises InputError.
     """
-    if facts.transformer_engine not in (None, transformer_engine):
+    if facts.transformer_engine != transformer_engine:
         kinds = {True: "Transformer Engine's modules", False: "Megatron's own modules, without Transformer Engine"}
         raise InputError(
             f"the state at {directory} was saved by {kinds[facts.transformer_engine]}, but this trainer is built from "
             f"{kinds[transformer_engine]}; load it where Transformer Engine is "
             f"{'installed' if facts.transformer_engine else 'not installed'}"
         )
-
-
-def facts_text(facts: StateFacts) -> str:
-    """The content of the file that holds the facts, beside the tensors."""
-    return facts.model_dump_json(indent=1, exclude={"parallel": _NOT_SAVED})

@@ -1,43 +1,32 @@
-"""The tensors of a state in torch's distributed-checkpoint format: files that are laid out once and filled in place.
+"""The files of a state: one of weights and one of the optimizer for each rank, in safetensors format, filled in place.
 
-Each rank writes what it owns into two files, that of the optimizer apart. Both are mapped into memory, so that saving
-is one copy of each element, from the device straight to its place in the file. For a GPU the memory is pinned where
-that is possible: in shared memory, not on a disk.
+A rank writes the boxes of whole tensors that it owns. Its files are laid out once and mapped into memory, so that a
+save copies each element once, from the device to its place in the file. For a GPU the memory is page-locked where that
+is possible: in shared memory, not on a disk.
 """
 
-import io
-import itertools
 import json
 import logging
+import math
 import os
-import pickle
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _StorageInfo,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from storage.errors import RatchetError, StorageUnavailable, WorkerLost
 from trainer_core.platform.pinning import Pinning
 from trainer_core.state.boxes import Shard
-from trainer_core.state.facts import OPTIMIZER_PREFIX
-from trainer_core.state.pickles import COMMON_FILE, METADATA_FILE
-from trainer_core.state.recording import frame
-from trainer_core.state.saved import Region
+from trainer_core.state.facts import OPTIMIZER_PREFIX, SHAPES, tensor_files
+from trainer_core.state.saved import Region, entry_key
 
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_ALIGNED = 64  # bytes: every element type can be viewed there
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_ALIGNED = 64  # bytes; a header is padded to a multiple of it
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +36,17 @@ class Entry:
     """A box of a whole tensor in a file."""
 
     name: str
+    """Name of the whole tensor."""
     size: tuple[int, ...]
+    """Its shape."""
     dtype: torch.dtype
     region: Region
     file: str
-    offset: int
-    """Where the entry begins in the file."""
-    length: int
-    """Bytes of the entry, with its frame."""
+
+    @property
+    def key(self) -> str:
+        """Name of the entry in its file."""
+        return entry_key(self.name, self.region)
 
 
 class MappedFiles:
@@ -64,112 +56,92 @@ class MappedFiles:
         """Lay the files out for the given shards; `fill` is called with the same ones, whatever their values are.
 
         Args:
-            pinning: how memory is pinned for the device; None for a CPU.
+            pinning: locks memory for the device; None for a CPU.
 
         Raises:
             StorageUnavailable: there is no room for them.
             WorkerLost: as `Pinning.pin`.
         """
-        self.directory = directory
-        self.entries = list(_entries(shards, rank))
+        self.directory, self.names = directory, tensor_files(rank)
+        self._entries = [
+            Entry(shard.box.name, shard.box.content, values.dtype, region, self.names[_is_optimizers(shard)])
+            for shard in shards
+            for region, values in shard.regions()
+        ]
         self._pinning = pinning
-        self._pinned: set[str] = set()
-        self._maps: dict[str, torch.Tensor] = {}
+        self._pinned: dict[str, torch.Tensor] = {}
+        places: dict[Entry, torch.Tensor] = {}
         try:
-            for name, own in _by_file(self.entries):
-                self._maps[name] = self._mapped(name, list(own))
+            for name in self.names:
+                places |= self._laid_out(name, [entry for entry in self._entries if entry.file == name])
         except (StorageUnavailable, WorkerLost):
             self.close()
             raise
-        if pinning is not None and len(self._pinned) < len(self._maps):
+        if pinning is not None and len(self._pinned) < len(self.names):
             logger.warning("memory of files in %s cannot be pinned: states are saved there at a lower speed", directory)
-        self._places = [_place(self._maps[entry.file], entry) for entry in self.entries]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the files."""
-        return list(self._maps)
+        self._places = [places[entry] for entry in self._entries]
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Copy the live elements into the files; they may change as soon as this returns.
 
         Raises:
-            RatchetError: these are not the shards that the files were laid out for.
+            RatchetError: the shards are not those that the files were laid out for.
         """
         given = [(shard.box.name, region, values) for shard in shards for region, values in shard.regions()]
-        if [one[:2] for one in given] != [(entry.name, entry.region) for entry in self.entries]:
+        if [one[:2] for one in given] != [(entry.name, entry.region) for entry in self._entries]:
             raise RatchetError(f"the state has other tensors than the files in {self.directory} were laid out for")
-        for entry, place, (_, _, values) in zip(self.entries, self._places, given, strict=True):
+        for entry, place, (_, _, values) in zip(self._entries, self._places, given, strict=True):
             place.copy_(values.reshape(-1), non_blocking=entry.file in self._pinned)
         if self._pinning is not None:
             self._pinning.wait()
 
     def close(self) -> None:
-        """Release pinned memory; the files remain."""
+        """Release page-locked memory; the files remain."""
         while self._pinning is not None and self._pinned:
-            self._pinning.release(self._maps[self._pinned.pop()])
+            self._pinning.release(self._pinned.popitem()[1])
 
-    def _mapped(self, name: str, entries: list[Entry]) -> torch.Tensor:
-        path = self.directory / name
-        size = entries[-1].offset + entries[-1].length
+    def _laid_out(self, name: str, entries: list[Entry]) -> dict[Entry, torch.Tensor]:
+        """Write the header of a file and map it; the elements of each entry, one-dimensional."""
+        header, bounds = _header(entries)
+        path, size = self.directory / name, len(header) + max((end for _, end in bounds.values()), default=0)
         try:
             _reserve(path, size)
         except OSError as error:
             raise StorageUnavailable(f"{size} bytes for a train state cannot be reserved in {path}: {error}") from error
         mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        for entry in entries:
-            around = frame(entry.dtype, entry.region.shape)
-            _put(mapped, entry.offset, around.head)
-            _put(mapped, entry.offset + entry.length - len(around.tail), around.tail)
+        mapped[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         if self._pinning is not None and self._pinning.pin(mapped, path):
-            self._pinned.add(name)
-        return mapped
-
-
-def describe(directory: Path, entries: Iterable[Entry]) -> list[str]:
-    """Write what describes the files of all ranks; returns the names. Like torch's FileSystemWriter.finish."""
-    ordered = sorted(entries, key=lambda entry: (entry.name, entry.region.start))
-    tensors = {name: _whole(list(own)) for name, own in itertools.groupby(ordered, lambda entry: entry.name)}
-    places = {
-        MetadataIndex(entry.name, entry.region.start): _StorageInfo(entry.file, entry.offset, entry.length)
-        for entry in ordered
-    }
-    metadata = Metadata({**tensors}, storage_data=places, version=CURRENT_DCP_VERSION)
-    replace_file(directory / METADATA_FILE, pickle.dumps(metadata, protocol=4))
-    # what megatron-core needs beside it to recognise the format, and for what is not a tensor: nothing
-    others = {"metadata.json": json.dumps(_FORMAT).encode(), COMMON_FILE: _saved({})}
-    for name, content in others.items():
-        replace_file(directory / name, content)
-    return [METADATA_FILE, *others]
+            self._pinned[name] = mapped
+        elements = mapped[len(header) :]
+        return {entry: elements[slice(*bounds[entry.key])].view(entry.dtype) for entry in entries}
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file: the one before may have become a part of a store, under another name."""
+    """Replace a file: its predecessor may have become a part of a store, under another name."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
 
-def _saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def _is_optimizers(shard: Shard) -> bool:
+    return shard.box.name.startswith(OPTIMIZER_PREFIX)
 
 
-def _entries(shards: Iterable[Shard], rank: int) -> Iterator[Entry]:
-    ends: dict[str, int] = {}
-    for shard in shards:
-        name = shard.box.name
-        file = f"{OPTIMIZER_PREFIX if name.startswith(OPTIMIZER_PREFIX) else ''}__{rank}_0.distcp"
-        for region, values in shard.regions():
-            around = frame(values.dtype, region.shape)
-            length = len(around.head) + values.nbytes + len(around.tail)
-            offset = -(-ends.get(file, 0) // _ALIGNED) * _ALIGNED
-            ends[file] = offset + length
-            yield Entry(name, shard.box.content, values.dtype, region, file, offset, length)
+def _header(entries: list[Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """A safetensors header with its length, and the bounds of each entry's bytes behind it, by key.
 
-
-def _by_file(entries: list[Entry]) -> Iterator[tuple[str, Iterator[Entry]]]:
-    return itertools.groupby(sorted(entries, key=lambda entry: (entry.file, entry.offset)), lambda entry: entry.file)
+    The format allows no gaps, so the widest elements come first: then all are aligned.
+    """
+    tensors, bounds, end = {}, {}, 0
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        begin, end = end, end + math.prod(entry.region.shape) * entry.dtype.itemsize
+        bounds[entry.key] = begin, end
+        tensors[entry.key] = {
+            "dtype": _TYPES[entry.dtype], "shape": entry.region.shape, "data_offsets": bounds[entry.key],
+        }  # fmt: skip
+    shapes = json.dumps({entry.name: entry.size for entry in entries})
+    text = json.dumps({"__metadata__": {SHAPES: shapes}, **tensors}).encode()
+    padding = -(len(text) + 8) % _ALIGNED
+    return struct.pack("<Q", len(text) + padding) + text + b" " * padding, bounds
 
 
 def _reserve(path: Path, size: int) -> None:
@@ -183,19 +155,3 @@ def _reserve(path: Path, size: int) -> None:
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     os.link(path, second)
-
-
-def _put(mapped: torch.Tensor, offset: int, content: bytes) -> None:
-    mapped[offset : offset + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _place(mapped: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The elements of an entry, one-dimensional."""
-    around = frame(entry.dtype, entry.region.shape)
-    begin, end = entry.offset + len(around.head), entry.offset + entry.length - len(around.tail)
-    return mapped[begin:end].view(entry.dtype)
-
-
-def _whole(entries: list[Entry]) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(one.region.start), torch.Size(one.region.shape)) for one in entries]
-    return TensorStorageMetadata(TensorProperties(entries[0].dtype), torch.Size(entries[0].size), chunks)

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.digest import value_digest
 from trainer_core.model import rng
 
 
@@ -23,13 +22,8 @@ def captured() -> dict[str, Any]:
     }
 
 
-def digest(state: dict[str, Any]) -> str:
-    """Digest of what `captured` returned."""
-    return value_digest(state)
-
-
 def restore(state: dict[str, Any]) -> None:
-    """Restore on this rank what `captured` returned."""
+    """Restore what `captured` returned, on this rank."""
     version, words, normal = state["random"]
     name, key, *numbers = state["numpy"]
     rng.restore(

@@ -1,16 +1,20 @@
-"""Read a saved state in one process, without Megatron and without process groups: a region of a tensor at a time."""
+"""A saved state in one process, without Megatron and without process groups: a region of a tensor at a time.
 
+Its files are safetensors: nothing in them is executed.
+"""
+
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from safetensors import SafetensorError, safe_open
 
 from storage.errors import StorageError
-from trainer_core.state.facts import StateFacts, read_facts
-from trainer_core.state.pickles import read_entry, read_metadata
+from trainer_core.state.facts import SHAPES, StateFacts, read_facts, tensor_files
 
 
 @dataclass(frozen=True)
@@ -29,79 +33,100 @@ class Region:
         shape = tuple(end - begin for begin, end in zip(start, ends, strict=True))
         return Region(start, shape) if all(length > 0 for length in shape) else None
 
+    def inside(self, size: tuple[int, ...]) -> bool:
+        """Whether the box lies in a tensor of that shape."""
+        whole = Region((0,) * len(size), size)
+        return len(self.start) == len(self.shape) == len(size) and self.overlap(whole) == self
+
     def within(self, outer: "Region") -> tuple[slice, ...]:
         """The slices that cut this region out of a tensor that holds `outer`."""
         begins = [inner - origin for inner, origin in zip(self.start, outer.start, strict=True)]
         return tuple(slice(begin, begin + length) for begin, length in zip(begins, self.shape, strict=True))
 
 
-class SavedState:
-    """A state in a local folder: its tensors, and the objects beside them."""
+@dataclass
+class SavedTensor:
+    """A whole tensor of a state."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read what the folder holds.
+    size: tuple[int, ...]
+    """Its shape."""
+    dtype: torch.dtype
+    boxes: dict[Region, Any] = field(default_factory=dict)
+    """The boxes in which it is stored, and the open file of each."""
+
+
+class SavedState:
+    """The tensors of a state in a local folder."""
+
+    def __init__(self, folder: Path, weights_alone: bool = False) -> None:
+        """Read the headers of the files.
+
+        Args:
+            weights_alone: whether the files of the optimizer are left out; they may be missing.
 
         Raises:
-            StorageError: if that cannot be read.
-            ForeignCode: if it names a class or function that states do not hold.
+            StorageError: a file is missing or cannot be read.
         """
         self.folder = folder
         self.facts: StateFacts = read_facts(str(folder))
-        metadata = read_metadata(folder)
-        self._entries = metadata.state_dict_metadata
-        self._places = cast(dict[MetadataIndex, Any], metadata.storage_data)
-        self._last: tuple[MetadataIndex, torch.Tensor] | None = None
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors and objects."""
-        return set(self._entries)
-
-    def tensor(self, name: str) -> TensorStorageMetadata | None:
-        """Shape, type and chunks of a tensor; None if it is missing or is an object."""
-        entry = self._entries.get(name)
-        return entry if isinstance(entry, TensorStorageMetadata) else None
+        self.tensors: dict[str, SavedTensor] = {}
+        for rank in range(self.facts.parallel.world_size):
+            for name in tensor_files(rank)[: 1 if weights_alone else None]:
+                try:
+                    self._add(folder / name)
+                except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+                    raise StorageError(
+                        f"no readable train state at {folder}: {name}: {error}; load it again from the store"
+                    ) from error
 
     def chunks(self, name: str) -> list[Region]:
         """The boxes in which a tensor is stored, in the order of their indices."""
-        stored = cast(TensorStorageMetadata, self._entries[name]).chunks
-        return sorted((Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored), key=lambda box: box.start)
+        return sorted(self.tensors[name].boxes, key=lambda box: box.start)
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """A region of a tensor, put together from the chunks that it touches.
+        """A region of a tensor, put together from the boxes that it touches; not to be written to.
 
         Raises:
-            StorageError: there is no such tensor, or the chunks do not cover the region.
+            StorageError: there is no such tensor, or its boxes do not cover the region.
         """
-        entry = self._entries.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+        if name not in self.tensors:
             raise StorageError(f"the train state at {self.folder} has no tensor {name}: it is of another model")
-        # allocated only when it is written to
-        found, covered = torch.empty(region.shape, dtype=entry.properties.dtype), 0
-        for chunk in self.chunks(name):
-            if common := region.overlap(chunk):
-                stored = self._chunk(MetadataIndex(name, chunk.start))
-                found[common.within(region)] = stored[common.within(chunk)]
-                covered += math.prod(common.shape)
+        tensor, covered = self.tensors[name], 0
+        found = torch.empty(region.shape, dtype=tensor.dtype)  # allocated only when it is written to
+        for common, values in self._within(name, region):
+            if common == region:
+                return values
+            found[common.within(region)] = values
+            covered += math.prod(common.shape)
         if covered != math.prod(region.shape):
             raise StorageError(
                 f"the train state at {self.folder} has {covered} of the elements {region} of {name}, which has the "
-                f"shape {tuple(entry.size)}: it is of another model, or not whole"
+                f"shape {tensor.size}: it is of another model, or not whole"
             )
         return found
 
-    def read_object(self, name: str) -> Any:
-        """An object that is not a tensor. Megatron stores a list of a rank's objects; a list of one is unwrapped."""
-        stored = self._load(MetadataIndex(name))
-        return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+    def _within(self, name: str, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
+        """What a region has in common with each box, with its elements."""
+        for box, file in self.tensors[name].boxes.items():
+            if common := region.overlap(box):
+                yield common, file.get_tensor(entry_key(name, box))[common.within(box)]
 
-    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
-        """A stored box; the last one is kept, because several regions of it are often read in turn."""
-        if self._last is None or self._last[0] != index:
-            self._last = index, self._load(index)
-        return self._last[1]
+    def _add(self, path: Path) -> None:
+        file: Any = safe_open(path, framework="pt")
+        shapes = json.loads(file.metadata()[SHAPES])
+        for key in file.keys():  # noqa: SIM118 - no dictionary
+            name, _, start = key.rpartition("@")
+            values = file.get_tensor(key)
+            box = Region(tuple(map(int, filter(None, start.split(",")))), tuple(values.shape))
+            tensor = self.tensors.setdefault(name, SavedTensor(tuple(shapes[name]), values.dtype))
+            if not box.inside(tensor.size) or (tuple(shapes[name]), values.dtype) != (tensor.size, tensor.dtype):
+                raise ValueError(
+                    f"{key} is {values.dtype} {box.shape} of {shapes[name]}, which is no box of the {tensor.dtype} "
+                    f"{tensor.size} of the other files"
+                )
+            tensor.boxes[box] = file
 
-    def _load(self, index: MetadataIndex) -> Any:
-        if index not in self._places:
-            raise StorageError(f"no readable train state at {self.folder}: {index} is in none of its files")
-        return read_entry(self.folder, index, self._places[index])
+
+def entry_key(name: str, box: Region) -> str:
+    """Name of a box in its file: that of the tensor, and the index at which the box begins."""
+    return f"{name}@{','.join(map(str, box.start))}"

@@ -5,6 +5,7 @@ fused matrix is one tensor, whichever halves of it a rank holds. The distributed
 a range of each parameter's elements, which is cut into boxes here.
 """
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
@@ -19,7 +20,6 @@ from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX
-from trainer_core.state.pickles import is_empty
 from trainer_core.state.saved import Region
 
 _Leaf = ShardedTensor | ShardedTensorFactory | ShardedObject
@@ -62,7 +62,7 @@ def local_tensors(model: Model) -> list[LocalTensor]:
     states = [module.sharded_state_dict(metadata=content) for module in model.modules]  # pyright: ignore
     found = list(_leaves(states))
     for entry in found:
-        if isinstance(entry, ShardedObject) and not is_empty(entry.data):
+        if isinstance(entry, ShardedObject) and not _is_empty(entry.data):
             raise RatchetError(f"{entry.key} holds what is not in tensors and would be lost: use fp32 or bf16")
     return [_local(entry, model.vocab_size) for entry in found if not isinstance(entry, ShardedObject)]
 
@@ -122,6 +122,15 @@ def _leaves(state: object) -> Iterator[_Leaf]:
             yield from _leaves(value)
     elif isinstance(state, ShardedTensor | ShardedTensorFactory | ShardedObject):
         yield state
+
+
+def _is_empty(value: object) -> bool:
+    """Whether the extra state of a module holds nothing, as that of Transformer Engine without fp8."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_empty, value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 0
+    return value is None or (isinstance(value, io.BytesIO) and not value.getvalue())
 
 
 def _local(entry: ShardedTensor | ShardedTensorFactory, vocab_size: int) -> LocalTensor:

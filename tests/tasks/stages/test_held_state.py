@@ -38,8 +38,8 @@ from trainer_core.state.facts import StateIdentity
 
 OTHER = OptimizerConfig(learning_rate=0.25)
 IDENTITY_OF_STATE = StateIdentity(scheme=1, tensors="t", progress="p", generators="g")
-WEIGHTS = {".metadata": 3_000, "__0_0.distcp": 100_000, "__1_0.distcp": 100_000, "trainer.json": None}
-OPTIMIZER = {"optimizer.__0_1.distcp": 300_000, "optimizer.__1_1.distcp": 300_000}
+WEIGHTS = {"weights.0.safetensors": 100_000, "weights.1.safetensors": 100_000, "trainer.json": None}
+OPTIMIZER = {"optimizer.0.safetensors": 300_000, "optimizer.1.safetensors": 300_000}
 
 
 class Watching(SmallTrainer):

@@ -1,18 +1,15 @@
 """Comparing saved states: what is equal, what is reported, and that a single bit is found."""
 
-import dataclasses
-import io
 import json
 import math
-import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from storage.errors import StorageError
 from tests.trainer_core.models import VOCABULARY, random_samples
@@ -65,28 +62,19 @@ def trained(saved, tmp_path):
     return original, tmp_path / "copy"
 
 
-def edit(folder, index, change):
-    """Change one stored tensor or object; its new version is at the end of its file."""
-    metadata = read_metadata(folder)
-    place = metadata.storage_data[index]
-    path = Path(folder, place.relative_path)
-    content = path.read_bytes()
-    value = torch.load(io.BytesIO(content[place.offset : place.offset + place.length]), weights_only=False)
-    changed = io.BytesIO()
-    torch.save(change(value), changed)
-    path.write_bytes(content + changed.getvalue())
-    metadata.storage_data[index] = dataclasses.replace(place, offset=len(content), length=len(changed.getvalue()))
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+def edit(path, change):
+    """Change the tensors of a file: `change` gets them by their keys."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = {key: value.clone() for key, value in load_file(path).items()}
+    change(tensors)
+    path.unlink()  # the copy may be mapped
+    save_file(tensors, path, metadata)
 
 
-def read_metadata(folder):
-    return pickle.loads(Path(folder, ".metadata").read_bytes())
-
-
-def put(index, number):
-    def change(tensor):
-        tensor[index] = number
-        return tensor
+def put(key, index, number):
+    def change(tensors):
+        tensors[key][index] = number
 
     return change
 
@@ -141,12 +129,14 @@ def test_seeds_plant_in_several_places(saved):
     assert len({compare_states(folder, folder, plant=seed).differences for seed in range(4)}) > 1
 
 
-@pytest.mark.parametrize(("name", "offset", "index"), [(QKV, (2, 0, 0), (0, 3, 7)), (MOMENT, (0, 0), (9, 5))])
-def test_a_changed_number_is_shown_in_full(trained, name, offset, index):
+@pytest.mark.parametrize(
+    ("file", "name", "start", "index", "at"),
+    [("weights.0", QKV, "2,0,0", (0, 3, 7), (2, 3, 7)), ("optimizer.0", MOMENT, "0,0", (9, 5), (9, 5))],
+)
+def test_a_changed_number_is_shown_in_full(trained, file, name, start, index, at):
     original, copy = trained
-    edit(copy, MetadataIndex(name, offset), put(index, 0.1))
+    edit(copy / f"{file}.safetensors", put(f"{name}@{start}", index, 0.1))
     (line,) = compare_states(original, copy).differences
-    at = tuple(begin + step for begin, step in zip(offset, index, strict=True))
     assert line.startswith(f"{name}: 1 of ")
     assert f"elements differ, first at {at}: " in line
     assert line.endswith(f" against {torch.tensor(0.1).item()!r}")  # 0.10000000149011612
@@ -154,11 +144,11 @@ def test_a_changed_number_is_shown_in_full(trained, name, offset, index):
 
 def test_bits_decide_not_values(trained, tmp_path):
     original, copy = trained
-    place = MetadataIndex(MOMENT, (0, 0))
+    file, key = "optimizer.0.safetensors", f"{MOMENT}@0,0"
     shutil.copytree(original, tmp_path / "other")
     for number, other, lines in [(0.0, -0.0, 1), (math.nan, math.nan, 0), (math.nan, -math.nan, 1)]:
-        edit(copy, place, put((1, 2), number))
-        edit(tmp_path / "other", place, put((1, 2), other))
+        edit(copy / file, put(key, (1, 2), number))
+        edit(tmp_path / "other" / file, put(key, (1, 2), other))
         assert len(compare_states(copy, tmp_path / "other").differences) == lines
     assert (
         "nan (bits 0x7fc00000) against nan (bits 0xffc00000)" in compare_states(copy, tmp_path / "other").differences[0]
@@ -180,17 +170,24 @@ def test_a_changed_generator_is_named(trained, generator, change):
     assert names_of(compare_states(original, copy)) == [f"rng/0.{generator}"]
 
 
+def without(name):
+    def change(tensors):
+        for key in [key for key in tensors if key.startswith(f"{name}@")]:
+            del tensors[key]
+
+    return change
+
+
 def test_what_one_state_lacks_is_named(trained):
     original, copy = trained
-    metadata = read_metadata(copy)
-    del metadata.state_dict_metadata[QKV]
-    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
-    (copy / "generators-0.json").unlink()
+    edit(copy / "weights.0.safetensors", without(QKV))
     for sides in [(original, copy), (copy, original)]:
-        assert compare_states(*sides).differences == tuple(f"{name}: only in {original}" for name in (QKV, "rng/0"))
+        assert compare_states(*sides).differences == (f"{QKV}: only in {original}",)
 
 
-@pytest.mark.parametrize("lost", [".metadata", "trainer.json", "__0_0.distcp", "optimizer.__0_0.distcp"])
+@pytest.mark.parametrize(
+    "lost", ["trainer.json", "generators-0.json", "weights.0.safetensors", "optimizer.0.safetensors"]
+)
 def test_a_state_that_is_not_whole_is_refused(trained, lost):
     original, copy = trained
     (copy / lost).unlink()

@@ -17,7 +17,10 @@ from trainer_core.state.facts import StateFacts
 from trainer_core.state.saved import Region
 
 OPTIMIZER = OptimizerConfig(learning_rate=0.1)
-FACTS = StateFacts(step=3, optimizer_updates=2, optimizer=OPTIMIZER, parallel=ParallelConfig(), precision="fp32")
+FACTS = StateFacts(
+    step=3, optimizer_updates=2, optimizer=OPTIMIZER, parallel=ParallelConfig(), precision="fp32",
+    transformer_engine=False,
+)  # fmt: skip
 SHAPE, ROWS = (12, 6), 10  # the last two rows are padding
 
 

@@ -1,42 +1,39 @@
-"""Files that are laid out once and filled in place are what torch itself would have written."""
+"""Files that are laid out once and filled in place are safetensors, which anybody reads and nothing executes."""
 
-import io
 import json
+import os
+import pickle
 from functools import partial
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from storage.errors import RatchetError, StorageError, StorageUnavailable, WorkerLost
 from trainer_core.config import OptimizerConfig, ParallelConfig
 from trainer_core.platform.pinning import Pinning, pinning_of
 from trainer_core.state.boxes import Box, Shard
-from trainer_core.state.facts import FACTS_FILE, StateFacts, facts_text
-from trainer_core.state.files import MappedFiles, describe
-from trainer_core.state.recording import frame
+from trainer_core.state.facts import FACTS_FILE, SHAPES, StateFacts
+from trainer_core.state.files import MappedFiles
 from trainer_core.state.saved import Region, SavedState
 
-SHAPES = [(), (3,), (16, 1), (5, 7), (1, 200, 300)]
 OPTIMIZER = OptimizerConfig(learning_rate=1)
-FACTS = StateFacts(step=1, optimizer_updates=1, optimizer=OPTIMIZER, parallel=ParallelConfig(data=2), precision="bf16")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_frame_around_the_elements_is_a_file_of_torch(dtype, shape):
-    around, values = frame(dtype, shape), (100 * torch.randn(shape)).to(dtype)
-    content = around.head + values.reshape(-1).view(torch.uint8).numpy().tobytes() + around.tail
-    found = torch.load(io.BytesIO(content), weights_only=True)
-    assert (found.dtype, found.shape) == (dtype, values.shape)
-    assert found.equal(values)
+FACTS = StateFacts(
+    step=1, optimizer_updates=1, optimizer=OPTIMIZER, parallel=ParallelConfig(data=2), precision="bf16",
+    transformer_engine=False,
+)  # fmt: skip
 
 
 def tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     moments = torch.randn((5, 7), generator=generator)
-    return {"matrix": moments.to(torch.bfloat16), "optimizer.state.exp_avg.matrix": moments, "scale": moments[0, 0]}
+    return {
+        "matrix": moments.to(torch.bfloat16),
+        "optimizer.state.exp_avg.matrix": moments,
+        "scale": moments[0, 0],
+        "odd": moments[0].to(torch.bfloat16),
+    }
 
 
 def shards(rank, seed):
@@ -52,19 +49,34 @@ def shards(rank, seed):
 @pytest.fixture
 def files(tmp_path):
     found = [MappedFiles(tmp_path, rank, shards(rank, seed=0), None) for rank in range(2)]
-    describe(tmp_path, [entry for one in found for entry in one.entries])
-    (tmp_path / FACTS_FILE).write_text(facts_text(FACTS))
+    (tmp_path / FACTS_FILE).write_text(FACTS.model_dump_json())
     return found
 
 
-def test_what_was_filled_in_last_is_read_by_torch_and_by_us(files, tmp_path):
+def read_plainly(folder):
+    """All tensors of a state by a few lines of safetensors, as docs/storage.md has them."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            shapes = json.loads(file.metadata()["shapes"])
+            for key in file.keys():  # noqa: SIM118 - no dictionary
+                name, _, start = key.rpartition("@")
+                values = file.get_tensor(key)
+                whole = found.setdefault(name, torch.empty(shapes[name], dtype=values.dtype))
+                begins = map(int, filter(None, start.split(",")))
+                whole[tuple(slice(b, b + n) for b, n in zip(begins, values.shape, strict=True))] = values
+    return found
+
+
+def test_what_was_filled_in_last_is_read_plainly_and_by_us(files, tmp_path):
     for seed in (1, 2):
         for rank, one in enumerate(files):
             one.fill(list(shards(rank, seed)))
-        given, found = tensors(seed), {name: torch.zeros_like(value) for name, value in tensors(seed).items()}
-        load(found, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+        given, found = tensors(seed), read_plainly(tmp_path)
+        assert found.keys() == given.keys()
         state = SavedState(tmp_path)
         for name, value in given.items():
+            assert found[name].dtype == value.dtype
             assert found[name].equal(value)
             assert state.read(name, Region((0,) * value.ndim, tuple(value.shape))).equal(value)
         assert state.read("matrix", Region((1, 2), (3, 4))).equal(given["matrix"][1:4, 2:6])
@@ -72,7 +84,7 @@ def test_what_was_filled_in_last_is_read_by_torch_and_by_us(files, tmp_path):
 
 def test_each_byte_of_a_file_has_room_before_it_is_written(tmp_path):
     box = Box("large", (1 << 20,), (1 << 20,), Region((0,), (1 << 20,)))
-    (name,) = MappedFiles(tmp_path, 0, [Shard(box, 0, torch.empty(1 << 20))], None).names
+    name, _ = MappedFiles(tmp_path, 0, [Shard(box, 0, torch.empty(1 << 20))], None).names
     status = (tmp_path / name).stat()
     assert status.st_blocks * 512 >= status.st_size > 4 << 20
     assert status.st_nlink == 2  # so that the store copies it
@@ -111,8 +123,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(tmp_path, caplog, codes, 
     assert [str(tmp_path) in line for line in caplog.messages] == [True] * bool(forgotten)
     files.fill(whole)
     assert runtime.events[forgotten:] == ["wait"]
-    describe(tmp_path, files.entries)
-    (tmp_path / FACTS_FILE).write_text(facts_text(FACTS))
+    facts = FACTS.model_copy(update={"parallel": ParallelConfig()})
+    (tmp_path / FACTS_FILE).write_text(facts.model_dump_json())
     assert all(SavedState(tmp_path).read(one.box.name, one.box.region).equal(one.values) for one in whole)
     files.close()
     files.close()
@@ -137,7 +149,7 @@ def test_other_tensors_do_not_fit(files):
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(StorageUnavailable, match=r"cannot be reserved in .*nowhere/__0_0.distcp"):
+    with pytest.raises(StorageUnavailable, match=r"cannot be reserved in .*nowhere/weights.0.safetensors"):
         MappedFiles(tmp_path / "nowhere", 0, shards(0, seed=0), None)
 
 
@@ -147,13 +159,73 @@ def test_a_tensor_of_another_model_is_refused(files, tmp_path, name, region):
         SavedState(tmp_path).read(name, region)
 
 
-def test_an_entry_of_a_lost_rank_is_missed(files, tmp_path):
-    describe(tmp_path, files[0].entries)
+def test_an_entry_that_no_file_has_is_missed(files, tmp_path):
+    rest = {key: value for key, value in load_file(tmp_path / "weights.1.safetensors").items() if "matrix" not in key}
+    save_file(rest, tmp_path / "weights.1.safetensors", {SHAPES: json.dumps({"scale": [], "odd": [7]})})
     with pytest.raises(StorageError, match="or not whole"):
         SavedState(tmp_path).read("matrix", Region((0, 0), (5, 7)))
 
 
-def test_facts_name_the_ranks_alone(tmp_path):
-    layout = ParallelConfig(tensor=2, pipeline=2, data=2, virtual_pipeline=2, sequence=True, expert=2, expert_tensor=1)
-    written = facts_text(FACTS.model_copy(update={"parallel": layout}))
-    assert json.loads(written)["parallel"] == {"tensor": 2, "pipeline": 2, "data": 2}
+class Harmful:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, mark):
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+def as_pickle(path, mark):
+    path.write_bytes(pickle.dumps(Harmful(mark)))
+
+
+def as_file_of_torch(path, mark):
+    torch.save(Harmful(mark), path)
+
+
+def cut(path, _):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def saved_as(tensors, shapes):
+    def write(path, _):
+        save_file(tensors, path, None if shapes is None else {SHAPES: shapes})
+
+    return write
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        as_pickle,
+        as_file_of_torch,
+        cut,
+        saved_as({"odd@0": ONE}, None),
+        saved_as({"odd@0": ONE}, "no JSON"),
+        saved_as({"odd@0": ONE}, "[]"),
+        saved_as({"other@0": ONE}, '{"odd": [7]}'),
+        saved_as({"odd": ONE}, '{"odd": [7]}'),
+        saved_as({"odd@x": ONE}, '{"odd": [7]}'),
+        saved_as({"odd@-1": ONE.bfloat16()}, '{"odd": [7]}'),
+        saved_as({"odd@7": ONE.bfloat16()}, '{"odd": [7]}'),
+        saved_as({"odd@0": ONE.bfloat16()}, '{"odd": [8]}'),
+        saved_as({"odd@0": ONE}, '{"odd": [7]}'),
+        saved_as({"odd@0,0": ONE.bfloat16()}, '{"odd": [7]}'),
+    ],
+)
+def test_a_file_that_is_none_of_a_state_is_refused_and_nothing_in_it_runs(files, tmp_path, replace):
+    replace(tmp_path / "weights.1.safetensors", tmp_path / "mark")
+    with pytest.raises(StorageError, match=f"no readable train state at {tmp_path}: weights.1.safetensors: "):
+        SavedState(tmp_path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_weights_are_read_without_the_files_of_the_optimizer(files, tmp_path):
+    (tmp_path / "optimizer.1.safetensors").unlink()
+    assert not [name for name in SavedState(tmp_path, weights_alone=True).tensors if name.startswith("optimizer.")]
+    with pytest.raises(StorageError, match=r"optimizer.1.safetensors: .*load it again from the store"):
+        SavedState(tmp_path)

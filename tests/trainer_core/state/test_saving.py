@@ -42,7 +42,7 @@ def save_and_store(trainer, folder):
     trainer.train_policy(random_samples(1), 1.0)
     again = trainer.save(f"{folder}/state")
     changed = [name for part, name in zip(parts, files.names, strict=True) if not is_intact(root, part)]
-    inodes = {name: Path(folder, "state", name).stat().st_ino for name in files.names if name.endswith(".distcp")}
+    inodes = {name: Path(folder, "state", name).stat().st_ino for name in files.names if name.endswith(".safetensors")}
     trainer.save(f"{folder}/state")
     same = all(Path(folder, "state", name).stat().st_ino == inode for name, inode in inodes.items())
     return again.names == files.names, changed, same, again.identity != files.identity
@@ -68,5 +68,5 @@ def test_no_room_for_the_files_is_said_by_all_ranks_before_anything_is_written(m
     ranks = run_trainers(model_dir, configuration(LAYOUTS["dp2"]), save_without_room, str(tmp_path))
     for message, saved, loaded in ranks:
         assert "bytes for a train state cannot be reserved in" in message
-        assert "__1_0.distcp" in message
+        assert "weights.1.safetensors" in message
         assert saved == loaded
