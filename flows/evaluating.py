@@ -17,7 +17,6 @@ from tasks.config.stored import StoredConfig, read_config
 from tasks.export.choice import Chosen, choose
 from tasks.stages.context import NoPage, Page, Performer, RunContext, directly
 from tasks.stages.evaluation import evaluation
-from tasks.stages.names import Stage
 from tasks.stages.retrying import persistent
 from tasks.workers.fleet import Fleet
 from tasks.workers.scratch import scratch, sweep
@@ -44,7 +43,7 @@ def evaluate_weights(
     which: str,
     settings: EvaluationSettings,
     say: Callable[[str], object],
-    performer: Callable[[Stage], Performer] = directly,
+    performer: Performer = directly,
     page: Page = UNSEEN,
 ) -> EvaluationRecord:
     """Evaluate the weights of one iteration, or find that evaluation in storage.

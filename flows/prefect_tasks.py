@@ -7,8 +7,7 @@ a stage silently; the manifest alone decides whether a stage is done.
 import functools
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
@@ -17,7 +16,6 @@ from prefect.states import Cancelled, Completed
 
 from storage.errors import RatchetError
 from tasks.config.environment import without_secrets
-from tasks.stages.context import Outcome, Performer
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 
@@ -28,7 +26,7 @@ COMPUTED = "Computed"
 """State of a task run whose stage is done, but waits for a train state to be stored before it is published."""
 
 Elsewhere = Callable[[BaseException], bool]
-"""Whether an error belongs to another task run, which shows it."""
+"""True for an error that another task run shows."""
 
 
 def here(_error: BaseException) -> bool:
@@ -36,18 +34,25 @@ def here(_error: BaseException) -> bool:
     return False
 
 
-def as_task(stage: Stage, elsewhere: Elsewhere = here) -> Performer:
-    """The Prefect task of a stage: called with the iteration, the work and its inputs, it returns the final state.
+def as_task(stage: Stage, iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> View:
+    """Do the work of a stage in a Prefect task of the flow run that is under way. A `Performer`."""
+    return outcome(stage_task(stage)(iteration, work, inputs, here))
 
-    The task run is `Failed` if the work raises, and asking the state for its result raises the same error. If the error
-    is that of a task run elsewhere, this one is `Cancelled`, so that the one that failed is the red one.
+
+def stage_task(stage: Stage) -> Callable[..., State[Any]]:
+    """The Prefect task of a stage: called with iteration, work, inputs and an `Elsewhere`, it returns the final state.
+
+    The task run is `Failed` if the work raises. After an error of a task run elsewhere it is `Cancelled`, so that the
+    one that failed is the red one.
     """
+    return functools.partial(_task(stage.value, _perform), return_state=True)
 
-    def perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Outcome:
-        state = _task(stage.value, _perform)(iteration, work, inputs, elsewhere, return_state=True)
-        return _Stopped(state.data) if state.is_cancelled() and isinstance(state.data, RatchetError) else state
 
-    return cast(Performer, perform)
+def outcome(state: State[Any]) -> View:
+    """The view that the work of a stage has returned; raises what it raised."""
+    if state.is_cancelled() and isinstance(state.data, RatchetError):
+        raise state.data
+    return state.result()
 
 
 def show_storing(iteration: int, what: str, published: "Future[None]") -> "State[Any]":
@@ -96,13 +101,3 @@ def _wait(iteration: int, published: "Future[None]") -> State[Any]:
     except CancelledError:
         return Cancelled(message="the run was interrupted before this was stored; it is repeated when the run goes on")
     return Completed(message=f"iteration {iteration}: durable")
-
-
-@dataclass(frozen=True)
-class _Stopped:
-    """The outcome of a stage that another task run's failure has stopped."""
-
-    error: RatchetError
-
-    def result(self) -> NoReturn:
-        raise self.error

@@ -27,9 +27,9 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Completed, Failed
 
-from flows.prefect_tasks import as_task, show_storing
+from flows.prefect_tasks import outcome, show_storing, stage_task
 from tasks.config.environment import without_secrets
-from tasks.stages.context import Outcome, Performer, Portion
+from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 
@@ -76,16 +76,12 @@ class Subflows:
         self._turn = threading.Lock()
         self._retry = 0.0
 
-    def performer(self, stage: Stage) -> Performer:
-        """The Prefect task of a stage, in the subflow of the iteration that is under way."""
-        perform = as_task(stage, self._shown_elsewhere)
-
-        def within(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Outcome:
-            if stage is Stage.WEIGHT_SYNC and iteration < self._last:
-                self._ahead = self._opened(iteration + 1)  # a second or two before it is needed
-            return self._current().run(perform, iteration, work, inputs)
-
-        return within
+    def performer(self, stage: Stage, iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> View:
+        """Do the work of a stage in a Prefect task, in the subflow of the iteration that is under way."""
+        if stage is Stage.WEIGHT_SYNC and iteration < self._last:
+            self._ahead = self._opened(iteration + 1)  # a second or two before it is needed
+        task = stage_task(stage)
+        return outcome(self._current().run(task, iteration, work, inputs, self._shown_elsewhere))
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:

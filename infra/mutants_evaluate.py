@@ -148,7 +148,7 @@ EVALUATE = (
         "starts-are-hidden",
         "what was waited for a start is in the time of a stage, and nobody says so",
         "tasks/stages/served_weights.py",
-        '        await_start(context.say, engine, f"engine {number}", engine.identity)\n',
+        '        await_start(context, engine, f"engine {number}", engine.identity)\n',
         "        pass\n",
         ("tests/tasks/stages/test_served_weights.py",),
     ),

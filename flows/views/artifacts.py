@@ -116,6 +116,7 @@ def iteration_table(history: Sequence[IterationRecord], root: str, run: str) -> 
             "iteration": record.iteration,
             **{_TITLES.get(name, name): _rounded(record, name) for name in _FIGURES},
             **{f"{stage} s": round(seconds, 3) for stage, seconds in record.stage_seconds.items()},
+            "start s": round(record.start_seconds, 3) or None,
             "without reward": sum(record.unscored.values()) or None,
             "manifests": shown_text(f"{root}/{layout.iteration_folder(run, record.iteration)}"),
         }

@@ -14,7 +14,7 @@ from tasks.config.evaluation import PASS, PREFIX, SCORED_BY, SETTINGS
 from tasks.stages.names import Stage
 
 _READERS = 8
-_TAKEN = "seconds"
+_DURATIONS = "seconds"  # end of their names
 
 
 class EvaluationRecord(BaseModel):
@@ -147,5 +147,5 @@ def _record(root: Root, manifest: Manifest, replaced: bool) -> EvaluationRecord:
         passing=None if passing is None else str(passing),
         scored_by=str(manifest.facts.get(SCORED_BY, "")),
         settings=settings if isinstance(settings, dict) else {},
-        figures={name: value for name, value in manifest.metrics.items() if name != _TAKEN},
+        figures={name: value for name, value in manifest.metrics.items() if not name.endswith(_DURATIONS)},
     )

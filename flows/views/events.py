@@ -5,9 +5,9 @@ run does not: event.proto, summary.proto and record_writer.h of TensorFlow.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from flows.views.table import Row
+from flows.views.table import Row, Series
 from storage import layout
 from storage.backends.root import Root
 from storage.derived import GrowingFile
@@ -20,14 +20,18 @@ _WORD = 0xFFFFFFFF
 
 def encode(rows: Sequence[Row]) -> bytes:
     """The file: an event that names the format, then one for each row. The same rows give the same bytes."""
+    return _encoded(rows, Series())
+
+
+def _encoded(rows: Sequence[Row], series: Series) -> bytes:
     opening = _double(1, rows[0].finished.timestamp() if rows else 0.0) + _bytes(3, _VERSION.encode())
-    return _record(opening) + b"".join(map(record_of, rows))
+    return _record(opening) + b"".join(record_of(row, series.named(row)) for row in rows)
 
 
-def record_of(row: Row) -> bytes:
-    """The record of one row; its time is that of the iteration's last stage."""
-    values = (_bytes(1, name.encode()) + _float(2, value) for name, value in row.values.items())
-    summary = b"".join(_bytes(1, value) for value in values)
+def record_of(row: Row, values: Mapping[str, float]) -> bytes:
+    """The record of a row's values, by the names of their curves; its time is that of the iteration's last stage."""
+    tagged = (_bytes(1, name.encode()) + _float(2, value) for name, value in values.items())
+    summary = b"".join(_bytes(1, value) for value in tagged)
     return _record(
         _double(1, row.finished.timestamp()) + _key(2, 0) + _varint(row.iteration) + _bytes(5, summary),
     )
@@ -86,21 +90,20 @@ class EventFile:
 
     def __init__(self, root: Root, run: str) -> None:
         self._file = GrowingFile(root, layout.report_key(run, layout.EVENTS))
-        self._begun = False
+        self._begun, self._series = False, Series()
 
     def load(self, rows: Sequence[Row]) -> None:
         """Make the file hold exactly these rows. What is right at its beginning stays, so that a reader can go on."""
-        self._begun = bool(rows)
-        if self._file.read() != (whole := encode(rows) if rows else b""):
+        self._begun, self._series = bool(rows), Series()
+        if self._file.read() != (whole := _encoded(rows, self._series) if rows else b""):
             self._file.replace(whole)
 
     def add(self, row: Row) -> None:
         """Add the row of the next iteration."""
         if self._begun:
-            self._file.append(record_of(row))
+            self._file.append(record_of(row, self._series.named(row)))
         else:
-            self._file.replace(encode([row]))
-            self._begun = True
+            self.load([row])
 
     def flush(self) -> None:
         """Upload what was not uploaded yet."""

@@ -42,7 +42,9 @@ class IterationRecord(BaseModel):
     done: tuple[Stage, ...]
     """Committed stages, in the order of work."""
     stage_seconds: dict[Stage, float]
-    """Duration of each committed stage."""
+    """Duration of each committed stage, without starts of processes."""
+    start_seconds: float = 0.0
+    """Time in which its stages waited for processes that were just started."""
     seconds: float
     """Time spent, including the time between stages, but not the time between two processes."""
     reward: float | None
@@ -168,6 +170,7 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
         stage_seconds={
             Stage(stage): took for stage, values in metrics.items() if (took := values.get("seconds")) is not None
         },
+        start_seconds=sum(values.get("start_seconds") or 0.0 for values in metrics.values()),
         seconds=seconds,
         # stored samples are not scored by their own iteration; iteration 0 holds another run's state
         reward=rewards.get("reward_mean", trained.get("reward_mean") if manifests[0].iteration else None),

@@ -23,6 +23,7 @@ _REFRESH_PER_SECOND = 4
 _BAR = 24
 _WIDE = 110  # columns from which there is room for the run's name and a bar
 _PLAIN_S = 30.0
+_SHOWN_S = 0.05
 
 
 class Follower(Protocol):
@@ -197,7 +198,8 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
     width = len(str(iterations))
     shown = [f"{name} {value:{form}}" for name, value, form in figures if value is not None]
     shown += [f"without reward {sum(record.unscored.values())} ({reasons})"] if reasons else []
-    stages = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in record.stage_seconds.items())
+    took = {**record.stage_seconds, **({"start": record.start_seconds} if record.start_seconds >= _SHOWN_S else {})}
+    stages = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in took.items())
     return " | ".join(
         [f"iteration {record.iteration:{width}d}/{iterations}", *shown, f"{record.seconds:.1f} s ({stages})"]
     )

@@ -7,6 +7,7 @@ import csv
 import io
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 
@@ -15,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from storage import layout
 from storage.backends.root import Root
 from storage.derived import GrowingFile
+from storage.digest import value_digest
 from storage.manifest import Manifest
-from tasks.config.evaluation import ASKED, PASS, SCORED_BY
+from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.stages.names import Stage
 
 STEP = "step/"
@@ -27,11 +29,14 @@ SECONDS = "seconds"
 
 EVALUATED_BY = "evaluated_by"
 TEXTS = (SCORED_BY, EVALUATED_BY, PASS)
-"""Columns of text: the reward that scored the samples; that of the evaluation, with what it asked; and the condition by
-which its answers pass. Values in rows with different texts are not comparable."""
+"""Columns of text: the reward that scored the samples, by its functions and a digest; that of the evaluation, with its
+limits; and the condition by which its answers pass. Values in rows with different texts are not comparable."""
 
 _FIXED = ("iteration", "finished")
 _SHOWN = 12  # characters of a digest
+_SHORT = 6
+_READABLE = 40  # characters of the functions' names
+_DURATIONS = ("seconds", "_s")
 
 
 class Row(BaseModel):
@@ -72,11 +77,56 @@ def _texts(facts: Mapping[str, Mapping[str, JsonValue]]) -> dict[str, str]:
     asked = evaluated.get(ASKED)
     limits = [f"{name} {value}" for name, value in asked.items()] if isinstance(asked, dict) else []
     found = {
-        SCORED_BY: str(scored.get(SCORED_BY, ""))[:_SHOWN],
-        EVALUATED_BY: " ".join([str(evaluated.get(SCORED_BY, ""))[:_SHOWN], *limits]),
+        SCORED_BY: _function(scored),
+        EVALUATED_BY: " ".join([*filter(None, [_function(evaluated)]), *limits]),
         PASS: str(evaluated.get(PASS, "")),
     }
     return {name: text for name, text in found.items() if text}
+
+
+def _function(facts: Mapping[str, JsonValue]) -> str:
+    """The names of reward functions and a digest of all that decides their values."""
+    sources = facts.get(SOURCE)
+    names = re.sub(r"[^\w.\-]+", "_", "+".join(sources) if isinstance(sources, dict) else "")[:_READABLE]
+    return f"{names} {str(facts.get(SCORED_BY, ''))[:_SHOWN]}".strip()
+
+
+class Series:
+    """Names of a run's values where each name is one curve: values of different functions never share a name.
+
+    The function of a stage's first row keeps the plain names; every other one adds a suffix of its name and a digest.
+    """
+
+    def __init__(self, earlier: Iterable[Row] = ()) -> None:
+        """
+        Args:
+            earlier: rows before those that are to be named: all, or the first of each stage.
+        """
+        self._first: dict[str, Mapping[str, str]] = {}
+        for row in earlier:
+            self.named(row)
+
+    def named(self, row: Row) -> dict[str, float]:
+        """The values of the next row by the names of their curves."""
+        return {f"{name}{self._suffix(name, row.texts)}": value for name, value in row.values.items()}
+
+    def _suffix(self, column: str, texts: Mapping[str, str]) -> str:
+        first = self._first.setdefault(column.partition("/")[0], texts)
+        here = {name: texts.get(name, "") for name in _judged_by(column)}
+        if all(first.get(name, "") == text for name, text in here.items()):
+            return ""
+        function, space, _ = next(iter(here.values())).partition(" ")
+        return f" {function + '-' if space else ''}{value_digest([*here.values()])[:_SHORT]}"
+
+
+def _judged_by(column: str) -> tuple[str, ...]:
+    """The texts that the values of a column depend on."""
+    stage, _, metric = column.partition("/")
+    if metric.endswith(_DURATIONS):
+        return ()
+    if stage == Stage.EVALUATE:
+        return (EVALUATED_BY, PASS) if metric == "pass_rate" else (EVALUATED_BY,)
+    return (SCORED_BY,) if stage == Stage.REWARD else ()
 
 
 def _column(stage: str, metric: str) -> str:

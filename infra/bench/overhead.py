@@ -148,7 +148,7 @@ def cpu_of_tasks(repeats: int, tasks: int = 50) -> float:
     @flow(name="bench", persist_result=False)
     def body(count: int) -> None:
         for iteration in range(count):
-            as_task(Stage.ROLLOUT)(iteration, lambda: Performed(view, reused=False), ())
+            as_task(Stage.ROLLOUT, iteration, lambda: Performed(view, reused=False), ())
 
     def cpu(count: int) -> float:
         before = time.process_time()

@@ -19,8 +19,11 @@ EXACT = "reward == 1"
 """The condition by which answers pass where none is given and the reward is only ever 0 or 1: its mean is the rate."""
 
 SCORED_BY, ASKED, PASS = "scored_by", "asked", "pass"
-"""Names of facts of an evaluation, and the first of a reward stage: identity of the reward, whose values are compared
-with no other's; what else the figures depend on; the condition by which answers pass."""
+"""Facts of an evaluation, the first also of a reward stage: identity of the reward, whose values are compared only with
+each other; the other settings that the figures depend on; the condition by which answers pass."""
+
+SOURCE = "reward_source"
+"""Fact of each stage that scores: the reward functions by name, each with the digest of its source or its version."""
 
 
 class EvaluationSettings(Section):

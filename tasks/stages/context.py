@@ -20,24 +20,25 @@ from tasks.stages.views import Performed, View
 from tasks.workers.group import GroupHandle
 from tasks.workers.interface import Workers
 
-
-class Outcome(Protocol):
-    """The outcome of a stage: a Prefect state, or the result of running it in place."""
-
-    def result(self) -> View:
-        """The view of the stage's manifest; raises what the stage raised."""
-        ...
-
-
 _WORTH_A_LINE_S = 2.0
 
-Performer = Callable[[int, Callable[[], Performed], tuple[View, ...]], Outcome]
-"""Runs the work of a stage where it can be observed, given the iteration, the work and its inputs."""
+Performer = Callable[[Stage, int, Callable[[], Performed], tuple[View, ...]], View]
+"""Does the work of a stage where people see it, given stage, iteration, work and inputs; raises what work raises."""
 
 
-def directly(_stage: Stage) -> Performer:
-    """Run a stage in place, unobserved."""
-    return lambda _iteration, work, _inputs: work()
+def directly(_stage: Stage, _iteration: int, work: Callable[[], Performed], _inputs: tuple[View, ...]) -> View:
+    """Do the work in place, unseen."""
+    return work().view
+
+
+Tries = Callable[[str, int], AbstractContextManager[object, bool | None]]
+"""Observes the work on a stage (its name, the iteration). Entered for each attempt; an error that it swallows is worth
+another one."""
+
+
+def once(_stage: str, _iteration: int) -> AbstractContextManager[object, bool | None]:
+    """Allow one attempt."""
+    return nullcontext()
 
 
 def unannounced(_iteration: int, _stage: Stage) -> None:
@@ -66,20 +67,6 @@ class Portion:
     """More about it: loss 0.5."""
     left_s: float | None = None
     """Seconds until it is done, at the pace so far."""
-
-
-def await_start(say: Callable[[str], None], handle: GroupHandle, what: str, answer: Callable[[], object]) -> None:
-    """Wait until processes that were just started answer, and say how long that took, if it was worth a line.
-
-    Without it the time would be in whatever stage asks them first.
-    """
-    if handle.awaited:
-        return
-    clock = time.monotonic()
-    answer()
-    handle.awaited = True
-    if (took := time.monotonic() - clock) >= _WORTH_A_LINE_S:
-        say(f"started {what}: waited {took:.0f} s, which are in the time of this stage")
 
 
 class Page(Protocol):
@@ -112,6 +99,13 @@ class NoPage:
         """Nothing."""
 
 
+@dataclass
+class Starts:
+    """Time that this process has waited for the start of others; stages do not count it as theirs."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class RunContext:
     """Passed to every stage along with the manifests. It holds no result of a stage."""
@@ -128,8 +122,12 @@ class RunContext:
     """The lease under which this process drives the run; a commit without it is refused."""
     outbox: Outbox = field(default_factory=Outbox)
     """What is stored and published behind the stages."""
-    performer: Callable[[Stage], Performer] = directly
-    """How a stage runs: as a Prefect task in a flow, else directly."""
+    performer: Performer = directly
+    """Runs stages: as Prefect tasks in a flow, else directly."""
+    tries: Tries = once
+    """Decides which failed stages are tried again."""
+    starts: Starts = field(default_factory=Starts)
+    """Time that was spent on starts."""
     announce: Callable[[int, Stage], None] = unannounced
     """Called before each stage."""
     memory: Path | None = None
@@ -160,3 +158,19 @@ class RunContext:
     def need(self, iteration: int, stage: Stage) -> Manifest:
         """Like `find`, for a stage that must have happened; raises NotCommitted if it did not."""
         return need(self.root, self.run, iteration, stage, self.revisions)
+
+
+def await_start(context: RunContext, handle: GroupHandle, what: str, answer: Callable[[], object]) -> None:
+    """Wait until processes that were just started answer. A start that is worth a line is said.
+
+    The time counts as start, not as that of the stage that asks first.
+    """
+    if handle.awaited:
+        return
+    clock = time.monotonic()
+    answer()
+    handle.awaited = True
+    took = time.monotonic() - clock
+    context.starts.seconds += took
+    if took >= _WORTH_A_LINE_S:
+        context.say(f"started {what} in {took:.0f} s")

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from storage.schema import EVALUATION, fingerprint
-from tasks.config.evaluation import ASKED, PASS, SCORED_BY
+from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.engine.protocol import Sampling, token_rows
 from tasks.rewards.passing import condition_of, passing
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.scored import COLUMNS, SOURCE, accepted, columns, metrics, responses_of, scored_by
+from tasks.stages.scored import COLUMNS, accepted, columns, metrics, responses_of, scored_by
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Evaluated, Prepared, Served

@@ -5,28 +5,23 @@ no lease: the run may go on meanwhile. Its name holds a digest of everything tha
 evaluation asked for twice is one, and one that was interrupted continues with the next part.
 """
 
-import os
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
-from storage.attempts import begin
 from storage.digest import value_digest
 from storage.errors import InputError
-from storage.manifest import Manifest, Part, commit, find, finite_or_null
+from storage.manifest import Manifest, Part, commit, find
 from storage.parallel import each
 from storage.parts import PartWriter, read_parts
 from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
-from tasks.config.code_version import code_version
-from tasks.config.evaluation import EXACT, PASS, PREFIX, SCORED_BY, SETTINGS, EvaluationSettings
+from tasks.config.evaluation import EXACT, PASS, PREFIX, SCORED_BY, SETTINGS, SOURCE, EvaluationSettings
 from tasks.config.run import RunConfig
 from tasks.config.stage_settings import settings_digest
 from tasks.data.checking import check_asked_prompts
@@ -39,8 +34,9 @@ from tasks.stages.names import Stage
 from tasks.stages.passes import figures
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.rollout import response_tokens, sample_seed
-from tasks.stages.scored import COLUMNS, SOURCE, columns, responses_of, scored_by, unchanged
+from tasks.stages.scored import COLUMNS, columns, responses_of, scored_by, unchanged
 from tasks.stages.served_weights import ensure_served
+from tasks.stages.stage import Attempt, StageOutput
 from tasks.stages.views import Evaluated, Performed, Prepared, Served
 from tasks.workers.engines import EngineHandle
 
@@ -64,8 +60,7 @@ def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings
     check_passing(context.config.reward, settings.passing, "--pass")
     check_asked_prompts(context.config, context.root, prepared.manifest, settings)
     work = partial(_perform, context, iteration, settings, prepared, served)
-    view = context.performer(Stage.EVALUATE)(iteration, work, (prepared, served)).result()
-    return Evaluated(view.manifest)
+    return Evaluated(context.performer(Stage.EVALUATE, iteration, work, (prepared, served)).manifest)
 
 
 def _passing(context: RunContext, iteration: int) -> str | None:
@@ -96,32 +91,32 @@ def stage_name(
 def _perform(
     context: RunContext, iteration: int, settings: EvaluationSettings, prepared: Prepared, served: Served
 ) -> Performed:
+    tries = context.tries(Stage.EVALUATE, iteration)
+    while True:
+        with tries:
+            return _performed(context, iteration, settings, prepared, served)
+
+
+def _performed(
+    context: RunContext, iteration: int, settings: EvaluationSettings, prepared: Prepared, served: Served
+) -> Performed:
     made_of = sources_of(context.config.reward)
     name = stage_name(settings, prepared.digest, served.digest, context.config, made_of)
     revision = context.revisions.of(iteration, name)
     done = find(context.root, context.run, iteration, name, context.revisions)
     if done is not None:
         return Performed(Evaluated(done), reused=True)
-    process = f"{socket.gethostname()}:{os.getpid()}"
-    started, clock = datetime.now(UTC), time.perf_counter()
-    attempt = begin(context.root, context.run, iteration, name, process, revision)
     writer = PartWriter(context.root, context.run, iteration, name, revision)
+    attempt = Attempt.begin(context, writer)
     parts = _Asked.of(context, settings, prepared, served, made_of, writer).answer()
     inputs = {"prepare": prepared.digest, "weights": served.digest}
     _check_there(context, iteration, inputs)
     table = read_parts(context.root, parts, EVALUATION_SAMPLES)
     condition = condition_of(table, context.config.reward, settings.passing)
     passes = None if condition is None else passing(table, condition, "--pass")
-    manifest = Manifest(
-        run=context.run,
-        iteration=iteration,
-        stage=name,
-        revision=revision,
-        schema_fingerprint=fingerprint(EVALUATION_SAMPLES),
+    output = StageOutput(
         parts=parts,
-        inputs=inputs,
-        config_digest=context.config_digest,
-        code_version=code_version(),
+        schema_fingerprint=fingerprint(EVALUATION_SAMPLES),
         facts={
             SETTINGS: settings.model_dump(mode="json"),
             SOURCE: dict(made_of),
@@ -129,15 +124,9 @@ def _perform(
             "weights_digest": served.weights_digest,
             **({} if condition is None else {PASS: condition}),
         },
-        metrics={
-            **finite_or_null(figures(table, settings.samples, passes)),
-            "seconds": time.perf_counter() - clock,
-        },
-        attempt=attempt,
-        writer=process,
-        started=started,
-        finished=datetime.now(UTC),
+        metrics=figures(table, settings.samples, passes),
     )
+    manifest = attempt.manifest(output, inputs)
     return Performed(Evaluated(_published(context, manifest)), reused=False)
 
 

@@ -52,7 +52,7 @@ def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> Tra
         DigestMismatch: the ranks hold something else than the manifest records after they have loaded it.
     """
     group = trainers(context, prepared)
-    await_start(context.say, group, "the trainer ranks", group.identity)
+    await_start(context, group, "the trainer ranks", group.identity)
     if group.identity() != state.digest:
         if not _loaded_from_memory(context, group, state):
             context.outbox.settle()  # ranks that died may have left a state that is not stored yet

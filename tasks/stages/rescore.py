@@ -14,13 +14,14 @@ from storage.parts import read_parts
 from storage.schema import REWARD, SELECTION, fingerprint
 from storage.selection import Source, read_prompts, read_sources
 from storage.unfinished import find_piece, keep_piece
+from tasks.config.evaluation import SOURCE
 from tasks.config.stage_settings import settings_digest
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import records_of, text_codec
-from tasks.stages.scored import SOURCE, accepted, columns, responses_of, unchanged
+from tasks.stages.scored import accepted, columns, responses_of, unchanged
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rescored, Selected
 

@@ -18,8 +18,8 @@ from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed
 
 COLUMNS = ("reward", "status", "detail", "reason", "components")
 """Of a table of scores, in this order in `columns`."""
-SOURCE, REPLACED = "reward_source", "reward_source_replaced"
-"""Keys of facts: what the functions were made of, and what those were before that have changed."""
+REPLACED = "reward_source_replaced"
+"""Fact of a reward stage: the former sources of the functions that have changed since the iteration before."""
 
 _EXCERPT = 80
 

@@ -14,7 +14,7 @@ def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
     """The run's engines, started if necessary."""
     engines = context.workers.engines(model_directory(context, prepared))
     for number, engine in enumerate(engines):
-        await_start(context.say, engine, f"engine {number}", engine.identity)
+        await_start(context, engine, f"engine {number}", engine.identity)
     return engines
 
 

@@ -69,8 +69,8 @@ class StageOutput:
 class StageFunction[**P, V: View]:
     """A stage: called with the run, the iteration and the views of its inputs, it returns the view of its own manifest.
 
-    Between the caller's line and the first line of the stage's body are three of our frames: this call, the task that
-    makes it visible, and `perform`.
+    In a flow four of our frames are between the caller's line and the first line of the body: this call, the subflow
+    and the task that show it, and `perform`.
     """
 
     def __init__(
@@ -90,20 +90,23 @@ class StageFunction[**P, V: View]:
         context.announce(iteration, self.stage)
         ordered = self._signature.bind(None, *inputs, **named).args[1:]
         work = partial(self.perform, context, iteration, ordered)
-        return cast(V, context.performer(self.stage)(iteration, work, ordered).result())
+        return cast(V, context.performer(self.stage, iteration, work, ordered))
 
     def perform(self, context: RunContext, iteration: int, inputs: tuple[View, ...]) -> Performed:
-        """Run the body only if no manifest made from the same inputs is committed."""
+        """Run the body only if no manifest made from the same inputs is committed, and again as `tries` allows."""
         digests = {role: view.digest for role, view in zip(self._roles, inputs, strict=True)}
         revision = context.revisions.of(iteration, self.stage)
         writer = PartWriter(context.root, context.run, iteration, self.stage, revision)
-        done = committed(context, iteration, self.stage, digests)
-        if done is not None:
-            return Performed(self.view(done), reused=True)
-        attempt = _Attempt.begin(writer)
-        output = self._body(Work(context, iteration, writer), *inputs)  # pyright: ignore[reportCallIssue]
-        manifest = attempt.manifest(output, digests, context.config_digest)
-        return self._commit(context, writer, manifest, output)
+        tries = context.tries(self.stage, iteration)
+        while True:
+            with tries:
+                done = committed(context, iteration, self.stage, digests)
+                if done is not None:
+                    return Performed(self.view(done), reused=True)
+                kill_points.reached(Point.STARTED, _key(writer))
+                attempt = Attempt.begin(context, writer)
+                output = self._body(Work(context, iteration, writer), *inputs)  # pyright: ignore[reportCallIssue]
+                return self._commit(context, writer, attempt.manifest(output, digests), output)
 
     def _commit(self, context: RunContext, writer: PartWriter, manifest: Manifest, output: StageOutput) -> Performed:
         publish = partial(_publish, writer, manifest, output.store, context.fence)
@@ -131,23 +134,30 @@ def stage[**P, V: View](
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class Attempt:
     """The start of work on a stage, as its manifest records it."""
 
+    context: RunContext
     writer: PartWriter
     number: int
     started: datetime
     clock: float
-    waited: float
+    stored: float
+    """Seconds of this process in storage by then."""
+    awaited: float
+    """Seconds of this process in starts by then."""
 
     @classmethod
-    def begin(cls, writer: PartWriter) -> "_Attempt":
-        kill_points.reached(Point.STARTED, _key(writer))
-        started, clock, waited = datetime.now(UTC), time.perf_counter(), meter.seconds()
+    def begin(cls, context: RunContext, writer: PartWriter) -> "Attempt":
+        """Record the attempt."""
+        started, clock = datetime.now(UTC), time.perf_counter()
+        stored, awaited = meter.seconds(), context.starts.seconds
         number = begin(writer.root, writer.run, writer.iteration, writer.stage, _process(), writer.revision)
-        return cls(writer, number, started, clock, waited)
+        return cls(context, writer, number, started, clock, stored, awaited)
 
-    def manifest(self, output: StageOutput, inputs: dict[str, str], config_digest: str) -> Manifest:
+    def manifest(self, output: StageOutput, inputs: Mapping[str, str]) -> Manifest:
+        """The manifest of what the attempt made. Its duration is without the starts, which are beside it."""
+        start = self.context.starts.seconds - self.awaited
         return Manifest(
             format_version=1 if output.content is None else 2,
             content=output.content,
@@ -157,14 +167,15 @@ class _Attempt:
             revision=self.writer.revision,
             schema_fingerprint=output.schema_fingerprint,
             parts=output.parts,
-            inputs=inputs,
-            config_digest=config_digest,
+            inputs=dict(inputs),
+            config_digest=self.context.config_digest,
             code_version=code_version(),
             facts=dict(output.facts),
             metrics={
                 **finite_or_null(output.metrics),
-                "seconds": time.perf_counter() - self.clock,
-                "storage_seconds": meter.seconds() - self.waited,
+                "seconds": time.perf_counter() - self.clock - start,
+                **({"start_seconds": start} if start else {}),
+                "storage_seconds": meter.seconds() - self.stored,
             },
             attempt=self.number,
             writer=_process(),

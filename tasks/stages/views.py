@@ -58,10 +58,6 @@ class Performed:
     pending: bool = False
     """Whether its manifest is still to be published by the outbox."""
 
-    def result(self) -> View:
-        """The view of its manifest."""
-        return self.view
-
 
 @dataclass(frozen=True)
 class Prepared(View):

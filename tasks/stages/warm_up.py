@@ -19,7 +19,7 @@ def warm_up(work: Work, prepared: Prepared) -> StageOutput:
     """
     section = work.config.warmup
     group = _beside_engines_at_rest(work.context, prepared)
-    await_start(work.context.say, group, "the trainer ranks", group.identity)
+    await_start(work.context, group, "the trainer ranks", group.identity)
     group.import_model()
     metrics: dict[str, float] = {}
     if section.steps:

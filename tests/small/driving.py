@@ -17,7 +17,7 @@ from storage.kill_points import Point
 from storage.ownership.lease import Lease
 from storage.write_behind import Outbox
 from tasks.config.run import RunConfig
-from tasks.stages.context import Performer, RunContext
+from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 from tests.small.here import WorkersHere
@@ -67,13 +67,10 @@ class Driver:
 
         work(self.run, self.root, self.config, progress, opener)
 
-    def _noted(self, stage: Stage) -> Performer:
-        def perform(iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> Performed:
-            performed = work()
-            self.done.append((iteration, stage, performed.reused))
-            return performed
-
-        return perform
+    def _noted(self, stage: Stage, iteration: int, work: Callable[[], Performed], _inputs: tuple[View, ...]) -> View:
+        performed = work()
+        self.done.append((iteration, stage, performed.reused))
+        return performed.view
 
 
 def driver(root: Root, config: RunConfig, scratch: Path, **more) -> Driver:

@@ -1,5 +1,6 @@
 """Values of different reward functions are never compared, nor joined in a curve."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,14 +8,17 @@ import pytest
 
 from flows.views.changes import Change, apart_lines, changes_of
 from flows.views.curves import changes_of_reward, draw_curves, pieces
+from flows.views.events import EventFile
 from flows.views.history import IterationRecord, record_of
 from flows.views.progress import closing_lines, iteration_line
 from flows.views.status import read_status
-from flows.views.table import decode, encode
-from storage.backends.root import Root
+from flows.views.table import Series, decode, encode
+from storage import layout
+from storage.backends.root import Root, open_root
 from storage.manifest import Manifest
 from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
+from tests.flows.views.events import parsed
 
 ASKED = {"prompts": 8, "max_tokens": 4}
 
@@ -110,3 +114,36 @@ def test_a_long_run_begins_its_comparison_where_all_of_it_does(make_run: MakeRun
     assert short.changes.pass_rate == Change(first=changed / 1000, last=0.03, since=changed, apart=True)
     assert (short.changes.reward.since, short.changes.reward.apart) == (changed, changed > 1)
     assert f"0.030 since iteration {changed}  (right >= 1)" in "\n".join(closing_lines(short))
+
+
+def test_each_function_has_curves_of_its_own_in_tensorboard(tmp_path: Any):
+    """The event file is read: no name has values of two functions, and what no function decides keeps its name."""
+    sources = {"one": {"reward_source": {"my reward.py:score": "1"}}, "two": {"reward_source": {"math_verify": "2"}}}
+    by = ["one", "one", "two", "two", "one"]
+    rows = rows_of([evaluated(at, name, at / 10, at / 20, **sources[name]) for at, name in enumerate(by)])
+    root, tags = open_root(str(tmp_path)), dict[str, list[int]]()
+    written = EventFile(root, "a")
+    written.load(rows[:3])
+    for row in rows[3:]:
+        written.add(row)
+    for event in parsed(root.read_bytes(layout.report_key("a", layout.EVENTS)))[1:]:
+        for one in event.summary.value:
+            tags.setdefault(one.tag, []).append(event.step)
+    (suffix,) = {tag.partition("reward_mean ")[2] for tag in tags if "reward_mean " in tag}
+    assert re.fullmatch(r"math_verify-[0-9a-f]{6}", suffix)
+    assert tags["evaluate/reward_mean"] == tags["evaluate/pass_rate"] == [0, 1, 4]
+    assert tags[f"evaluate/reward_mean {suffix}"] == [2, 3]
+    assert tags["seconds"] == tags["evaluate/seconds"] == [0, 1, 2, 3, 4]
+
+
+def test_other_limits_and_another_condition_are_other_curves():
+    series = Series()
+    limits, condition = {"asked": {"prompts": 9, "max_tokens": 4}}, {"pass": "right >= 2"}
+    names = [
+        {name for name in series.named(one) if name.startswith("evaluate/") and "seconds" not in name}
+        for one in rows_of([evaluated(at, "one", 0.1, 0.1, **more) for at, more in enumerate(({}, limits, condition))])
+    ]
+    assert names[0] == {"evaluate/reward_mean", "evaluate/pass_rate"}
+    assert not names[1] & names[0]
+    assert names[2] & names[0] == {"evaluate/reward_mean"}
+    assert len(names[1] | names[2]) == 4

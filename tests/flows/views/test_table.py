@@ -1,14 +1,11 @@
 """The table of metrics: made from manifests alone, the same bytes whether written at once or line by line."""
 
 import math
-import struct
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.record_writer import masked_crc32c
 
 from flows.views import events, table
 from flows.views.history import read_history
@@ -19,6 +16,7 @@ from storage.backends.root import Root, open_root
 from storage.derived import GrowingFile
 from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
+from tests.flows.views.events import parsed
 
 CSV, EVENTS = layout.report_key("a", layout.METRICS), layout.report_key("a", layout.EVENTS)
 
@@ -44,19 +42,6 @@ def rows_of(*columns: tuple[str, ...]) -> list[Row]:
 ROWS = rows_of(
     ("train/loss",), ("rollout/tokens", "train/loss"), ("rollout/tokens",), ("evaluate/accuracy", "train/loss")
 )
-
-
-def parsed(data: bytes) -> list[Event]:
-    """The events of a file, read by the classes of another library, with its checksums."""
-    found, start = [], 0
-    while start < len(data):
-        (length,) = struct.unpack_from("<Q", data, start)
-        body = data[start + 12 : start + 12 + length]
-        checks = struct.unpack_from("<I", data, start + 8) + struct.unpack_from("<I", data, start + 12 + length)
-        assert checks == (masked_crc32c(data[start : start + 8]), masked_crc32c(body))
-        found.append(Event.FromString(body))
-        start += 16 + length
-    return found
 
 
 def test_a_row_has_the_metrics_of_every_stage():
@@ -98,7 +83,7 @@ def test_events_are_those_of_tensorboard():
         assert event.wall_time == row.finished.timestamp()
         assert {one.tag: one.simple_value for one in event.summary.value} == pytest.approx(row.values, rel=1e-6)
     huge = Row(iteration=300, finished=ROWS[0].finished, values={"a": 1e300})
-    (event,) = parsed(events.record_of(huge))
+    (event,) = parsed(events.record_of(huge, huge.values))
     assert (event.step, event.summary.value[0].simple_value) == (300, pytest.approx(3.4028235e38))
 
 
