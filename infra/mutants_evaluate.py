@@ -81,6 +81,22 @@ EVALUATE = (
         _CHANGES,
     ),
     Mutant(
+        "trackers-join-two-functions",
+        "values of two reward functions have one name in TensorBoard and in trackers",
+        "flows/views/table.py",
+        '        if all(first.get(name, "") == text for name, text in here.items()):\n',
+        "        if first:\n",
+        _CHANGES,
+    ),
+    Mutant(
+        "a-start-is-a-rollout",
+        "the start of an engine is time of the stage that asks first",
+        "tasks/stages/stage.py",
+        '"seconds": time.perf_counter() - self.clock - start,',
+        '"seconds": time.perf_counter() - self.clock,',
+        ("tests/tasks/stages/test_stage.py",),
+    ),
+    Mutant(
         "weights-are-no-other-reward",
         "other arguments or weights of a reward count as the same function",
         "tasks/stages/scored.py",

@@ -32,7 +32,6 @@ from tasks.stages.names import Stage
 from tests.flows.server.link import linked
 from tests.small.config import ITERATIONS, small_config
 from tests.small.here import WorkersHere
-from tests.small.workers import SmallTrainer
 
 DEADLINE_S = 60.0
 PROJECT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ def drive(
     scratch: Path,
     at: Callable[[Point, str], None],
     patience_s: float = DEADLINE_S,
-    trainer: type[SmallTrainer] = SmallTrainer,
+    workers: type[WorkersHere] = WorkersHere,
 ) -> State[Any]:
     """The real loop over small workers, within a flow; its final state."""
     config = small_config()
@@ -54,7 +53,7 @@ def drive(
     def opener(lease: Any, digest: str) -> Iterator[RunContext]:
         with Subflows("a", ITERATIONS, patience_s=patience_s) as page, Outbox() as outbox, kill_points.observed(at):
             yield RunContext(
-                "a", root, config, digest, WorkersHere(config, trainer=trainer), scratch, lease, outbox,
+                "a", root, config, digest, workers(config), scratch, lease, outbox,
                 page.performer, page=page,
             )  # fmt: skip
 
@@ -94,10 +93,10 @@ def read_tasks(client: SyncPrefectClient, flow_run: UUID | None) -> list[TaskRun
 def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, root: Root, tmp_path: Path):
     trained, before, stacks = threading.Event(), list[Any](), list[list[str]]()
 
-    class Looking(SmallTrainer):
-        def train_policy(self, *given: Any) -> Any:
+    class Looking(WorkersHere):
+        def trainers(self, *given: Any) -> Any:
             stacks.append([one.name for one in traceback.extract_stack() if is_ours(one.filename)])
-            return super().train_policy(*given)
+            return super().trainers(*given)
 
     def at(point: Point, key: str) -> None:
         place = layout.place_of(key)
@@ -107,10 +106,11 @@ def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, 
             assert trained.wait(DEADLINE_S)
             before.append(find(root, "a", 1, Stage.TRAIN))
 
-    state = drive(root, tmp_path / "scratch", at, trainer=Looking)
+    state = drive(root, tmp_path / "scratch", at, workers=Looking)
     assert state.is_completed(), state.message
     assert before == [None]
-    stack = stacks[0]  # from the loop's line to the first line of a stage there are four frames of ours
+    stack = next(one for one in stacks if {"iterate", "train"} <= {*one})
+    # from the loop's line to the first line of a stage there are four frames of ours
     assert stack[stack.index("iterate") + 1 : stack.index("train")] == ["__call__", "performer", "_perform", "perform"]
     subflows, tasks = found(state, {"store-2", "evaluate-2", "evaluate-1", "store-1"})
     assert subflows == {f"a iteration {number}": "Completed" for number in range(ITERATIONS + 1)}
