@@ -197,16 +197,18 @@ def retrain(
     Raises:
         RatchetError: the reason for which the run cannot start, or stopped.
     """
-    from flows.starting import begin_on_samples
     from storage.backends.root import open_root
-    from tasks.retraining import retrain_config, start_of
 
     store = open_root(root)
     given: dict[str, Any] = {**table, **({"select": list(select)} if select else {})}
-    if start is not None:
-        given["start"] = start_of(store, run, start)
-    resolved = retrain_config(store, run, given, config, settings)
-    begin_on_samples(run, store, resolved)
+    with _with_extra():
+        from flows.starting import begin_on_samples
+        from tasks.retraining import retrain_config, start_of
+
+        if start is not None:
+            given["start"] = start_of(store, run, start)
+        resolved = retrain_config(store, run, given, config, settings)
+        begin_on_samples(run, store, resolved)
     return _drive(Run(run, root), resolved)
 
 
@@ -220,12 +222,13 @@ def evaluate(which: str, *, root: str = DEFAULT_ROOT, **settings: Any) -> "Evalu
     Raises:
         InputError: there are no such weights, or a setting cannot be used.
     """
-    from flows.evaluating import evaluate_weights
     from flows.views.output import Output
     from tasks.config.evaluation import evaluation_settings
 
     asked = evaluation_settings(settings)
-    with _outside_event_loop():
+    with _with_extra():
+        from flows.evaluating import evaluate_weights
+
         return evaluate_weights(root, which, asked, Output().say)
 
 
@@ -248,9 +251,10 @@ def export(
 
     store = open_root(root)
     chosen, target = choose(store, which), Target.new(local_or_url(to))
-    from tasks.export.export import export as write
+    with _with_extra():
+        from tasks.export.export import export as write
 
-    return write(store, chosen, target, precision)
+        return write(store, chosen, target, precision)
 
 
 def main() -> None:
@@ -274,7 +278,7 @@ def _configured(config: "str | RunConfig", settings: Sequence[str]) -> "RunConfi
 
 
 def _drive(run: Run, config: "RunConfig") -> "RunResult":
-    with _outside_event_loop():
+    with _with_extra():
         from flows.cli.launch import Order, drive
         from flows.run import ready
         from flows.views.output import Output
@@ -285,13 +289,20 @@ def _drive(run: Run, config: "RunConfig") -> "RunResult":
 
 
 @contextmanager
-def _outside_event_loop() -> Iterator[None]:
-    """Hide the event loop of a notebook for the duration of a call that blocks it: within one, Prefect's functions
-    return coroutines, which nobody would await."""
+def _with_extra() -> Iterator[None]:
+    """Run what needs the extra [cpu] or [gpu]; a module that is missing is an InputError with the repair.
+
+    The event loop of a notebook is hidden for the duration of the call, which blocks it: within a loop, Prefect's
+    functions return coroutines, which nobody would await.
+    """
     loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
         yield
+    except ModuleNotFoundError as error:
+        from flows.cli.mistakes import missing_extra
+
+        raise missing_extra(error) from None
     finally:
         asyncio._set_running_loop(loop)
 

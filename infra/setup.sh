@@ -55,5 +55,5 @@ fi
 "$uv" pip install --quiet --no-deps --no-build-isolation --editable .
 echo "setup: compiling bytecode" >&2
 env -u PYTHONDONTWRITEBYTECODE .venv/bin/python -W ignore -m compileall -q -j 0 .venv/lib/python3.12/site-packages \
-  flows tasks trainer_core storage >/dev/null 2>&1 || true   # some packages ship templates that are not Python
+  ratchet.py flows tasks trainer_core storage >/dev/null 2>&1 || true   # some packages ship templates that are not Python
 echo "$wanted" >"$stamp"

@@ -73,7 +73,7 @@ def test_the_image_is_made_of_what_is_there():
 
 
 def test_what_the_image_adds_is_for_the_pinned_prefect():
-    pinned = next(one for one in PROJECT["dependencies"] if one.startswith("prefect=="))
+    pinned = next(one for one in PROJECT["optional-dependencies"]["trainer"] if one.startswith("prefect=="))
     assert f"the newest for Prefect {pinned.removeprefix('prefect==')}" in DOCKERFILE
 
 

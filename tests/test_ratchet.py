@@ -104,7 +104,7 @@ def test_a_stored_run_is_looked_at(run):
 def test_within_a_running_event_loop_nothing_runs_in_it(run):
     async def cell() -> int:
         loop = asyncio.get_running_loop()
-        with ratchet._outside_event_loop(), pytest.raises(RuntimeError, match="no running event loop"):
+        with ratchet._with_extra(), pytest.raises(RuntimeError, match="no running event loop"):
             asyncio.get_running_loop()
         assert asyncio.get_running_loop() is loop
         return run.samples([1]).num_rows

@@ -18,7 +18,7 @@ from flows.cli.continuing import names_a_run, of_file, of_stored
 from flows.cli.export import export_command
 from flows.cli.init import init_command
 from flows.cli.maintain import maintain_command
-from flows.cli.mistakes import explained
+from flows.cli.mistakes import explained, missing_extra
 from flows.cli.options import DEFAULT_ROOT, Iterations, Json, RootUrl, RunName, Settings, root_url
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
@@ -69,6 +69,9 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         output.error(without_secrets(explained(error, app)))
         return InputError.exit_code
+    except ModuleNotFoundError as error:
+        output.error(f"{missing_extra(error)}")
+        return InputError.exit_code
     except KeyboardInterrupt:
         output.error("interrupted")
         return _INTERRUPTED
@@ -110,8 +113,6 @@ def demo(
     json: Json = False,
 ) -> int:
     """Teach a tiny model to add, on this machine, from scratch: a new run each time unless --run names one."""
-    if not DEMO_CONFIG.is_file():
-        raise InputError(f"{DEMO_CONFIG} does not exist: run the demo from a checkout of Ratchet")
     name = run or new_name("demo")
     replaced = {"run.seed": seed, "run.iterations": iterations}
     return _from_file(["demo"], str(DEMO_CONFIG), name, settings, replaced, root, json)

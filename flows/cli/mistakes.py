@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from cyclopts import CycloptsError, UnknownCommandError
 from cyclopts.exceptions import UnusedCliTokensError
 
+from storage.errors import InputError
+from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting
 from tasks.stages.names import Stage
 
@@ -19,6 +21,24 @@ _MEANT = {
 }  # fmt: skip
 """What others call our commands."""
 _NEAR = 0.6
+_OURS = ("flows", "tasks", "trainer_core", "storage", "infra")
+
+
+def missing_extra(error: ModuleNotFoundError) -> InputError:
+    """The error of a command that needs more than the base of Ratchet, with the two commands that add it.
+
+    Raises:
+        ModuleNotFoundError: a module of our own is missing.
+    """
+    name = (error.name or "").partition(".")[0]
+    if not name or name in _OURS:
+        raise error
+    return InputError(
+        f"this needs {name}, which is not installed: without an extra, Ratchet only looks at runs. The extra [cpu], or "
+        "[gpu] with gpu.txt, is added by two commands:\n"
+        f"  pip install --no-deps --require-hashes -r {PROJECT_ROOT / 'infra' / 'requirements' / 'cpu.txt'}\n"
+        f"  pip install --no-deps ratchet-{VERSION}-py3-none-any.whl"
+    )
 
 
 def explained(error: CycloptsError, commands: Iterable[str]) -> str:
