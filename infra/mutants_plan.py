@@ -14,73 +14,17 @@ _SHARDS = (f"{_IMPORTED}[llama-tied-tp2-pp2-fp32]",)
 _NAMING = ("tests/trainer_core/weights/test_naming.py",)
 _PACKING = ("tests/trainer_core/weights/test_packing.py",)
 _EXPERTS = (f"{_IMPORTED}[deepseek-v3-tp2-sp-dp2-ep2-fp32]",)
-_SEEDING = "tests/trainer_core/weights/test_seeding.py::test_"
-_SEEDED = (f"{_SEEDING}what_the_bridge_exports_arrives_with_the_same_bytes",)
+_EXPORTED = "tests/trainer_core/weights/test_whole.py::test_"
+_WHOLE = (f"{_EXPORTED}what_the_bridge_exports_arrives_with_the_same_bytes",)
 
 PLAN = (
     Mutant(
-        "told-by-the-update-before",
-        "what the first update told of weights that only the bridge exports is told again by the later ones",
+        "names-of-one-stage",
+        "the bridge exports only the weights that this rank's own stage holds",
         "trainer_core/weights/whole.py",
-        "tensors=(), seeds=told)",
-        'tensors=(), seeds=vars(model.bridge).setdefault(f"told {task.global_param_name}", told))',
-        (f"{_SEEDING}nothing_that_was_told_survives_an_update",),
-    ),
-    Mutant(
-        "told-in-one-type",
-        "pipeline stages are told one type for all weights",
-        "trainer_core/weights/seeding.py",
-        "tensor=spec_of(tensor)))",
-        'tensor=spec_of(tensor).model_copy(update={"dtype": "bfloat16"})))',
-        _SEEDED,
-    ),
-    Mutant(
-        "told-for-another-stage",
-        "pipeline stages take each other's answers",
-        "trainer_core/weights/whole.py",
-        "for rank in dist.get_process_group_ranks(group)\n",
-        "for rank in reversed(dist.get_process_group_ranks(group))\n",
-        _SEEDED,
-    ),
-    Mutant(
-        "told-and-not-compared",
-        "a weight travels though it is not as the other ranks were told",
-        "trainer_core/weights/seeding.py",
-        "(live := spec_of(tensor)) != (own := specs[mapping.pp_rank]):",
-        "(live := spec_of(tensor)) != (own := live):",
-        (f"{_SEEDING}a_weight_that_is_not_as_it_was_told_fails_with_its_name_and_stops_no_rank",),
-    ),
-    Mutant(
-        "mappings-ask",
-        "the mappings of the bridge's export ask for each weight what was told already",
-        "trainer_core/weights/seeding.py",
-        "        with _asking(self._tensor, self._value), by_settings(self._settings):\n            yield\n",
-        "        with by_settings(self._settings):\n            yield\n",
-        _SEEDED,
-    ),
-    Mutant(
-        "only-torch-needs-data",
-        "a mapping that needs data for something else than an operation of torch ends its rank, and the others wait",
-        "trainer_core/weights/hollow.py",
-        "(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)",
-        "(RuntimeError,)",
-        (f"{_SEEDING}a_mapping_that_needs_data_is_exported_plainly",),
-    ),
-    Mutant(
-        "every-module-has-a-configuration",
-        "a weight of one of torch's own modules is exported with questions to other stages",
-        "trainer_core/weights/hollow.py",
-        "            return settings\n        return",
-        "            raise\n        return",
-        (f"{_SEEDING}modules_without_a_configuration_are_converted_by_the_models",),
-    ),
-    Mutant(
-        "names-are-gathered",
-        "the bridge gathers the names of all weights, which all ranks have told",
-        "trainer_core/weights/whole.py",
-        "        bridge._cached_param_names = list(self._told)  # what it would gather\n",
-        "",
-        _SEEDED,
+        "if t.place.rank in stages for row",
+        "if t.place.rank == dist.get_rank() for row",
+        _WHOLE,
     ),
     Mutant(
         "exported-as-planned",
@@ -88,7 +32,7 @@ PLAN = (
         "trainer_core/weights/update.py",
         "(*self._conversions.values(), *self._others, self._whole))",
         "(*self._conversions.values(), self._whole))",
-        (f"{_SEEDING}what_changed_after_the_plan_is_told_before_a_byte_moves",),
+        (f"{_EXPORTED}what_changed_after_the_plan_is_told_before_a_byte_moves",),
     ),
     Mutant(
         "configuration-as-planned",
@@ -96,7 +40,7 @@ PLAN = (
         "trainer_core/weights/update.py",
         "*self._others, self._whole))",
         "*self._others))",
-        (f"{_SEEDING}what_changed_after_the_plan_is_told_before_a_byte_moves",),
+        (f"{_EXPORTED}what_changed_after_the_plan_is_told_before_a_byte_moves",),
     ),
     Mutant(
         "conversions-are-kept",
@@ -300,7 +244,7 @@ PLAN = (
     Mutant(
         "absent-weights-are-sent",
         "weights that were moved away are planned and sent as they are",
-        "trainer_core/weights/hollow.py",
+        "trainer_core/weights/mappings.py",
         "    if tensor.numel() == 0 or tensor.untyped_storage()",
         "    if name is None and tensor.untyped_storage()",
         _NOT_WHOLE,

@@ -21,12 +21,10 @@ from megatron.core import parallel_state
 from storage.errors import SyncMismatch
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
-from trainer_core.weights.digest import dtype_name
-from trainer_core.weights.hollow import Settings, absent, replaced
-from trainer_core.weights.lanes import is_known
+from trainer_core.weights.mappings import Settings, absent, is_known, replaced
 from trainer_core.weights.naming import Known, Names, names_of
-from trainer_core.weights.table import Named, Row
-from trainer_core.weights.whole import Exported
+from trainer_core.weights.table import Row
+from trainer_core.weights.whole import Exported, named
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
@@ -112,8 +110,6 @@ class _Source:
         self._registry = self._bridge.mapping_registry()
         self._registry.set_process_groups_from_pg_collection(_groups())
         self._names = Names(self._registry, self._chunks, model.config)
-        self._whole = self._bridge.mapping_registry()
-        """Mappings that know the groups of the whole model."""
         self._present = set(self._origin.state.source.get_all_keys())
         self._tied = bool(self._bridge._share_embeddings_and_output_weights(model.config))
         self._settings = Settings(model.config)
@@ -147,7 +143,7 @@ class _Source:
             param_weight=tensor,
         )
         if not is_known(self._bridge, known.mapping):
-            return self._exported(task, attribute)
+            return Exported.of(task, attribute)
         return self._tried(task, attribute, known)
 
     def _tried(self, task: WeightConversionTask[Any], attribute: str, known: Known) -> Conversion | Exported | None:
@@ -157,21 +153,15 @@ class _Source:
         found = finish(tried.found)
         if not found:
             return None
-        tensors = tuple(
-            Named(name=name, dtype=dtype_name(part.dtype), shape=tuple(part.shape)) for name, part in found.items()
-        )
+        tensors = tuple(named(name, part) for name, part in found.items())
         row = Row(name=task.global_param_name, expert=task.mapping.is_expert, tensors=tensors)
         if tried.gathers is None:
-            return self._exported(task, attribute)
+            return Exported.of(task, attribute)
         module, tensor = cast(torch.nn.Module, task.megatron_module), cast(torch.Tensor, task.param_weight)
         convert = tried.convert
         return Conversion(
             row, module, attribute, tensor, tried.gathers, tried.views, lambda whole: finish(convert(whole, module))
         )
-
-    def _exported(self, task: WeightConversionTask[Any], attribute: str) -> Exported:
-        mapping = self._whole.megatron_to_hf_lookup(task.global_param_name)
-        return Exported.of(replace(task, mapping=mapping), attribute)
 
     def _of_its_kind(self, task: WeightConversionTask[Any], known: Known) -> "_Tried":
         """What the mapping alone makes of a tensor. It is tried once for all tensors that differ in numbers of their

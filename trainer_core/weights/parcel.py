@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trainer_core.weights.conversion import Conversion, gathered_by
-from trainer_core.weights.hollow import replaced
+from trainer_core.weights.mappings import replaced
 from trainer_core.weights.packing import Packing
 from trainer_core.weights.plan import PlannedTensor
 from trainer_core.weights.shards import Shards

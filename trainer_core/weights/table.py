@@ -19,32 +19,6 @@ class Named(Frozen):
     """Shape of the whole, unsharded tensor, without rows that only pad the vocabulary."""
 
 
-class Spec(Frozen):
-    """What sizes the buffer that a pipeline stage receives a shard in."""
-
-    dtype: str
-    """Element type as torch spells it, without the prefix."""
-    shape: tuple[int, ...]
-    """Shape of the shard."""
-    divided: bool | None
-    """Megatron's mark `tensor_model_parallel`; None if the tensor has none."""
-    dimension: int | None
-    """Megatron's mark `partition_dim`; None if the tensor has none."""
-
-
-class Seed(Frozen):
-    """What a mapping of the bridge's export asks the pipeline stage for that holds the weight."""
-
-    key: str | None
-    """Under which the mapping remembers the answer; None if it does not."""
-    tensor: Spec | None = None
-    """The answer if a tensor is to come; None if the question is another."""
-    value: str | int | None = None
-    """The answer to another question."""
-    config: str | None = None
-    """Digest of the model's configuration if that is the answer, which every rank has itself."""
-
-
 class Row(Frozen):
     """One parameter or buffer of Megatron's."""
 
@@ -53,9 +27,7 @@ class Row(Frozen):
     expert: bool
     """Whether it belongs to one expert, and is divided and replicated over the ranks as experts are."""
     tensors: tuple[Named, ...]
-    """What it becomes; empty if only the bridge's whole export knows (`trainer_core.weights.lanes`)."""
-    seeds: tuple[Seed, ...] | None = None
-    """What that export asks for, in its order; None if it cannot be known, or if the export is not used."""
+    """What it becomes; empty if only the bridge's whole export knows (`trainer_core.weights.whole`)."""
 
 
 class Place(Frozen):

@@ -23,7 +23,7 @@ from trainer_core.weights.planned_digests import PlannedDigests, Whole, plan_dig
 from trainer_core.weights.planning import plan_of
 from trainer_core.weights.shards import Shards, group_of
 from trainer_core.weights.table import Place, Row, Table, decode, encode
-from trainer_core.weights.whole import Exported, WholeExport, rows_of
+from trainer_core.weights.whole import Exported, WholeExport
 
 
 class Update:
@@ -42,7 +42,7 @@ class Update:
         mine = tuple(sorted(rows, key=lambda row: row.name))
         told, self.exchanges = exchange(own := encode(place, mine), mesh)
         tables = decode(told, own, mine)
-        self._whole = WholeExport(model, mesh, tables)
+        self._whole = WholeExport(model, tables)
         more = self._whole.outlines() if _has_more(tables) else []
         self.plan: WeightPlan = plan_of(tables, more)
         self.text = self.plan.model_dump_json()
@@ -146,7 +146,7 @@ def _found(model: Model) -> tuple[list[Conversion], list[Exported], list[Row], s
     try:
         with quietly(), torch.no_grad():
             found, others = conversions(model)
-            return found, others, [*(one.row for one in found), *rows_of(others, model)], None
+            return found, others, [one.row for one in (*found, *others)], None
     except SyncMismatch as error:
         return [], [], [], str(error)
 
