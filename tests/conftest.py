@@ -45,6 +45,7 @@ SHARES = {
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/deployments/test_evaluate.py": "tests/flows/server",
     "tests/flows/deployments/test_flows.py": "tests/flows/server",
+    "tests/flows/deployments/test_forms.py": "tests/flows/server",
     "tests/flows/deployments/test_maintain.py": "tests/flows/server",
     "tests/flows/site/test_elsewhere.py": "tests/flows/server",
     "tests/flows/site/test_notification.py": "tests/flows/server",

@@ -17,6 +17,7 @@ from storage.upkeep.redoing import Wanted
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.stored import begun_by
 from tasks.stages.names import WORKFLOW, Stage
+from tests.flows.deployments.forms import fields
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 
@@ -52,12 +53,6 @@ def test_a_revision_beside_the_head_is_chosen_once(trained: Root, tmp_path: Path
 def test_a_choice_that_cannot_be_is_refused(trained: Root, run, revision, reason, fact):
     with pytest.raises(InputError, match=fact):
         begin_choice(run, trained.path, revision, reason)
-
-
-def fields(schema: dict, path: str = "") -> dict[str, dict]:
-    """Every field of a form, with those of its tables."""
-    found = {f"{path}{name}": field for name, field in schema.get("properties", {}).items()}
-    return found | {name: one for at, field in found.items() for name, one in fields(field, f"{at}.").items()}
 
 
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS.keys())
