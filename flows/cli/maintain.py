@@ -55,7 +55,7 @@ def maintain_command(
 
 
 def _forget(folder: Path, keep_days: float) -> str:
-    from flows.deployments.maintain import forget  # imports Prefect
+    from flows.deployments.stored import forget  # imports Prefect
     from flows.site.folder import SiteFolder
     from flows.site.up import connected
 

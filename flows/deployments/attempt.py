@@ -1,54 +1,155 @@
-"""What the flow of every deployment does around its work: it says what it will do, and explains what stops it."""
+"""The frame around the work of every deployment: its form, its first log line, its wait for the run, its failure."""
 
+import inspect
+import io
 import logging
-from collections.abc import Callable, Mapping
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Annotated, Any
 from uuid import UUID
 
-from prefect import get_run_logger
+from prefect import Flow, flow, get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.runtime import deployment, flow_run
-from prefect.states import Failed
+from prefect.states import Cancelled, Failed
+from pydantic import Field
+from rich.console import Console
 
 from flows.deployments.explaining import LastLines, explained, show_failure
-from storage.errors import InputError, RatchetError
+from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
+from storage.ownership.stopping import ASKED_FOR, STOP_SIGNAL
 from tasks.config.code_version import code_version
 from tasks.config.credentials import has_credentials, shown_text
 from tasks.config.environment import without_secrets
 
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Minutes = Annotated[float, Field(ge=0)]
+
+_FIELDS = {
+    "run": "Id of the run.",
+    "root": "Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.",
+    "settings": "Settings that replace those of the configuration, each as section.key=value.",
+    "patience_minutes": "How long to wait for another process that drives this run. After that the flow run ends as "
+    "Cancelled and names that process.",
+}
+"""Texts of the fields that several forms have."""
+_LOOK_S = 5.0
+_WIDTH = 400  # of a line of progress
+
+
+def form[**P, R](name: str, title: str | Callable[[], str]) -> Callable[[Callable[P, R]], Flow[P, R]]:
+    """A flow whose form describes each field: by the docstring of the function, or as `_FIELDS` does.
+
+    Args:
+        name: of the flow.
+        title: name of a flow run in the UI; in a text, parameters stand in braces.
+    """
+
+    def made(work: Callable[P, R]) -> Flow[P, R]:
+        text = inspect.getdoc(work) or ""
+        own = [one for one in inspect.signature(work).parameters if one in _FIELDS and f"\n    {one}: " not in text]
+        head = text if "\nArgs:\n" in text else f"{text}\n\nArgs:"
+        work.__doc__ = "\n".join([head, *(f"    {one}: {_FIELDS[one]}" for one in own)])
+        return flow(name=name, flow_run_name=title, persist_result=False, validate_parameters=True)(work)
+
+    return made
+
 
 @dataclass(frozen=True)
 class Asked:
-    """What a flow run was asked for."""
+    """The request of a flow run."""
 
     run: str
-    """Id of the run, or what stands for several."""
+    """Id of the run, or a text for several."""
     root: str
     """Storage root."""
     will: str
-    """What the flow run will do, in one line, with which its log begins."""
+    """Description of the work, in one line: the first line of the log."""
     retry: str = "repeats only the stage that failed, from what it has stored, and goes on"
-    """What Retry does once a stage has begun."""
+    """Effect of Retry once a stage has begun."""
     places: Mapping[str, str | None] = field(default_factory=dict)
     """Other paths and URLs that were given, by parameter."""
+    patience_minutes: float | None = None
+    """How long the work waits for another process that drives the run; None if the work does not need its lease."""
 
 
 def attempt(asked: Asked, work: Callable[[], State[Any]]) -> State[Any]:
     """Do the work of a flow run. An error of ours ends it red, with what a person needs to know."""
-    logger = get_run_logger()
+    logger, begun = get_run_logger(), time.monotonic()
     logger.info("%s", without_secrets(f"{asked.will}, in {asked.root}"))
     _warn_of_versions(logger)
     with LastLines() as lines:
         try:
             check_places({"root": asked.root, **asked.places})
-            state = work()
+            if asked.patience_minutes is None:
+                state = work()
+            else:
+                state = waiting(asked.run, work, begun + 60 * asked.patience_minutes, logger.info)
         except (RatchetError, MemoryError) as error:
             return _failed(error, asked, lines)
     logger.info("%s", state.message)
     return state
+
+
+def _failed(error: BaseException, asked: Asked, lines: LastLines) -> State[Any]:
+    why = explained(error, asked.run, asked.root, asked.retry)
+    show_failure(asked.run, why, lines.kept)
+    get_run_logger().error("%s", why.message, exc_info=None if isinstance(error, InputError) else error)
+    return Failed(message=why.message)
+
+
+def waiting(run: str, work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:
+    """Do `work` as soon as no other process drives the run; Cancelled if that takes until `deadline`, or is stopped.
+
+    A run that another process takes over during the work is not taken back.
+    """
+    told = False
+    try:
+        with stoppable():
+            while True:
+                try:
+                    return work()
+                except LeaseHeld as fact:
+                    if time.monotonic() >= deadline:
+                        return Cancelled(message=without_secrets(str(fact)))
+                    if not told:
+                        say(f"{without_secrets(str(fact))}. Waiting for it")
+                        told = True
+                    time.sleep(_LOOK_S)
+    except LeaseLost as fact:
+        return Cancelled(message=without_secrets(str(fact)))
+    except Stopped:
+        return Cancelled(message=f"`ratchet stop {run}` ended it. What was committed is kept: press Retry to continue")
+
+
+class Stopped(KeyboardInterrupt):
+    """`ratchet stop` ends the block: code that lets Ctrl-C through and cleans up after it treats this alike."""
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """A block of the main thread that ends with `Stopped` when `ratchet stop` asks for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(STOP_SIGNAL, _stop)
+    try:
+        yield
+    finally:
+        signal.signal(STOP_SIGNAL, before or signal.SIG_DFL)
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # a second one does not disturb the cleaning up
+    raise Stopped("`ratchet stop`")
 
 
 def fix(**found: Any) -> None:
@@ -61,10 +162,10 @@ def fix(**found: Any) -> None:
 
 
 def check_places(places: Mapping[str, str | None]) -> None:
-    """Refuse paths that mean something else elsewhere, and URLs with credentials in them.
+    """Refuse relative paths and URLs with credentials in them.
 
     Raises:
-        InputError: it says which.
+        InputError: it names the parameter.
     """
     for name, place in places.items():
         if place is None:
@@ -86,11 +187,27 @@ def is_absolute(place: str) -> bool:
     return "://" in local or Path(local).is_absolute()
 
 
-def _failed(error: BaseException, asked: Asked, lines: LastLines) -> State[Any]:
-    why = explained(error, asked.run, asked.root, asked.retry)
-    show_failure(asked.run, why, lines.kept)
-    get_run_logger().error("%s", why.message, exc_info=None if isinstance(error, InputError) else error)
-    return Failed(message=why.message)
+def owner() -> str:
+    """Name of this flow run in the lease of the run that it drives."""
+    return f"{ASKED_FOR}{flow_run.get_name()}"
+
+
+class _LogLines(io.TextIOBase):
+    """A text stream whose lines go to the log of the current flow run."""
+
+    def __init__(self) -> None:
+        self._logger, self._begun = get_run_logger(), ""
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in filter(str.strip, lines):
+            self._logger.info("%s", line)
+        return len(text)
+
+
+def log_console() -> Console:
+    """A console that writes to the flow run's log and draws nothing live."""
+    return Console(file=_LogLines(), force_terminal=False, color_system=None, width=_WIDTH)  # pyright: ignore[reportArgumentType]
 
 
 def _warn_of_versions(logger: "logging.Logger | logging.LoggerAdapter[Any]") -> None:

@@ -10,13 +10,13 @@ from typing import Any
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
-from prefect import flow, get_run_logger
+from prefect import get_run_logger
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import DeploymentSchedule, FlowRun, State
 from prefect.runtime import flow_run
 
-from flows.deployments.attempt import Asked, attempt, check_places, fix
-from flows.deployments.train import Minutes, Positive, begin, is_complete, waiting
+from flows.deployments.attempt import Asked, Minutes, Positive, attempt, check_places, fix, form, waiting
+from flows.deployments.runs import begin, is_complete
 from flows.starting import begin_on_samples
 from storage import layout
 from storage.backends.root import Root, open_root
@@ -34,12 +34,12 @@ def named() -> str:
     return expanded(flow_run.get_parameters()["run"], this_flow_run().moment)
 
 
-@flow(name="retrain", flow_run_name=named, persist_result=False, validate_parameters=True)
+@form("retrain", named)
 def retrain(
     run: str,
     root: str,
     start: str | None = None,
-    select: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
+    select: list[str] = [],  # noqa: B006 - never changed
     where: str = "",
     newer_than: str | None = None,
     since: str | None = None,
@@ -75,20 +75,12 @@ def retrain(
         epochs: Passes over the selection; 1 if not given.
         config: Absolute path or URL of a TOML file with the settings that differ from those of the run to begin from.
         settings: Settings that replace both, each as section.key=value.
-        patience_minutes: How long to wait for another process that drives this run.
     """
     deadline, say = time.monotonic() + 60 * patience_minutes, get_run_logger().info
     given = {
-        "start": start,
-        "select": select or None,
-        "where": where or None,
-        "since": since,
-        "limit": limit,
-        "deduplicate": deduplicate or None,
-        "rescore": rescore or None,
-        "samples": samples,
-        "epochs": epochs,
-    }
+        "start": start, "select": select or None, "where": where or None, "since": since, "limit": limit,
+        "deduplicate": deduplicate or None, "rescore": rescore or None, "samples": samples, "epochs": epochs,
+    }  # fmt: skip
     here = this_flow_run()
     name = expanded(run, here.moment)
 

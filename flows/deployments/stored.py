@@ -1,19 +1,25 @@
-"""Deployments for what is stored: `choose`, `export`, `fork`, `verify` and `import`, as the commands of these names."""
+"""Deployments for stored runs: `evaluate`, `choose`, `export`, `fork`, `verify`, `import` and `maintain`."""
 
-import functools
-import time
-from typing import Any, Literal
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Literal
 
-from prefect import flow, get_run_logger
+import httpx
+from prefect import get_run_logger
 from prefect.artifacts import create_table_artifact
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
+from pydantic import Field
 
-from flows.deployments.attempt import Asked, attempt, fix
-from flows.deployments.evaluate import LAST, Which, place_of
-from flows.deployments.train import Count, Minutes, owner, waiting
+from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, fix, form, owner
+from flows.evaluating import evaluate_weights
+from flows.maintenance import Maintenance, Upkeep, maintain_root
+from flows.prefect_tasks import as_task
+from flows.server.history import TAG, forget_flow_runs
 from flows.views.artifacts import artifact_key
+from flows.views.evaluations import EvaluationRecord, compared_with, evaluation_rows
 from flows.views.reports import write_report
 from storage import layout
 from storage.backends.root import open_root
@@ -25,36 +31,90 @@ from storage.upkeep.catalog import require_run, runs
 from storage.upkeep.fork import fork
 from storage.upkeep.redoing import choose
 from storage.upkeep.verify import Verification, verify
+from tasks.config.credentials import shown_text
+from tasks.config.evaluation import EvaluationSettings
+from tasks.config.numbers import COLDEST
 from tasks.config.stored import ConfigRecord, begun_by, forked_config
+from tasks.export.choice import BEST
 from tasks.export.choice import choose as choose_weights
 from tasks.export.target import Target
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
 from tasks.stages.names import WORKFLOW
 
+LAST = "last"
+Which = Annotated[str, Field(pattern=rf"^({LAST}|{BEST}(\..+)?|[0-9]+)$")]
+"""One field of text: of a choice of types, a page sends only one."""
+Days = Annotated[float, Field(gt=0)]
+
 _AGAIN = "does the same again"
 
 
-def named() -> str:
-    """Name of a flow run in the UI."""
-    return f"{flow_run.get_parameters().get('run') or 'all runs'} {flow_run.get_flow_name()}"
+def _evaluated() -> str:
+    given: dict[str, Any] = flow_run.get_parameters()
+    return f"{given['run']}@{given.get('iteration', LAST)} evaluated"
 
 
-@flow(name="choose", flow_run_name=named, persist_result=False, validate_parameters=True)
+@form("evaluate", _evaluated)
+def evaluate(
+    run: str,
+    root: str,
+    iteration: Which = LAST,
+    samples: Count = 8,
+    temperature: Annotated[float, Field(ge=COLDEST)] = 1.0,
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0,
+    prompts: Positive = 256,
+    max_tokens: Positive | None = None,
+    table: Literal["held_out", "train"] = "held_out",
+    passing: str | None = None,
+    seed: Count = 0,
+) -> State[Any]:
+    """Evaluate stored weights of a run: pass@1, pass@k, mean reward by data source, greedy and sampled.
+
+    The result is stored with the run, which may go on meanwhile, and shown as a table with the change since the last
+    evaluation that asked the same. What is done is not done again, and Retry continues after the last stored part.
+
+    Args:
+        iteration: Weights: last, best, best.reward (by mean reward), or the number of an iteration whose state is kept.
+            It becomes that number when the flow run begins, so that a Retry evaluates the same.
+        samples: Sampled answers to each prompt, beside the greedy one.
+        temperature: Temperature of the sampled answers.
+        top_p: Nucleus of the sampled answers.
+        prompts: Number of prompts, from the first.
+        max_tokens: Limit on the tokens of an answer; by default the run's.
+        table: Prompts of the run.
+        passing: Condition for an answer to pass, as in right >= 1; by default evaluate.pass of the run.
+        seed: Seed of the sampled answers.
+    """
+    logger = get_run_logger()
+
+    def work() -> State[Any]:
+        settings = EvaluationSettings(
+            table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p,
+            max_tokens=max_tokens, passing=passing, seed=seed,
+        )  # fmt: skip
+        chosen = choose_weights(open_root(root), place_of(run, iteration))
+        if chosen.why:
+            logger.info("iteration %s is %s", chosen.iteration, chosen.why)
+        fix(iteration=f"{chosen.iteration}")
+        return show_evaluated(evaluate_weights(root, f"{run}@{chosen.iteration}", settings, logger.info, as_task))
+
+    weights = f"the weights of run {run}, iteration {iteration}"
+    will = f"evaluate {weights}: {prompts} prompts, {samples} sampled answers each"
+    return attempt(Asked(run, root, will, "goes on after the last stored part of the evaluation"), work)
+
+
+@form("choose", "{run} choose")
 def choose_revision(run: str, root: str, revision: Count, reason: str, patience_minutes: Minutes = 10.0) -> State[Any]:
     """Make a revision the head of a run: what the run consists of, and goes on from. The others stay.
 
     Args:
-        run: Id of the run.
-        root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
-        revision: Its number, as the page of the flow run that did a stage again gives it; 0 is what was done first.
-        reason: Why; it is recorded.
-        patience_minutes: How long to wait for another process that drives this run.
+        revision: Its number, as the page of the flow run that repeated a stage gives it; 0 is the run's first result.
+        reason: Reason, which is recorded.
     """
-    deadline, say = time.monotonic() + 60 * patience_minutes, get_run_logger().info
-    make_head = functools.partial(begin_choice, run, root, revision, reason)
     will = f"make revision {revision} the head of run {run}: {reason}"
-    return attempt(Asked(run, root, will, _AGAIN), lambda: waiting(check_run_name(run), make_head, deadline, say))
+    asked = Asked(run, root, will, _AGAIN, patience_minutes=patience_minutes)
+    return attempt(asked, lambda: begin_choice(check_run_name(run), root, revision, reason))
 
 
 def begin_choice(run: str, root: str, revision: int, reason: str) -> State[Any]:
@@ -77,7 +137,7 @@ def begin_choice(run: str, root: str, revision: int, reason: str) -> State[Any]:
     return Completed(message=f"run {run}: revision {revision} is the head, before it was {before}")
 
 
-@flow(name="export", flow_run_name=named, persist_result=False, validate_parameters=True)
+@form("export", "{run} export")
 def export_weights(
     run: str,
     root: str,
@@ -88,10 +148,8 @@ def export_weights(
     """Write a trained model as a Hugging Face folder that transformers and vLLM load.
 
     Args:
-        run: Id of the run.
-        root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
         to: The new folder: an absolute path, or any fsspec URL.
-        iteration: Whose weights: last, best, or the number of an iteration, whose state must be kept.
+        iteration: Weights: last, best, or the number of an iteration, whose state must be kept.
         precision: Type of the weights.
     """
 
@@ -108,7 +166,7 @@ def export_weights(
     return attempt(Asked(run, root, will, "writes the folder again", places={"to": to}), work)
 
 
-@flow(name="fork", flow_run_name=named, persist_result=False, validate_parameters=True)
+@form("fork", "{run} fork")
 def fork_run(
     run: str,
     root: str,
@@ -120,7 +178,6 @@ def fork_run(
 
     Args:
         run: Id of the run to fork.
-        root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
         at: The last iteration that both runs share.
         new: Id of the new run.
         settings: Settings of the new run that differ, each as section.key=value.
@@ -145,12 +202,11 @@ def begin_fork(run: str, root: str, at: int, new: str, settings: list[str]) -> S
     return Completed(message=done)
 
 
-@flow(name="verify", flow_run_name=named, persist_result=False, validate_parameters=True)
+@form("verify", lambda: f"{flow_run.get_parameters().get('run') or 'all runs'} verify")
 def verify_runs(root: str, run: str = "") -> State[Any]:
     """Read everything that a run has stored and name what is damaged, missing or orphaned.
 
     Args:
-        root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
         run: Id of the run. By default all runs of the root.
     """
 
@@ -163,22 +219,12 @@ def verify_runs(root: str, run: str = "") -> State[Any]:
     return attempt(Asked(run or "*", root, f"verify {f'run {run}' if run else 'all runs'}", _AGAIN), work)
 
 
-def show_verified(found: list[Verification]) -> State[Any]:
-    """Attach a table of what is wrong, and end red if a run is not sound."""
-    rows = [{"run": one.run, **each.model_dump(mode="json")} for one in found for each in one.findings]
-    create_table_artifact(key=artifact_key("all", "verification"), table=rows, description=f"{len(found)} runs")
-    broken = [one.run for one in found if not one.sound]
-    if broken:
-        return Failed(message=f"not sound: {', '.join(broken)}. The artifact names each object; Retry reads it again")
-    return Completed(message=f"sound: {', '.join(one.run for one in found) or 'there is no run'}")
-
-
-@flow(name="import", flow_run_name=named, persist_result=False, validate_parameters=True)
+@form("import", "{run} import")
 def import_files(
     run: str,
     root: str,
     files: list[str],
-    columns: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
+    columns: list[str] = [],  # noqa: B006
     temperature: float | None = None,
     without_logprobs: bool = False,
 ) -> State[Any]:
@@ -186,10 +232,9 @@ def import_files(
 
     Args:
         run: Id of the run that is to hold them.
-        root: Storage root: an absolute path, file:///absolute/path or s3://bucket/prefix.
         files: Absolute paths or URLs of .jsonl, .json or .parquet files.
-        columns: Columns with another name than what they hold, each as WHAT=COLUMN: reward=score.
-        temperature: At which all samples were drawn.
+        columns: Columns with another name than their content, each as CONTENT=COLUMN: reward=score.
+        temperature: Temperature of all samples.
         without_logprobs: They have no log-probabilities: only objectives that need none can train on them.
     """
 
@@ -203,3 +248,98 @@ def import_files(
 
     places = {f"file {number}": place for number, place in enumerate(files, 1)}
     return attempt(Asked(run, root, f"import {', '.join(files)} as run {run}", _AGAIN, places=places), work)
+
+
+@form("maintain", lambda: f"maintain {shown_text(flow_run.get_parameters()['root'])}")
+def maintain(
+    root: str,
+    runs: list[str] = [],  # noqa: B006
+    gc: bool = True,
+    compact: bool = True,
+    verify: bool = True,
+    keep_days: Days | None = 30.0,
+) -> State[Any]:
+    """Look after all runs of a storage root. Safe at any time, also while runs are driven, and twice at once.
+
+    A run with a problem does not stop the others; the flow run is then red and names each problem.
+
+    Args:
+        runs: Only these runs. By default all runs of the root.
+        gc: Delete what crashes left behind, also of train states that retention has retired. Beside a process that
+            drives a run, only what that process cannot use is deleted.
+        compact: Write the samples of new iterations to the run's archive (Parquet), in chunks of 100 iterations.
+        verify: Read everything that is stored and compare it with its digests. This takes as long as reading does.
+        keep_days: Delete flow runs of this site that ended longer ago than this many days from Prefect's database, with
+            their task runs and logs. Runs lose nothing by it. Empty keeps all.
+    """
+    upkeep, say = Upkeep(gc=gc, compact=compact, verify=verify), get_run_logger().info
+    chosen = [name for name, wanted in upkeep.model_dump().items() if wanted] or ["no upkeep"]
+    will = f"{', '.join(chosen)} of {', '.join(runs) or 'all runs'}"
+
+    def work() -> State[Any]:
+        done = maintain_root(open_root(root), upkeep, runs, lambda line: say("%s", line))
+        return show_maintained(done, shown_text(root), forget(keep_days))
+
+    return attempt(Asked(", ".join(runs) or "*", root, will, "looks after all of them again"), work)
+
+
+def forget(keep_days: float | None) -> str:
+    """Delete old flow runs; says what was done, or why it was not."""
+    if keep_days is None:
+        return "all flow runs are kept"
+    try:
+        with get_client(sync_client=True) as client:
+            count = forget_flow_runs(client, TAG, datetime.now(UTC) - timedelta(days=keep_days))
+    except (httpx.TransportError, PrefectHTTPStatusError) as error:
+        return f"old flow runs were not deleted ({error}); the next maintenance does it"
+    return f"{count} old flow runs were deleted"
+
+
+def place_of(run: str, iteration: str) -> str:
+    """Run and iteration, as commands name them."""
+    return check_run_name(run) if iteration == LAST else f"{check_run_name(run)}@{iteration}"
+
+
+def show_evaluated(record: EvaluationRecord) -> State[Any]:
+    """Attach the table of an evaluation, and end with its greedy figures."""
+    create_table_artifact(
+        key=artifact_key(record.run, "evaluation"),
+        table=evaluation_rows(record),
+        description=f"Weights of iteration {record.iteration} of run {record.run}{compared_with(record)}. "
+        f"Stored in {record.stored}",
+    )
+    figures = {name: record.figures.get(f"greedy/{name}") for name in ("reward", "pass@1")}
+    shown = ", ".join(f"greedy {name} {value:.4g}" for name, value in figures.items() if value is not None)
+    greedy = shown or "no answer has a score"
+    return Completed(message=f"iteration {record.iteration} of run {record.run}: {greedy}")
+
+
+def show_verified(found: list[Verification]) -> State[Any]:
+    """Attach a table of what is wrong, and end red if a run is not sound."""
+    rows = [{"run": one.run, **each.model_dump(mode="json")} for one in found for each in one.findings]
+    create_table_artifact(key=artifact_key("all", "verification"), table=rows, description=f"{len(found)} runs")
+    broken = [one.run for one in found if not one.sound]
+    if broken:
+        return Failed(message=f"not sound: {', '.join(broken)}. The artifact names each object; Retry reads it again")
+    return Completed(message=f"sound: {', '.join(one.run for one in found) or 'there is no run'}")
+
+
+def show_maintained(done: Maintenance, root: str, forgotten: str) -> State[Any]:
+    """Attach a table with a row for each run, and end red if one has a problem."""
+    rows = [
+        {
+            "run": one.run,
+            "driven": one.driven,
+            "objects deleted": one.removed,
+            "MiB deleted": round(one.removed_bytes / 2**20, 1),
+            "samples archived": one.archived,
+            "MiB verified": round(one.verified_bytes / 2**20, 1),
+            "problems": "; ".join(one.problems) or "none",
+        }
+        for one in done.runs
+    ]
+    create_table_artifact(key=artifact_key(root.lower(), "maintenance"), table=rows, description=f"Upkeep of {root}")
+    problems = [f"run {one.run}: {text}" for one in done.runs for text in one.problems]
+    if problems:
+        return Failed(message="\n\n".join([f"{len(problems)} problems in {root}", *problems]))
+    return Completed(message=f"{len(done.runs)} runs are in order; {forgotten}")

@@ -12,7 +12,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.objects import State
 
 from flows import evaluating
-from flows.deployments.evaluate import evaluate
+from flows.deployments.stored import evaluate
 from flows.views.evaluations import evaluations
 from storage.backends.root import Root
 from tasks.stages.context import RunContext

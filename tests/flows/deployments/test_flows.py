@@ -18,8 +18,8 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import State
 
 from flows import run
-from flows.deployments import train as train_module
-from flows.deployments.train import complete_iterations, train
+from flows.deployments import attempt
+from flows.deployments.runs import complete_iterations, train
 from flows.server.temporary import drain
 from storage.backends.root import Root
 from storage.manifest import need
@@ -34,7 +34,7 @@ QUICK = ["evaluate.every=0"]
 def given(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: str) -> dict[str, Any]:
     """What each flow run of `train` is given."""
     monkeypatch.setattr(run, "open_context", small_context)
-    monkeypatch.setattr(train_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(attempt, "_LOOK_S", 0.05)
     (tmp_path / "small.toml").write_text(_DOCUMENT)
     return {"root": root.path, "config": str(tmp_path / "small.toml"), "settings": QUICK, "return_state": True}
 

@@ -9,7 +9,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.deployments.new_run import described
+from flows.deployments.runs import described
 from flows.site.entries import Deployments, read_deployments
 from flows.site.registration import register
 from tasks.config.code_version import PROJECT_ROOT

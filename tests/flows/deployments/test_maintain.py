@@ -15,7 +15,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun
 
-from flows.deployments.maintain import maintain
+from flows.deployments.stored import maintain
 from flows.server.history import TAG, forget_flow_runs
 from storage.backends.root import open_root
 from storage.manifest import need

@@ -6,7 +6,7 @@ import re
 import pytest
 from prefect.utilities.callables import parameter_schema
 
-from flows.deployments.new_run import Tables, check_new, described, new_run
+from flows.deployments.runs import Tables, check_new, described, new_run
 from storage.errors import InputError
 from tasks.config.stored import record_config
 

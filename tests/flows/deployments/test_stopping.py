@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.deployments.stopping import Stopped, stoppable
+from flows.deployments.attempt import Stopped, stoppable
 from storage.backends.root import open_root
 from storage.ownership.lease import hold
 from storage.ownership.stopping import ASKED_FOR, STOP_SIGNAL, end_holder

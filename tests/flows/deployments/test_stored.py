@@ -6,7 +6,7 @@ import pytest
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
-from flows.deployments.rerun_stage import rerun_stage
+from flows.deployments.runs import rerun_stage
 from flows.deployments.stored import begin_choice, begin_fork
 from flows.driving import rerun
 from flows.site.entries import read_deployments

@@ -6,10 +6,10 @@ import time
 import pytest
 from prefect.states import Completed
 
-from flows.deployments.attempt import check_places, is_absolute
+from flows.deployments.attempt import check_places, is_absolute, waiting
 from flows.deployments.explaining import explained, failure_text
 from flows.deployments.process import is_ours
-from flows.deployments.train import check_goal, waiting
+from flows.deployments.runs import check_goal
 from storage import errors
 from storage.errors import InputError, LeaseHeld, LeaseLost
 
@@ -118,7 +118,7 @@ def test_a_person_reads_the_stage_what_happened_beside_it_and_how_to_need_less_m
         ("/site-packages/prefect/flow_engine.py", logging.INFO, False),
         ("/site-packages/prefect/flow_engine.py", logging.WARNING, True),
         ("/opt/ratchet/flows/prefect_tasks.py", logging.INFO, True),
-        ("/opt/ratchet/flows/deployments/lines.py", logging.INFO, True),
+        ("/opt/ratchet/flows/deployments/attempt.py", logging.INFO, True),
     ],
 )
 def test_the_log_of_a_flow_run_holds_no_information_of_prefect_about_itself(path: str, level: int, ours: bool):

@@ -20,7 +20,7 @@ RUN = {"run": "a", "root": "/data/runs", "more": 1}
 
 
 def written(folder: Path, *schedules: dict) -> Path:
-    entry = {"name": "nightly", "entrypoint": "flows.deployments.train.train", "schedules": list(schedules)}
+    entry = {"name": "nightly", "entrypoint": "flows.deployments.runs.train", "schedules": list(schedules)}
     (folder / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [entry]}))
     return folder / "prefect.yaml"
 

@@ -14,7 +14,7 @@ NIGHTLY = {"slug": "nightly", "cron": "0 2 * * *", "timezone": "Europe/Berlin", 
 
 
 def written(folder: Path, schedule: dict, **deployment) -> Path:
-    entry = {"name": "train", "entrypoint": "flows.deployments.train.train", "schedules": [schedule], **deployment}
+    entry = {"name": "train", "entrypoint": "flows.deployments.runs.train", "schedules": [schedule], **deployment}
     file = folder / "prefect.yaml"
     file.write_text(yaml.safe_dump({"deployments": [entry]}))
     return file

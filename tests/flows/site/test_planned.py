@@ -68,7 +68,7 @@ def test_a_pool_that_is_paused_and_a_deployment_of_another_version_are_warnings(
 
 
 def test_a_schedule_for_which_nothing_is_planned_is_an_error(client: SyncPrefectClient, tmp_path: Path):
-    entry = {"name": "nightly", "entrypoint": "flows.deployments.train.train", "schedules": [NIGHTLY]}
+    entry = {"name": "nightly", "entrypoint": "flows.deployments.runs.train", "schedules": [NIGHTLY]}
     (tmp_path / "prefect.yaml").write_text(yaml.safe_dump({"deployments": [entry]}))
     register_elsewhere(tmp_path / "prefect.yaml", None, None)
     deployment = client.read_deployment_by_name("train/nightly")
