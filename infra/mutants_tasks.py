@@ -202,8 +202,8 @@ TASKS = (
         "a-report-ends-the-run",
         "a tracker that fails stops the thread that reports",
         "flows/views/lane.py",
-        '            self._failed(f"{type(error).__name__}: {first}")\n        return True\n',
-        '            self._failed(f"{type(error).__name__}: {first}")\n        return False\n',
+        '{first}{_line(error)}")\n        return True\n',
+        '{first}{_line(error)}")\n        return False\n',
         ("tests/flows/views/test_lane.py",),
     ),
     Mutant(

@@ -5,9 +5,9 @@ run does not: event.proto, summary.proto and record_writer.h of TensorFlow.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
 
-from flows.views.table import Row, Series
+from flows.views.table import Row
+from flows.views.trackers import TrackedRun
 from storage import layout
 from storage.backends.root import Root
 from storage.derived import GrowingFile
@@ -18,20 +18,15 @@ _MASK = 0xA282EAD8
 _WORD = 0xFFFFFFFF
 
 
-def encode(rows: Sequence[Row]) -> bytes:
-    """The file: an event that names the format, then one for each row. The same rows give the same bytes."""
-    return _encoded(rows, Series())
+def opening(row: Row) -> bytes:
+    """The record with which a file begins: it names the format."""
+    return _record(_double(1, row.finished.timestamp()) + _bytes(3, _VERSION.encode()))
 
 
-def _encoded(rows: Sequence[Row], series: Series) -> bytes:
-    opening = _double(1, rows[0].finished.timestamp() if rows else 0.0) + _bytes(3, _VERSION.encode())
-    return _record(opening) + b"".join(record_of(row, series.named(row)) for row in rows)
-
-
-def record_of(row: Row, values: Mapping[str, float]) -> bytes:
-    """The record of a row's values, by the names of their curves; its time is that of the iteration's last stage."""
-    tagged = (_bytes(1, name.encode()) + _float(2, value) for name, value in values.items())
-    summary = b"".join(_bytes(1, value) for value in tagged)
+def record_of(row: Row) -> bytes:
+    """The record of a row; its time is that of the iteration's last stage."""
+    values = (_bytes(1, name.encode()) + _float(2, value) for name, value in row.values.items())
+    summary = b"".join(_bytes(1, value) for value in values)
     return _record(
         _double(1, row.finished.timestamp()) + _key(2, 0) + _varint(row.iteration) + _bytes(5, summary),
     )
@@ -85,26 +80,35 @@ def _float(field: int, value: float) -> bytes:
     return _key(field, 5) + struct.pack("<f", min(max(value, -largest), largest))
 
 
-class EventFile:
-    """The event file of a run, one record at a time."""
+class TensorBoard:
+    """The event file of a run, as a `Tracker`. It compares the file with all rows, and writes on where they differ."""
 
     def __init__(self, root: Root, run: str) -> None:
         self._file = GrowingFile(root, layout.report_key(run, layout.EVENTS))
-        self._begun, self._series = False, Series()
+        self._there, self._equal, self._begun = b"", 0, False
 
-    def load(self, rows: Sequence[Row]) -> None:
-        """Make the file hold exactly these rows. What is right at its beginning stays, so that a reader can go on."""
-        self._begun, self._series = bool(rows), Series()
-        if self._file.read() != (whole := _encoded(rows, self._series) if rows else b""):
-            self._file.replace(whole)
+    def begin(self, run: TrackedRun) -> int:
+        """Read the file."""
+        self._there, self._equal, self._begun = self._file.read(), 0, False
+        return 0
 
-    def add(self, row: Row) -> None:
-        """Add the row of the next iteration."""
-        if self._begun:
-            self._file.append(record_of(row, self._series.named(row)))
+    def log(self, row: Row) -> None:
+        """Add the row of the next iteration, unless the file has it. Correct records stay: a reader can go on."""
+        record = record_of(row) if self._begun else opening(row) + record_of(row)
+        end = self._equal + len(record)
+        if self._there[self._equal : end] == record:
+            self._equal = end
+        elif self._equal < len(self._there):
+            self._file.replace(self._there[: self._equal] + record)
+            self._there, self._equal = b"", 0
         else:
-            self.load([row])
+            self._file.append(record)
+            self._there, self._equal = b"", 0
+        self._begun = True
 
-    def flush(self) -> None:
-        """Upload what was not uploaded yet."""
+    def end(self, complete: bool) -> None:
+        """Remove records of rows that there are not, and upload."""
+        if self._equal < len(self._there):
+            self._file.replace(self._there[: self._equal])
+            self._there = b""
         self._file.flush()

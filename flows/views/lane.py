@@ -1,11 +1,15 @@
 """Work for people beside the run: in its own thread, and what goes wrong in it is said once and stops nothing."""
 
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 
+from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import without_secrets
 
 Say = Callable[[str], object]
@@ -62,5 +66,12 @@ class _Tried:
     ) -> bool:
         if error is not None:
             first = str(error).strip().partition("\n")[0].rstrip(".")
-            self._failed(f"{type(error).__name__}: {first}")
+            self._failed(f"{type(error).__name__}: {first}{_line(error)}")
         return True
+
+
+def _line(error: BaseException) -> str:
+    """The last line of a user's own file that led to an error, as ` (name.py, line 3)`; empty if none did."""
+    installed = (str(PROJECT_ROOT), *set(sysconfig.get_paths().values()))
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(installed)]
+    return f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""

@@ -11,16 +11,17 @@ from types import TracebackType
 from typing import Self
 
 from flows.views.curves import store_plot
-from flows.views.events import EventFile
+from flows.views.events import TensorBoard
 from flows.views.history import IterationRecord, read_history, read_record
 from flows.views.lane import Lane, Say
 from flows.views.retrained import last_iteration
 from flows.views.samples import Choice, Samples, chosen
-from flows.views.table import MetricsFile, Row, warmup_csv
-from flows.views.trackers import Tracker, trackers
+from flows.views.table import MetricsFile, Row, Series, warmup_csv
+from flows.views.trackers import Makes, TrackedRun, Tracker, trackers
 from storage import layout
 from storage.backends.root import Root
 from storage.manifest import find, need
+from storage.upkeep.catalog import names
 from tasks.config.run import RunConfig
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import Stage
@@ -44,9 +45,10 @@ def write_report(root: Root, run: str, history: list[IterationRecord] | None = N
         The plot.
     """
     rows = [record.row for record in (read_history(root, run) if history is None else history)]
-    table = MetricsFile(root, run)
-    table.write(rows)
-    EventFile(root, run).load(rows)
+    MetricsFile(root, run).write(rows)
+    events = _Sender(root, run, "tensorboard", lambda: TensorBoard(root, run))
+    events.send(*rows)
+    events.end(complete=True)
     write_warmup(root, run)
     return store_plot(root, run, rows)
 
@@ -59,7 +61,7 @@ def write_warmup(root: Root, run: str) -> None:
 
 def finish_report(root: Root, run: str, config: RunConfig, say: Say) -> bytes:
     """`write_report` of a complete run. Trackers, too, get what a process that died at the end did not send them."""
-    if trackers(root, run, config):
+    if trackers(config.report):
         with Reports(root, run, config, say) as reports:
             reports.add(read_record(root, run, last_iteration(root, run, config)))
     return write_report(root, run)
@@ -73,8 +75,8 @@ class Reports:
         self._writer = Files(root, run)
         self._lanes: dict[str, Lane] = {}
         self._senders: dict[str, _Sender] = {}
-        for name, tracker in trackers(root, run, config).items():
-            self._lanes[name], self._senders[name] = Lane(name, say), _Sender(root, run, tracker)
+        for name, makes in trackers(config.report).items():
+            self._lanes[name], self._senders[name] = Lane(name, say), _Sender(root, run, name, makes)
         self._examples = None
         if publish is not None and config.report.examples:
             self._lanes["examples"] = Lane("examples", say)
@@ -118,7 +120,7 @@ class Files:
 
     def __init__(self, root: Root, run: str) -> None:
         self._root, self._run = root, run
-        self._table, self._events = MetricsFile(root, run), EventFile(root, run)
+        self._table, self._events = MetricsFile(root, run), self._sender([])
         self._next: int | None = None
         self._due = 0.0
         self._undrawn = False
@@ -129,7 +131,7 @@ class Files:
             self._begin(row.iteration)
         self._next = None  # until both have it
         self._table.add(row)
-        self._events.add(row)
+        self._events.send(row)
         if row.iteration == 0:
             write_warmup(self._root, self._run)
         self._next, self._undrawn = row.iteration + 1, True
@@ -139,7 +141,7 @@ class Files:
     def flush(self) -> None:
         """Upload and draw what is new."""
         self._table.flush()
-        self._events.flush()
+        self._events.end(complete=True)
         if self._undrawn:
             self._draw()
 
@@ -148,7 +150,10 @@ class Files:
         for missing in range(len(rows), iteration):
             rows.append(read_record(self._root, self._run, missing).row)
             self._table.add(rows[-1])
-        self._events.load(rows)
+        self._events = self._sender(rows)
+
+    def _sender(self, rows: list[Row]) -> "_Sender":
+        return _Sender(self._root, self._run, "tensorboard", lambda: TensorBoard(self._root, self._run), rows)
 
     def _draw(self) -> None:
         began = time.monotonic()
@@ -160,25 +165,46 @@ class Files:
 class _Sender:
     """Sends rows to one tracker: each once, in their order, however often it fails."""
 
-    def __init__(self, root: Root, run: str, tracker: Tracker) -> None:
-        self._root, self._run, self._tracker = root, run, tracker
-        self._next: int | None = None
+    def __init__(self, root: Root, run: str, name: str, makes: Makes, earlier: list[Row] | None = None) -> None:
+        """
+        Args:
+            earlier: the rows before those that are sent, if they were read already.
+        """
+        self._root, self._run, self._name, self._makes, self._earlier = root, run, name, makes, earlier
+        self._tracker: Tracker | None = None
         self._rows: list[Row] = []
 
-    def send(self, row: Row) -> None:
-        self._rows.append(row)
-        if self._next is None:
-            self._next = self._tracker.begin()
-            earlier = range(self._next, self._rows[0].iteration)
-            self._rows = [*(read_record(self._root, self._run, one).row for one in earlier), *self._rows]
-        while self._rows:
-            if self._rows[0].iteration >= self._next:
-                self._tracker.log(self._rows[0])
+    def send(self, *rows: Row) -> None:
+        self._rows += rows
+        if self._rows and self._tracker is None:
+            self._tracker = self._begun(self._makes())
+        while self._rows and self._tracker is not None:
+            row = self._rows[0]
+            self._tracker.log(row.model_copy(update={"values": self._series.named(row)}))
             self._rows.pop(0)
 
     def end(self, complete: bool) -> None:
-        if self._next is not None:
+        if self._tracker is not None:
             self._tracker.end(complete)
+
+    def _begun(self, tracker: Tracker) -> Tracker:
+        """Connect, and put the rows that the tracker lacks before those that wait."""
+        first = tracker.begin(TrackedRun(self._root, self._run, self._name))
+        if type(first) is not int or first < 0:
+            raise TypeError(f"begin must return the number of the first iteration that is not there, not {first!r}")
+        self._series = Series(self._first_of_each(first) if first else ())
+        missing = map(self._row, range(first, self._rows[0].iteration))
+        self._rows = [*missing, *(row for row in self._rows if row.iteration >= first)]
+        return tracker
+
+    def _row(self, iteration: int) -> Row:
+        return self._earlier[iteration] if self._earlier else read_record(self._root, self._run, iteration).row
+
+    def _first_of_each(self, below: int) -> list[Row]:
+        """The first rows with rewards and with an evaluation, whose functions name the curves."""
+        newest = names(self._root, self._run).newest
+        scored = [[at for at, stage in newest if stage == one and at < below] for one in (Stage.REWARD, Stage.EVALUATE)]
+        return [self._row(min(found)) for found in scored if found]
 
 
 class _Examples:

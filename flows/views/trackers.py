@@ -1,10 +1,15 @@
-"""The table of metrics in Weights & Biases and in MLflow. A run that is continued continues the same run there."""
+"""The tracker door: services and files that receive the rows of a run. A continued run continues the same run there."""
 
 import functools
 import importlib.util
+import inspect
 import json
 import re
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from pydantic import JsonValue
@@ -19,117 +24,207 @@ from storage.revisions import read_revisions
 from tasks.config.credentials import shown
 from tasks.config.environment import resolve
 from tasks.config.report import ReportSection
-from tasks.config.run import RunConfig
+from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
+from trainer_core.user_code import UserFunction, find_function
 
+_GROUP, _KEY = "ratchet.trackers", "report.trackers"
 _PROJECT = "ratchet"
 _ID, _NEXT = "ratchet.id", "ratchet.next"
 _TEXT = 500  # characters of a parameter: MLflow's own limit in its older stores
 _AT_ONCE = 100  # parameters
 _NOT_IN_NAMES = re.compile(r"[^\w\-. /]")
+_NEEDED = {"begin": "the run", "log": "a row", "end": "True or False"}
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker sees it."""
+
+    root: Root
+    name: str
+    """Id of the run."""
+    tracker: str
+    """Name of the tracker, below which its position is stored."""
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """The same for each process that drives the run, another for each other run.
+
+        A revision counts as a run of its own, because a tracker does not take back rows.
+        """
+        prepared, head = need(self.root, self.name, 0, Stage.PREPARE), self._head
+        return value_digest([self.name, prepared.digest, prepared.started.isoformat(), *([head] if head else [])])[:20]
+
+    @functools.cached_property
+    def title(self) -> str:
+        """Name for display."""
+        return f"{self.name}, revision {self._head}" if self._head else self.name
+
+    @functools.cached_property
+    def settings(self) -> dict[str, JsonValue]:
+        """The settings that decide the run's result, by section.key; secrets are masked."""
+        return dict(_leaves(shown(stored_config(self.root, self.name).meaning())))
+
+    def position(self) -> int:
+        """First iteration that this tracker was not sent, as `remember` has stored it; 0 for another identity."""
+        try:
+            note = json.loads(self.root.read_bytes(self._key))
+        except (NotCommitted, ValueError):
+            return 0
+        return note["next"] if note["id"] == self.identity else 0
+
+    def remember(self, position: int) -> None:
+        """Store the first iteration that this tracker was not sent: for trackers that cannot be asked."""
+        self.root.replace(self._key, json.dumps({"id": self.identity, "next": position}).encode())
+
+    @functools.cached_property
+    def _head(self) -> int:
+        return read_revisions(self.root, self.name).head
+
+    @property
+    def _key(self) -> str:
+        return layout.report_key(self.name, f"{re.sub('[^a-z0-9]+', '-', self.tracker.lower()).strip('-')}.json")
 
 
 class Tracker(Protocol):
-    """Where a run's rows are sent."""
+    """A receiver of rows. It is called in a thread of its own, which the run does not wait for."""
 
-    def begin(self) -> int:
-        """Connect; returns the first iteration that is not there yet."""
+    def begin(self, run: TrackedRun) -> int:
+        """Connect; returns the first iteration that is not there yet, 0 for a new run."""
         ...
 
     def log(self, row: Row) -> None:
-        """Send one row. The same row again changes nothing."""
+        """Store the values of one iteration by the names of their curves. The same row again must change nothing."""
         ...
 
     def end(self, complete: bool) -> None:
-        """Say that no more will come from this process, and whether the run is complete."""
+        """This process sends no more; `complete` is true if the run has all its iterations."""
         ...
 
 
+Makes = Callable[[], Tracker]
+
+
+def trackers(section: ReportSection) -> dict[str, Makes]:
+    """The trackers that the configuration asks for, by name; none is made or connected yet."""
+    made: dict[str, Makes] = {}
+    if section.wandb:
+        made["wandb"] = functools.partial(WandbTracker, section.wandb if isinstance(section.wandb, str) else _PROJECT)
+    if section.mlflow:
+        made["mlflow"] = functools.partial(MlflowTracker, str(resolve(section.mlflow, "report.mlflow")))
+    for name in section.trackers:
+        target = find_function(name, _KEY, _GROUP)
+        made[target.name] = functools.partial(_made, target)
+    return made
+
+
 def check_trackers(section: ReportSection) -> None:
-    """Refuse what cannot be used, before anything starts.
+    """Refuse unusable trackers before anything starts. A user's one is imported, but not made.
 
     Raises:
-        InputError: a package is not installed, or a reference names a variable that is not set.
+        InputError: a package is not installed, a reference names a variable that is not set, or code of the user's
+            cannot be imported or lacks a method of `Tracker`.
     """
     for name, asked in (("wandb", section.wandb), ("mlflow", section.mlflow)):
         if asked and importlib.util.find_spec(name) is None:
             raise InputError(f"report.{name} needs the package {name}: install 'ratchet[{name}]', or remove the key")
     resolve(section.mlflow, "report.mlflow")
+    for name in section.trackers:
+        _check(find_function(name, _KEY, _GROUP))
 
 
-def trackers(root: Root, run: str, config: RunConfig) -> dict[str, Tracker]:
-    """Those that the configuration asks for, by name; none of them is connected yet."""
-    made: dict[str, Tracker] = {}
-    if config.report.wandb:
-        project = config.report.wandb if isinstance(config.report.wandb, str) else _PROJECT
-        made["wandb"] = WandbTracker(root, run, config, project)
-    if config.report.mlflow:
-        made["mlflow"] = MlflowTracker(root, run, config, str(resolve(config.report.mlflow, "report.mlflow")))
-    return made
+def _check(target: UserFunction) -> None:
+    with _Refusing(target):
+        found = target.load().function
+    place = f"{_KEY} {target.name!r} ({target.place})"
+    if not callable(found) or _refuses(found):
+        raise InputError(f"{place} cannot be called without arguments: name a class of a tracker, or a function")
+    for method, given in _NEEDED.items() if isinstance(found, type) else ():
+        function = inspect.getattr_static(found, method, None)
+        if not inspect.isfunction(function) or _refuses(function, None, None):
+            line = f", line {function.__code__.co_firstlineno}" if inspect.isfunction(function) else ""
+            raise InputError(f"{place}{line}: a tracker needs a method {method}(self, x), which is given {given}")
 
 
-def identity(root: Root, run: str) -> str:
-    """What the run is called in a tracker: the same for each process that drives it, another for each other run.
+def _refuses(function: Callable[..., Any], *arguments: None) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return True
+    except ValueError:  # written in C: only a call tells
+        return False
+    return False
 
-    A revision is a run of its own there, because a tracker does not take back what it was sent.
-    """
-    prepared, head = need(root, run, 0, Stage.PREPARE), read_revisions(root, run).head
-    return value_digest([run, prepared.digest, prepared.started.isoformat(), *([head] if head else [])])[:20]
+
+def _made(target: UserFunction) -> Tracker:
+    return target.load().function()
 
 
-def title(root: Root, run: str) -> str:
-    """What people see there."""
-    head = read_revisions(root, run).head
-    return f"{run}, revision {head}" if head else run
+class _Refusing:
+    """A block whose error, whatever it is, refuses the user's code in it."""
+
+    def __init__(self, target: UserFunction) -> None:
+        self._target = target
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception | SystemExit):
+            raise InputError(
+                f"{_KEY} {self._target.name!r} cannot be imported: {type(error).__name__}: {error}"
+                f"{line_of(error, self._target.place)}. Correct the file, or remove the key"
+            ) from None
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """The line of a file at which an error was raised, as ` (name.py, line 3)`; empty if it is of no line there."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return ""  # its text names file and line
+    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
 
 class WandbTracker:
-    """A run of Weights & Biases. Without a network (WANDB_MODE=offline) a note below the run says how far it is."""
+    """A run of Weights & Biases. Offline (WANDB_MODE=offline) the position is stored with the run."""
 
-    def __init__(self, root: Root, run: str, config: RunConfig, project: str) -> None:
-        self._root, self._name, self._project = root, run, project
-        self._config = _settings(config)
-        self._key = layout.report_key(run, "wandb.json")
+    def __init__(self, project: str) -> None:
+        self._project = project
 
-    def begin(self) -> int:
-        """See `Tracker`."""
+    def begin(self, run: TrackedRun) -> int:
+        """Continue the run with the same id."""
         import wandb
 
-        self._id = identity(self._root, self._name)
+        self._tracked = run
         self._run = wandb.init(
             project=self._project,
-            id=self._id,
-            name=title(self._root, self._name),
+            id=run.identity,
+            name=run.title,
             resume="allow",
-            config=dict(self._config),
+            config=dict(run.settings),
             settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
         )
-        return self._noted() if self._run.offline else self._run.step
+        return run.position() if self._run.offline else self._run.step
 
     def log(self, row: Row) -> None:
-        """See `Tracker`."""
+        """Log one step."""
         self._run.log(row.values, step=row.iteration)
         if self._run.offline:
-            self._root.replace(self._key, json.dumps({"id": self._id, "next": row.iteration + 1}).encode())
+            self._tracked.remember(row.iteration + 1)
 
     def end(self, complete: bool) -> None:
-        """See `Tracker`."""
+        """Finish the run."""
         self._run.finish(exit_code=0 if complete else 1)
-
-    def _noted(self) -> int:
-        try:
-            note = json.loads(self._root.read_bytes(self._key))
-        except (NotCommitted, ValueError):
-            return 0
-        return note["next"] if note["id"] == self._id else 0
 
 
 class MlflowTracker:
-    """A run of MLflow. How far it is is a tag of that run, written along with the metrics."""
+    """A run of MLflow. Its position is a tag of that run, written along with the metrics."""
 
-    def __init__(self, root: Root, run: str, config: RunConfig, uri: str) -> None:
-        self._root, self._name, self._uri = root, run, uri
-        self._config = _settings(config)
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
 
     @functools.cached_property
     def _client(self) -> Any:
@@ -137,22 +232,20 @@ class MlflowTracker:
 
         return MlflowClient(tracking_uri=self._uri)
 
-    def begin(self) -> int:
-        """See `Tracker`."""
-        mine, experiment = identity(self._root, self._name), self._experiment()
-        found = self._client.search_runs([experiment], f"tags.`{_ID}` = '{mine}'", max_results=1)
+    def begin(self, run: TrackedRun) -> int:
+        """Continue the run with the same tag."""
+        experiment = self._experiment()
+        found = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run.identity}'", max_results=1)
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return int(found[0].data.tags.get(_NEXT, 0))
-        self._run = self._client.create_run(
-            experiment, run_name=title(self._root, self._name), tags={_ID: mine}
-        ).info.run_id
-        self._describe()
+        self._run = self._client.create_run(experiment, run_name=run.title, tags={_ID: run.identity}).info.run_id
+        self._describe(run)
         return 0
 
     def log(self, row: Row) -> None:
-        """See `Tracker`."""
+        """Log a batch of metrics."""
         from mlflow.entities import Metric, RunTag
 
         moment = round(row.finished.timestamp() * 1000)
@@ -160,30 +253,27 @@ class MlflowTracker:
         self._client.log_batch(self._run, metrics=metrics, tags=[RunTag(_NEXT, str(row.iteration + 1))])
 
     def end(self, complete: bool) -> None:
-        """See `Tracker`."""
+        """Terminate the run."""
         self._client.set_terminated(self._run, "FINISHED" if complete else "KILLED")
 
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(_PROJECT)
         return found.experiment_id if found is not None else self._client.create_experiment(_PROJECT)
 
-    def _describe(self) -> None:
+    def _describe(self, run: TrackedRun) -> None:
         from mlflow.entities import Param
 
-        given = [Param(_name(key), str(value)[:_TEXT]) for key, value in self._config.items()]
+        given = [Param(_name(key), str(value)[:_TEXT]) for key, value in run.settings.items()]
         for start in range(0, len(given), _AT_ONCE):
             self._client.log_batch(self._run, params=given[start : start + _AT_ONCE])
 
 
-def _settings(config: RunConfig) -> dict[str, JsonValue]:
-    """What decides the run's result, by section.key; secrets are masked."""
-    return dict(_leaves(shown(config.meaning())))
-
-
-def _leaves(value: JsonValue, prefix: str = "") -> Sequence[tuple[str, JsonValue]]:
+def _leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
     if not isinstance(value, dict) or not value:
-        return [(prefix, value)]
-    return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{prefix}.{key}" if prefix else key)]
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, f"{prefix}.{key}" if prefix else key)
 
 
 def _name(key: str) -> str:

@@ -21,6 +21,7 @@ _FILES = {"model": ("source",), "data": ("train", "held_out", "warmup")}
 """The settings that name files."""
 _NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
 
+_TRACKERS = "report.trackers"
 _FORMS = ("text", "list")
 """Names of the forms that a setting may have, which pydantic puts into the place of an error."""
 
@@ -164,7 +165,7 @@ def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A parsed document in which the files of reward functions have absolute paths.
+    """A parsed document in which the files of reward functions and of trackers have absolute paths.
 
     Args:
         folder: of the configuration; None if that is no local file.
@@ -172,8 +173,12 @@ def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, A
     Raises:
         InputError: there is no such file, or beside the configuration is another one than in the working directory.
     """
-    reward = document.get("reward")
-    return document if reward is None else {**document, "reward": _located_reward(reward, folder)}
+    reward, report = document.get("reward"), document.get("report")
+    found = document if reward is None else {**document, "reward": _located_reward(reward, folder)}
+    trackers = report.get("trackers") if isinstance(report, dict) else None
+    if not isinstance(trackers, list) or not all(isinstance(name, str) for name in trackers):
+        return found
+    return {**found, "report": {**report, "trackers": [located_function(name, folder, _TRACKERS) for name in trackers]}}
 
 
 def _located_reward(reward: Any, folder: Path | None) -> Any:

@@ -15,6 +15,9 @@ class ReportSection(Section):
     mlflow: str | None = None
     """MLflow: the tracking URI, such as "sqlite:///mlflow.db" or "https://host". Needs `ratchet[mlflow]`."""
 
+    trackers: tuple[str, ...] = ()
+    """Trackers of your own: `file.py:name`, `package.module:name` or an entry point of the group `ratchet.trackers`."""
+
     @field_validator("mlflow")
     @classmethod
     def _public(cls, url: str | None, info: ValidationInfo) -> str | None:

@@ -1,9 +1,13 @@
-"""Event files as TensorBoard reads them."""
+"""Event files as TensorBoard reads them, and as they are to be."""
 
 import struct
+from collections.abc import Sequence
 
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
+
+from flows.views.events import opening, record_of
+from flows.views.table import Row, Series
 
 
 def parsed(data: bytes) -> list[Event]:
@@ -17,3 +21,10 @@ def parsed(data: bytes) -> list[Event]:
         found.append(Event.FromString(body))
         start += 16 + length
     return found
+
+
+def encoded(rows: Sequence[Row]) -> bytes:
+    """The file of a run that has these rows."""
+    series = Series()
+    named = [row.model_copy(update={"values": series.named(row)}) for row in rows]
+    return b"".join([*map(opening, rows[:1]), *map(record_of, named)])

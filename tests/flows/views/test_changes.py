@@ -8,7 +8,6 @@ import pytest
 
 from flows.views.changes import Change, apart_lines, changes_of
 from flows.views.curves import changes_of_reward, draw_curves, pieces
-from flows.views.events import EventFile
 from flows.views.history import IterationRecord, record_of
 from flows.views.progress import closing_lines, iteration_line
 from flows.views.status import read_status
@@ -18,7 +17,7 @@ from storage.backends.root import Root, open_root
 from storage.manifest import Manifest
 from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
-from tests.flows.views.events import parsed
+from tests.flows.views.events import encoded, parsed
 
 ASKED = {"prompts": 8, "max_tokens": 4}
 
@@ -122,10 +121,7 @@ def test_each_function_has_curves_of_its_own_in_tensorboard(tmp_path: Any):
     by = ["one", "one", "two", "two", "one"]
     rows = rows_of([evaluated(at, name, at / 10, at / 20, **sources[name]) for at, name in enumerate(by)])
     root, tags = open_root(str(tmp_path)), dict[str, list[int]]()
-    written = EventFile(root, "a")
-    written.load(rows[:3])
-    for row in rows[3:]:
-        written.add(row)
+    root.replace(layout.report_key("a", layout.EVENTS), encoded(rows))
     for event in parsed(root.read_bytes(layout.report_key("a", layout.EVENTS)))[1:]:
         for one in event.summary.value:
             tags.setdefault(one.tag, []).append(event.step)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from flows.driving import rerun
-from flows.views import events, reports
+from flows.views import reports
 from flows.views.history import read_history
 from flows.views.reports import Reports, finish_report
 from flows.views.samples import Samples
 from flows.views.table import encode
-from flows.views.trackers import identity, title
+from flows.views.trackers import TrackedRun
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
@@ -23,6 +23,7 @@ from storage.kill_points import Point
 from storage.upkeep.redoing import Wanted
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
+from tests.flows.views.events import encoded
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
 
@@ -43,7 +44,7 @@ def drive(root: Root, scratch: Path, config: RunConfig, said: list[str], publish
 def check_files(root: Root) -> None:
     rows = [record.row for record in read_history(root, RUN)]
     assert root.read_bytes(CSV) == encode(rows)
-    assert root.read_bytes(EVENTS) == events.encode(rows)
+    assert root.read_bytes(EVENTS) == encoded(rows)
 
 
 def test_a_run_has_its_reports_when_it_ends(root: Root, tmp_path: Path):
@@ -60,16 +61,17 @@ def test_a_run_has_its_reports_when_it_ends(root: Root, tmp_path: Path):
 def test_an_iteration_that_is_done_again_takes_the_place_of_the_first(root: Root, tmp_path: Path):
     said: list[str] = []
     drive(root, tmp_path / "scratch", small_config(), said)
-    before, called = root.read_bytes(CSV), (identity(root, RUN), title(root, RUN))
+    before, called = root.read_bytes(CSV), TrackedRun(root, RUN, "wandb")
+    assert called.identity
     rerun(root, RUN, Wanted(1, Stage.ROLLOUT, "a test", "tests", new_seeds=True))
     drive(root, tmp_path / "scratch", small_config(), said)
     assert said == []
     assert root.read_bytes(CSV) != before
     check_files(root)
     # what a tracker was sent stays there: the revision is another run
-    assert called[1] == "small"
-    assert title(root, RUN) == "small, revision 1"
-    assert identity(root, RUN) != called[0]
+    replaced = TrackedRun(root, RUN, "wandb")
+    assert (called.title, replaced.title) == ("small", "small, revision 1")
+    assert replaced.identity != called.identity
 
 
 @pytest.mark.parametrize(

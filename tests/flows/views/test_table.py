@@ -7,16 +7,18 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flows.views import events, table
+from flows.views import table
+from flows.views.events import TensorBoard, record_of
 from flows.views.history import read_history
 from flows.views.reports import write_report
 from flows.views.table import MetricsFile, Row, decode, encode, row_of, warmup_csv
+from flows.views.trackers import TrackedRun
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.derived import GrowingFile
 from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
-from tests.flows.views.events import parsed
+from tests.flows.views.events import encoded, parsed
 
 CSV, EVENTS = layout.report_key("a", layout.METRICS), layout.report_key("a", layout.EVENTS)
 
@@ -76,44 +78,49 @@ def test_what_is_no_table_has_no_rows(data):
 
 
 def test_events_are_those_of_tensorboard():
-    opening, *found = parsed(events.encode(ROWS))
+    opening, *found = parsed(encoded(ROWS))
     assert opening.file_version == "brain.Event:2"
     assert [event.step for event in found] == [0, 1, 2, 3]
     for row, event in zip(ROWS, found, strict=True):
         assert event.wall_time == row.finished.timestamp()
         assert {one.tag: one.simple_value for one in event.summary.value} == pytest.approx(row.values, rel=1e-6)
     huge = Row(iteration=300, finished=ROWS[0].finished, values={"a": 1e300})
-    (event,) = parsed(events.record_of(huge, huge.values))
+    (event,) = parsed(record_of(huge))
     assert (event.step, event.summary.value[0].simple_value) == (300, pytest.approx(3.4028235e38))
 
 
+def begun(root: Root) -> TensorBoard:
+    recorded = TensorBoard(root, "a")
+    assert recorded.begin(TrackedRun(root, "a", "tensorboard")) == 0
+    return recorded
+
+
 def test_line_by_line_is_the_same_as_at_once(any_root):
-    written, recorded = MetricsFile(any_root, "a"), events.EventFile(any_root, "a")
+    written, recorded = MetricsFile(any_root, "a"), begun(any_root)
     assert written.load(0) == []
-    recorded.load([])
     for row in ROWS:
         written.add(row)
-        recorded.add(row)
+        recorded.log(row)
     written.flush()
-    recorded.flush()
+    recorded.end(complete=True)
     assert any_root.read_bytes(CSV) == encode(ROWS)
-    assert any_root.read_bytes(EVENTS) == events.encode(ROWS)
+    assert any_root.read_bytes(EVENTS) == encoded(ROWS)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 40])
 def test_a_torn_end_is_repaired(any_root, cut):
     any_root.replace(CSV, encode(ROWS)[:-cut])
-    any_root.replace(EVENTS, events.encode(ROWS)[:-cut])
-    written, recorded = MetricsFile(any_root, "a"), events.EventFile(any_root, "a")
+    any_root.replace(EVENTS, encoded(ROWS)[:-cut])
+    written, recorded = MetricsFile(any_root, "a"), begun(any_root)
     rows = written.load(4)
     assert rows == ROWS[:3]
-    recorded.load(rows)
     written.add(ROWS[3])
-    recorded.add(ROWS[3])
+    for row in (*rows, ROWS[3]):
+        recorded.log(row)
     written.flush()
-    recorded.flush()
+    recorded.end(complete=True)
     assert any_root.read_bytes(CSV) == encode(ROWS)
-    assert any_root.read_bytes(EVENTS) == events.encode(ROWS)
+    assert any_root.read_bytes(EVENTS) == encoded(ROWS)
 
 
 def test_rows_that_are_not_complete_doubled_or_out_of_order_are_dropped(any_root):
@@ -142,12 +149,12 @@ def test_the_report_is_made_again_from_the_manifests(make_run: MakeRun, root: Ro
     rows = [record.row for record in read_history(root, "a")]
     write_report(root, "a")
     assert root.read_bytes(CSV) == encode(rows)
-    assert root.read_bytes(EVENTS) == events.encode(rows)
+    assert root.read_bytes(EVENTS) == encoded(rows)
     root.append(CSV, b"3,damaged\n")
     root.replace(EVENTS, b"damaged")
     write_report(root, "a")
     assert root.read_bytes(CSV) == encode(rows)
-    assert root.read_bytes(EVENTS) == events.encode(rows)
+    assert root.read_bytes(EVENTS) == encoded(rows)
 
 
 def test_losses_of_steps_have_a_file_of_their_own():
@@ -158,3 +165,11 @@ def test_losses_of_steps_have_a_file_of_their_own():
     assert lines[:3] == ["step,loss", "1,1.0", "2,0.5"]
     assert lines[-2:] == [f"11,{1 / 11!r}", "12,"]
     assert warmup_csv(make_manifest("a", 0, Stage.TRAIN)) == b"" == warmup_csv(None)
+
+
+def test_events_of_rows_that_there_are_not_any_more_go(root: Root):
+    root.replace(EVENTS, encoded(ROWS))
+    recorded = begun(root)
+    recorded.log(ROWS[0])
+    recorded.end(complete=True)
+    assert root.read_bytes(EVENTS) == encoded(ROWS[:1])
