@@ -199,6 +199,24 @@ TASKS = (
         ("tests/flows/views/test_table.py", "tests/flows/views/test_reports.py"),
     ),
     Mutant(
+        "tracker-taken-as-it-is",
+        "a user's tracker without the methods of one is met in the run",
+        "flows/views/trackers.py",
+        "        if not inspect.isfunction(function) or _refuses(function, None, None):\n",
+        "        if function is found:\n",
+        ("tests/flows/views/test_trackers.py",),
+    ),
+    Mutant(
+        "row-lost-by-a-failing-tracker",
+        "a row that a tracker has failed to take is never sent again",
+        "flows/views/reports.py",
+        "            row = self._rows[0]\n            self._tracker.log(row.model_copy("
+        'update={"values": self._series.named(row)}))\n            self._rows.pop(0)\n',
+        "            row = self._rows.pop(0)\n"
+        '            self._tracker.log(row.model_copy(update={"values": self._series.named(row)}))\n',
+        ("tests/flows/views/test_trackers.py",),
+    ),
+    Mutant(
         "a-report-ends-the-run",
         "a tracker that fails stops the thread that reports",
         "flows/views/lane.py",
