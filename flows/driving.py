@@ -20,8 +20,8 @@ from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from storage.upkeep.retention import Retention, catch_up, give_up
 from storage.upkeep.shared import SharedParts
 from tasks.config.document import parse_config
+from tasks.config.identity import with_settings
 from tasks.config.run import RunConfig
-from tasks.config.stage_settings import with_settings
 from tasks.config.stored import corrections, documents, read_config, record_config
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW, Stage

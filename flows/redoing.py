@@ -14,8 +14,8 @@ from storage.revisions import Rerun
 from storage.upkeep.catalog import require_run
 from storage.upkeep.redoing import Wanted
 from tasks.config.document import apply_overrides, parse_config, with_functions
+from tasks.config.identity import split_changes, unchangeable, with_settings
 from tasks.config.run import RunConfig
-from tasks.config.stage_settings import decided, unchangeable, with_settings
 from tasks.config.stored import stored_config
 from tasks.stages.names import WORKFLOW, Stage
 
@@ -57,7 +57,7 @@ def ask_again(root: Root, run: str, request: Request) -> tuple[Rerun, RunConfig]
     document = before.model_dump(mode="json")
     apply_overrides(document, request.settings)
     after = parse_config(with_functions(document, None), f"of run {run} with the given settings")
-    settings, runtime = decided(before.model_dump(mode="json"), after.model_dump(mode="json"))
+    settings, runtime = split_changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
     if settings and not WORKFLOW.leads_on(request.stage):
         raise InputError(f"nothing is made from {request.stage}: it cannot be done again with {', '.join(settings)}")
     _check_settings(request, list(unchangeable(settings, (request.stage, *WORKFLOW.behind[request.stage]))))

@@ -6,7 +6,7 @@ _REDOING = ("tests/storage/upkeep/test_redoing.py",)
 _LOOP = ("tests/flows/test_redoing.py",)
 _RECORDS = ("tests/storage/test_revisions.py",)
 _TRUTHS = ("tests/storage/ownership/test_never_two_truths.py",)
-_SETTINGS = ("tests/tasks/config/test_stage_settings.py",)
+_SETTINGS = ("tests/tasks/config/test_identity.py",)
 
 REVISIONS = (
     Mutant(
@@ -140,9 +140,9 @@ REVISIONS = (
     Mutant(
         "any-setting-undoes-a-stage",
         "a finished stage is refused because a setting changed that it does not read",
-        "tasks/config/stage_settings.py",
-        "if is_read(key, stage)})",
-        "})",
+        "tasks/config/identity.py",
+        "value_digest(leaves(meaning(document, stage)))",
+        "value_digest(leaves(meaning(document)))",
         (*_LOOP, *_SETTINGS),
     ),
     Mutant(

@@ -57,9 +57,9 @@ TASKS = (
     Mutant(
         "weights-free",
         "the weight of a source may change while a run is down",
-        "tasks/config/identity.py",
-        '_SOURCES: dict[str, Any] = {"source": True, ',
-        '_SOURCES: dict[str, Any] = {"source": True, "weight": True, ',
+        "tasks/config/data.py",
+        "    weight: float | None = ",
+        "    weight: Annotated[float | None, RUNTIME] = ",
         ("tests/tasks/config/test_data.py",),
     ),
     Mutant(
@@ -137,9 +137,9 @@ TASKS = (
     Mutant(
         "other-precision-continued",
         "a run is continued with another precision of the engine",
-        "tasks/config/identity.py",
-        "3: _RUNTIME_3}",
-        "3: _RUNTIME_2}",
+        "tasks/config/run.py",
+        'precision: Annotated[Precision, decides("rollout", "weight-sync", "evaluate")] = ',
+        "precision: Annotated[Precision, RUNTIME] = ",
         ("tests/tasks/test_continued.py", "tests/flows/test_runtime_settings.py"),
     ),
     Mutant(

@@ -103,8 +103,8 @@ UPKEEP = (
         "form-for-secrets",
         "the form of a flow run asks for a secret, which the server would store",
         "tasks/config/form.py",
-        '    "token",  # a person would type the secret itself, which Prefect would store\n',
-        "",
+        "or mark.secret or",
+        "or",
         _TRAIN,
     ),
     Mutant(

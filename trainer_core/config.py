@@ -1,13 +1,14 @@
 """Configuration of a trainer. Imports no torch, so that it can be checked before anything heavy starts."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from storage.errors import InputError
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
+from trainer_core.marks import RUNTIME, decides
 from trainer_core.objective_config import PolicyConfig
 
 Recompute = Literal["none", "attention", "layers"]
@@ -201,26 +202,26 @@ class MemoryConfig(Frozen):
 class TrainerConfig(Frozen):
     """Everything a trainer rank needs to know besides its place and its model."""
 
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Annotated[ParallelConfig, RUNTIME] = ParallelConfig()
     """Layout of the ranks."""
     optimizer: OptimizerConfig
     """Optimizer of the policy phase."""
-    policy: PolicyConfig = PolicyConfig()
+    policy: Annotated[PolicyConfig, decides("select", "train")] = PolicyConfig()
     """Objective of the policy phase."""
-    megatron: MegatronConfig = MegatronConfig()
+    megatron: Annotated[MegatronConfig, RUNTIME] = MegatronConfig()
     """How Megatron runs a step."""
-    memory: MemoryConfig = MemoryConfig()
+    memory: Annotated[MemoryConfig, RUNTIME] = MemoryConfig()
     """What the trainer gives up while the engines sample."""
     experts: ExpertsConfig = ExpertsConfig()
     """Of a model with experts."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
+    micro_batch_tokens: Annotated[int, RUNTIME] = Field(default=8192, ge=1)
     """Most tokens per rank in one micro-batch; a sequence of which a rank holds more goes alone. With
     `parallel.context` each rank holds its part of every sequence, so that a micro-batch has as many times more."""
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: Annotated[int | None, RUNTIME] = Field(default=None, ge=1)
     """Most sequences per DP rank in one micro-batch; if not given, as many as fit."""
     precision: Precision = "fp32"
     """Type of weights and activations; bf16 keeps fp32 main weights, moments and gradients."""
-    max_length: int = Field(ge=2)
+    max_length: Annotated[int, decides("select", "train")] = Field(ge=2)
     """Longest sequence, prompt and response together, in tokens."""
     seed: int = 0
     """Seeds the ranks' random generators and the shuffling of mini-batches; in a run `run.seed` takes its place."""

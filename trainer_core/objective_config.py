@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from storage.errors import InputError
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
+from trainer_core.marks import RUNTIME
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "group", "constant"]
@@ -207,7 +208,7 @@ class PolicyConfig(Frozen):
     "constant" over sequences of the sum of each divided by `loss_length`."""
     loss_length: int | None = Field(default=None, ge=1)
     """Divisor of `loss_aggregation = "constant"` (Dr. GRPO), in tokens; usually `rollout.max_tokens`."""
-    kl_sample: int = Field(default=0, ge=0)
+    kl_sample: Annotated[int, RUNTIME] = Field(default=0, ge=0)
     """Samples of an iteration on which KL(before || after its updates) is measured, by a forward pass of their own."""
     old_policy: Literal["trainer", "behaviour"] = "trainer"
     """Whose log-probabilities are the old ones of the ratio: the trainer's before its updates, or those stored with the

@@ -3,9 +3,10 @@
 import string
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from tasks.config.section import Section, without_credentials
+from tasks.config.section import Section
+from trainer_core.marks import FILES, RUNTIME
 
 Format = Literal["jsonl", "json", "csv", "tsv", "parquet"]
 
@@ -34,18 +35,18 @@ class GeneratedAddition(Section):
 class DataSource(Section):
     """One source of prompts. What is not set here is as in `[data]`."""
 
-    source: str
+    source: Annotated[str, FILES]
     """Path, pattern (`part-*.jsonl`) or URL of files, or the id of a data set of the hub (`org/name[@revision]`)."""
     name: str | None = None
     """Goes before the ids of its prompts if there are several sources; by default from `source`."""
     weight: float | None = Field(default=None, gt=0, le=10000)
     """Its share of the prompts that are drawn. If no source has one, each pass draws every prompt of all sources once;
     else a source without one has 1."""
-    subset: str | None = None
+    subset: Annotated[str | None, RUNTIME] = None
     """Configuration of a data set of the hub, such as `main`."""
-    split: str | None = None
+    split: Annotated[str | None, RUNTIME] = None
     """Split of a data set of the hub; required for one."""
-    format: Format | None = None
+    format: Annotated[Format | None, RUNTIME] = None
     """What the files are; by default what their names end in (.jsonl, .json, .csv, .tsv, .parquet), else
     JSONL. A .json file holds one array of records, or one record a line."""
     id_field: str | None = None
@@ -67,11 +68,10 @@ class DataSource(Section):
 
     @field_validator("source")
     @classmethod
-    def _public(cls, url: str, info: ValidationInfo) -> str:
-        without_credentials(url, "data source", info)
-        if not url:
+    def _named(cls, source: str) -> str:
+        if not source:
             raise ValueError("source is empty: give a path, a URL or the id of a data set")
-        return url
+        return source
 
     @field_validator("prompt")
     @classmethod
@@ -127,11 +127,11 @@ Sources = Annotated[
 class DataSection(Section):
     """Prompts: one record for each, in JSONL, JSON, CSV or Parquet files or a data set of the hub; or generated."""
 
-    train: Sources | None = None
+    train: Annotated[Sources | None, FILES] = None
     """Training prompts: path, pattern, URL or id of a data set; or `[[data.train]]` tables, one for each source."""
-    held_out: Sources | None = None
+    held_out: Annotated[Sources | None, FILES] = None
     """Prompts for evaluation, in the same forms."""
-    warmup: Sources | None = None
+    warmup: Annotated[Sources | None, FILES] = None
     """Solved examples for the supervised warm-up, in the same forms."""
     generate: GeneratedAddition | None = None
     """Generate an addition data set instead."""
@@ -154,7 +154,7 @@ class DataSection(Section):
     """Whether a text is given to the model as a user's message, by its chat template; else it is the whole prompt."""
     leave_out: tuple[str, ...] = ()
     """Fields that records are without, for rewards too: those with values that JSON does not have, such as dates."""
-    download: bool = False
+    download: Annotated[bool, RUNTIME] = False
     """Whether data sets of the hub may be downloaded; otherwise they are looked for in its cache on this machine."""
     overlong: Literal["refuse", "drop"] = "refuse"
     """What becomes of prompts that leave no room for a response in the context: refused, or dropped and counted."""
@@ -165,11 +165,6 @@ class DataSection(Section):
     @classmethod
     def _tables(cls, value: Any) -> Any:
         return _listed(value)
-
-    @field_validator("train", "held_out", "warmup")
-    @classmethod
-    def _public(cls, given: Any, info: ValidationInfo) -> Any:
-        return without_credentials(given, f"data.{info.field_name}", info) if isinstance(given, str) else given
 
     @field_validator("prompt")
     @classmethod

@@ -3,25 +3,24 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import fsspec
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from storage.backends.objects import client_errors
 from storage.errors import InputError
 from tasks.config.credentials import shown, shown_setting, shown_text
+from tasks.config.keys import NONE, Models, models_in, placed, type_of
 from tasks.config.located import folder_of, located
 from tasks.config.run import RunConfig
+from trainer_core.marks import Mark
 from trainer_core.user_code import located_function
 
-_FILES = {"model": ("source",), "data": ("train", "held_out", "warmup")}
-"""The settings that name files."""
 _NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
 
-_TRACKERS = "report.trackers"
 _FORMS = ("text", "list")
 """Names of the forms that a setting may have, which pydantic puts into the place of an error."""
 
@@ -156,16 +155,11 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    for section, keys in _FILES.items():
-        table = document.get(section)
-        if isinstance(table, dict):
-            given = {key: _found(table[key], folder) for key in keys if key in table}
-            document[section] = {**table, **given}
-    return with_functions(document, folder)
+    return placed(document, (RunConfig,), lambda text, mark, key: _place(text, mark, key, folder), NONE)
 
 
 def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A parsed document in which the files of reward functions and of trackers have absolute paths.
+    """A parsed document in which the files of functions have absolute paths.
 
     Args:
         folder: of the configuration; None if that is no local file.
@@ -173,32 +167,15 @@ def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, A
     Raises:
         InputError: there is no such file, or beside the configuration is another one than in the working directory.
     """
-    reward, report = document.get("reward"), document.get("report")
-    found = document if reward is None else {**document, "reward": _located_reward(reward, folder)}
-    trackers = report.get("trackers") if isinstance(report, dict) else None
-    if not isinstance(trackers, list) or not all(isinstance(name, str) for name in trackers):
-        return found
-    return {**found, "report": {**report, "trackers": [located_function(name, folder, _TRACKERS) for name in trackers]}}
+
+    def change(text: str, mark: Mark, key: str) -> str:
+        return located_function(text, folder, key) if mark.place == "function" else text
+
+    return placed(document, (RunConfig,), change, NONE)
 
 
-def _located_reward(reward: Any, folder: Path | None) -> Any:
-    if not isinstance(reward, dict):
-        return reward
-    found = dict(reward)
-    if isinstance(reward.get("function"), str):
-        found["function"] = located_function(reward["function"], folder, "reward.function")
-    if isinstance(reward.get("functions"), list):
-        found["functions"] = [_located_reward(one, folder) for one in reward["functions"]]
-    return found
-
-
-def _found(named: Any, folder: Path | None) -> Any:
-    """Files that a setting names: by a text, by a table with a source, or by a list of these."""
-    if isinstance(named, list):
-        return [_found(one, folder) for one in named]
-    if isinstance(named, dict) and "source" in named:
-        return {**named, "source": _found(named["source"], folder)}
-    return located(named, folder) if isinstance(named, str) else named
+def _place(text: str, mark: Mark, key: str, folder: Path | None) -> str:
+    return located_function(text, folder, key) if mark.place == "function" else located(text, folder)
 
 
 def _explain(item: dict[str, Any]) -> str:
@@ -237,35 +214,24 @@ def _names_at(location: Sequence[str | int]) -> list[str]:
 
 
 def _types_at(location: Sequence[str | int]) -> list[str]:
-    return [repr(_type_of(model)) for model in _models_at(location)]
+    return [repr(type_of(model)) for model in _models_at(location)]
 
 
-def _models_at(location: Sequence[str | int]) -> list[type[BaseModel]]:
-    """What a table may hold: more than one if its key `type` decides and is not known."""
-    models: list[type[BaseModel]] = [RunConfig]
+def _models_at(location: Sequence[str | int]) -> Models:
+    """Models of the table at a place: more than one if its key `type` decides and is not known."""
+    models: Models = (RunConfig,)
     for step in map(str, location):
         if step in models[0].model_fields and len(models) == 1:
-            models = list(_models_in(models[0].model_fields[step].annotation)) or models
+            models = tuple(models_in(models[0].model_fields[step].annotation)) or models
         else:  # the number of an element, or the name of an alternative
-            models = [model for model in models if _type_of(model) == step] or models
+            models = tuple(model for model in models if type_of(model) == step) or models
     return models
 
 
-def _type_of(model: type[BaseModel]) -> str | None:
-    return model.model_fields["type"].default if "type" in model.model_fields else None
-
-
 def _without_types(location: Sequence[str | int]) -> list[str | int]:
-    """Where a flaw is, without the types of tables, which pydantic adds."""
+    """The place of a flaw, without the types of tables, which pydantic adds."""
     return [
         step
         for number, step in enumerate(location)
-        if len(before := _models_at(location[:number])) == 1 or str(step) not in [_type_of(model) for model in before]
+        if len(before := _models_at(location[:number])) == 1 or str(step) not in [type_of(model) for model in before]
     ]
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _models_in(inner)

@@ -1,98 +1,39 @@
-"""Which part of a configuration decides a run's result, and the digest of that part.
+"""Settings that decide results: those of a run, whose digest is its identity, and those of each stage.
 
-The rules carry a number that is stored with each run. What was recorded keeps its identity under the rules of its own
-version; whether a run may be continued with a given configuration is decided under the current ones.
+A finished stage stays done while settings change that it has not read. All follows from the marks of the keys.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 from pydantic import JsonValue
 
 from storage.digest import value_digest
-from tasks.config.credentials import MASK, is_secret, referenced, shown
-from trainer_core.user_code import without_folder
+from tasks.config.credentials import is_secret, shown
+from tasks.config.keys import NONE, Models, decided, key_at, key_of, leaves_of
+from tasks.config.run import RunConfig
+from trainer_core.marks import Mark
 
 Document = Mapping[str, JsonValue]
 """A configuration, or a section of one, as plain JSON types."""
 
-_SOURCES: dict[str, Any] = {"source": True, "subset": True, "split": True, "format": True}
-"""Of the tables of a list of sources: where the content is and in which form; what it is, `prepare` records."""
-
-_RUNTIME_1: dict[str, Any] = {
-    "run": {"name": True, "iterations": True},
-    "engine": True,
-    "device": True,
-    "storage": True,
-    "evaluate": True,
-    "model": {"source": True},
-    "data": {"train": _SOURCES, "held_out": _SOURCES, "warmup": _SOURCES},
-    "train": {"parallel": True, "micro_batch_size": True},
-    "reward": {"deadline_s": True, "processes": True},
-    "rollout": {"groups_per_part": True},
-}
-_RUNTIME_2 = {
-    **_RUNTIME_1,
-    "run": {**_RUNTIME_1["run"], "retries": True, "outage_s": True},
-    # the probe and its limits decide whether a sync is accepted, not what it delivers
-    "sync": True,
-    "workers": True,
-    "report": True,
-    "model": {"source": True, "download": True, "token": True, "accept": True},
-    "data": {**_RUNTIME_1["data"], "download": True},
-    "train": {
-        "parallel": True,
-        "megatron": True,
-        "memory": True,
-        "micro_batch_size": True,
-        "micro_batch_tokens": True,
-        "policy": {"kl_sample": True},
-    },
-    "reward": {**_RUNTIME_1["reward"], "start_deadline_s": True, "max_failures": True, "try": True},
-}
-# the engine's precision decides what is sampled
-_RUNTIME_3 = {
-    **_RUNTIME_2,
-    "engine": dict.fromkeys(
-        (
-            "count",
-            "tensor",
-            "cards",
-            "max_model_len",
-            "max_num_seqs",
-            "kv_cache_mib",
-            "gpu_memory_utilization",
-            "cuda_graphs",
-            "async_scheduling",
-            "sleep",
-            "own_process",
-        ),
-        True,
-    ),
-}
-
-_RUNTIME: Mapping[int, Mapping[str, Any]] = {1: _RUNTIME_1, 2: _RUNTIME_2, 3: _RUNTIME_3}
-"""The runtime settings, which decide no result, by version of the rules. An entry only ever gains keys."""
-
-FIXED_BY_PREPARE = ("model", "data", "warmup", "rollout.stop_tokens", "rollout.special_tokens")
-"""Settings, or whole sections, that iteration 0 fixes: a fork shares what they have made, so it cannot change them."""
-
-RULES = max(_RUNTIME)
-"""The current rules."""
-FIRST_RULES = min(_RUNTIME)
-"""The rules of records that name none."""
+_ONCE = ("evaluate", "select", "rescore")
+"""Stages that no stage of their run is made from, or whose inputs are of other runs."""
 
 
-def meaning(document: Document, rules: int = RULES) -> dict[str, JsonValue]:
-    """The keys in `document` that decide the result: all but the runtime settings, and without the folders of files."""
-    reward = document.get("reward")
-    placeless = {**document, "reward": _placeless(reward)} if isinstance(reward, dict) else document
-    return _without(placeless, _RUNTIME[rules])
+def meaning(document: Document, stage: str | None = None) -> dict[str, JsonValue]:
+    """The settings in `document` that decide the result of the run, or of a stage, without the folders of files."""
+    return decided(document, (RunConfig,), stage, NONE)
 
 
-def meaning_digest(document: Document, rules: int = RULES) -> str:
+def meaning_digest(document: Document) -> str:
     """Identity of `meaning`. A newer key, which the document lacks, does not affect it."""
-    return value_digest(meaning(document, rules))
+    return value_digest(meaning(document))
+
+
+def settings_digest(document: Document, stage: str) -> str:
+    """Identity of the settings that decide the result of a stage."""
+    return value_digest(leaves(meaning(document, stage)))
 
 
 def changed_meaning(stored: Document, given: Document, prefix: str = "") -> list[str]:
@@ -109,25 +50,89 @@ def changed_meaning(stored: Document, given: Document, prefix: str = "") -> list
     return lines
 
 
-def is_runtime(path: Sequence[str]) -> bool:
-    """Whether the key at `path` is a runtime setting, which may change whenever a run is continued."""
-    rules: Any = _RUNTIME[RULES]
-    for name in path:
-        rules = rules.get(name, {})
-        if rules is True:
-            return True
-    return rules is _SOURCES
+def is_runtime(key: str) -> bool:
+    """True if `section.key` is a runtime setting, which may change whenever a run is continued."""
+    return (found := key_at(RunConfig, key)) is not None and found.mark.stages == ()
 
 
-def _placeless(reward: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """`[reward]`, or one of its functions, without the folders of functions."""
-    named, several = reward.get("function"), reward.get("functions")
-    found = dict(reward)
-    if isinstance(named, str):
-        found["function"] = without_folder(named)
-    if isinstance(several, list):
-        found["functions"] = [_placeless(one) if isinstance(one, dict) else one for one in several]
+def is_read(key: str, stage: str) -> bool:
+    """True if the setting `section.key` decides the result of a stage."""
+    return (found := key_at(RunConfig, key)) is not None and found.mark.read_by(stage)
+
+
+def reads(stage: str) -> tuple[str, ...]:
+    """The keys that decide the result of a stage; a section by its name if all of it does that decides any."""
+    return tuple(_reads((RunConfig,), stage, NONE, ""))
+
+
+def touches(key: str, stage: str) -> bool:
+    """True if a stage reads anything of a setting, or of a whole section or document (empty), or is not known."""
+    below = (one.mark for path, one in leaves_of(RunConfig) if path.startswith(f"{key}."))
+    return not key or stage not in STAGES or is_read(key, stage) or any(mark.read_by(stage) for mark in below)
+
+
+def unchangeable(settings: Mapping[str, JsonValue], behind: Sequence[str]) -> list[str]:
+    """Settings that cannot change when a stage is done again: stages that are not behind it have read them.
+
+    Args:
+        behind: the stage, and those of the same iteration that are made from it.
+    """
+    before = [stage for stage in STAGES if stage not in (*behind, *_ONCE)]
+    fixed = (*FIXED_BY_PREPARE, "engine")
+    return [key for key in settings if key.startswith(fixed) or any(is_read(key, stage) for stage in before)]
+
+
+def leaves(document: Document, prefix: str = "") -> dict[str, JsonValue]:
+    """The settings of a document by `section.key`."""
+    found: dict[str, JsonValue] = {}
+    for name, value in document.items():
+        if isinstance(value, dict) and value:
+            found |= leaves(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
     return found
+
+
+def changed_settings(before: Document, after: Document, prefix: str = "") -> dict[str, JsonValue]:
+    """The settings that make `before` equal `after`, by `section.key`."""
+    if set(before) != set(after):  # a table of another kind, as of another algorithm, is replaced as a whole
+        return {prefix.removesuffix("."): dict(after)}
+    found: dict[str, JsonValue] = {}
+    for name, new in after.items():
+        old = before[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= changed_settings(old, new, f"{prefix}{name}.")
+        elif old != new:
+            found[f"{prefix}{name}"] = new
+    return found
+
+
+def split_changes(before: Document, after: Document) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    """Changed settings by `section.key`: those that decide results, and the runtime settings."""
+    changed = changed_settings(before, after)
+    runtime = {key: value for key, value in changed.items() if is_runtime(key)}
+    return {key: value for key, value in changed.items() if key not in runtime}, runtime
+
+
+def with_settings(document: Document, settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """A copy of a document with settings replaced."""
+    changed = dict(document)
+    for key, value in settings.items():
+        section, _, rest = key.partition(".")
+        inner = changed.get(section)
+        changed[section] = with_settings(cast(Document, inner or {}), {rest: value}) if rest else value
+    return changed
+
+
+def _reads(models: Models, stage: str, above: Mark, prefix: str) -> Iterator[str]:
+    for name in dict.fromkeys(name for model in models for name in model.model_fields):
+        key = key_of(models, name, above)
+        assert key is not None
+        inner = [one.mark for model in key.models for _, one in leaves_of(model, key.below)] or [key.mark]
+        if key.mark.read_by(stage) and all(mark.read_by(stage) for mark in inner if mark.stages):
+            yield f"{prefix}{name}"
+        else:
+            yield from _reads(key.models, stage, key.below, f"{prefix}{name}.")
 
 
 def _same(old: JsonValue, new: JsonValue) -> bool:
@@ -135,17 +140,12 @@ def _same(old: JsonValue, new: JsonValue) -> bool:
         return not changed_meaning(old, new)
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(_same, old, new))
-    # a URL whose credentials an earlier version recorded is given by reference now
-    return old == new or (referenced(new) is not None and isinstance(old, str) and MASK in old)
+    return old == new
 
 
-def _without(document: Document, runtime: Mapping[str, Any]) -> dict[str, JsonValue]:
-    kept: dict[str, JsonValue] = {}
-    for key, value in document.items():
-        rule = runtime.get(key)
-        if rule is _SOURCES:
-            if isinstance(value, list):
-                kept[key] = [_without(one, _SOURCES) if isinstance(one, dict) else one for one in value]
-        elif rule is not True:
-            kept[key] = _without(value, rule) if rule and isinstance(value, dict) else value
-    return kept
+STAGES = frozenset(stage for _, key in leaves_of(RunConfig) for stage in key.mark.stages or ())
+"""Stages whose result a setting decides."""
+
+FIXED_BY_PREPARE = tuple(name for name in reads("prepare") if name != "run.seed")
+"""Settings, or whole sections, that iteration 0 fixes: a fork shares their results, so it cannot change them. Only the
+seed may be another: it decides the draws of later iterations too."""

@@ -1,9 +1,11 @@
 """The table `[model]`: what is trained."""
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from typing import Annotated
 
-from tasks.config.credentials import referenced
-from tasks.config.section import Section, without_credentials
+from pydantic import model_validator
+
+from tasks.config.section import Section
+from trainer_core.marks import FILES, RUNTIME, SECRET
 
 
 class GeneratedModel(Section):
@@ -34,30 +36,18 @@ class GeneratedModel(Section):
 class ModelSection(Section):
     """The model that is trained: exactly one of `source` and `generate`."""
 
-    source: str | None = None
+    source: Annotated[str | None, FILES] = None
     """Hugging Face directory (config.json, safetensors, tokenizer): a local path, a URL, or `org/name[@revision]` in
     the hub's cache; an existing folder comes first."""
-    download: bool = False
+    download: Annotated[bool, RUNTIME] = False
     """Fetch `source` from the hub when the run is prepared; otherwise the hub is never contacted."""
-    token: str | None = None
+    token: Annotated[str | None, SECRET] = None
     """Token for the hub, by reference: "env:NAME"."""
-    accept: tuple[str, ...] = ()
+    accept: Annotated[tuple[str, ...], RUNTIME] = ()
     """Keys of the model's config.json that are let pass although trainer and engine are not known to obey them, such as
     "rope_parameters.attention_factor". The probe of a sync compares trainer and engine alone."""
     generate: GeneratedModel | None = None
     """Generate a small one instead."""
-
-    @field_validator("source")
-    @classmethod
-    def _public(cls, url: str | None, info: ValidationInfo) -> str | None:
-        return without_credentials(url, "model.source", info)
-
-    @field_validator("token")
-    @classmethod
-    def _by_reference(cls, token: str | None) -> str | None:
-        if token is not None and referenced(token) is None:
-            raise ValueError('model.token would be stored with the run: give it by reference, as "env:NAME"')
-        return token
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "ModelSection":

@@ -183,7 +183,7 @@ def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: Base
         kind=", ".join([_kind(field.annotation), *_limits(field)]),
         default=toml(value) if known else None,
         required=field.is_required(),
-        role=RUNTIME if is_runtime(place) else MEANING,
+        role=RUNTIME if is_runtime(".".join(place)) else MEANING,
         text=_text(field.description),
     )
 

@@ -1,8 +1,11 @@
 """The table `[report]`: who else is told about a run."""
 
-from pydantic import Field, ValidationInfo, field_validator
+from typing import Annotated
 
-from tasks.config.section import Section, without_credentials
+from pydantic import Field, field_validator
+
+from tasks.config.section import Section, check_url
+from trainer_core.marks import FUNCTION
 
 
 class ReportSection(Section):
@@ -15,10 +18,11 @@ class ReportSection(Section):
     mlflow: str | None = None
     """MLflow: the tracking URI, such as "sqlite:///mlflow.db" or "https://host". Needs `ratchet[mlflow]`."""
 
-    trackers: tuple[str, ...] = ()
+    trackers: Annotated[tuple[str, ...], FUNCTION] = ()
     """Trackers of your own: `file.py:name`, `package.module:name` or an entry point of the group `ratchet.trackers`."""
 
     @field_validator("mlflow")
     @classmethod
-    def _public(cls, url: str | None, info: ValidationInfo) -> str | None:
-        return without_credentials(url, "report.mlflow", info)
+    def _public(cls, url: str | None) -> str | None:
+        check_url(url or "")
+        return url

@@ -7,12 +7,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from storage.backends.root import absolute_url
 from storage.errors import InputError
 from storage.ids import check_run_name
-from tasks.config.section import Section, without_credentials
+from tasks.config.section import Section, check_url
 
 _SPAN = re.compile(r"(?P<run>[^@]+)(?:@(?P<first>\d+)(?:(?P<open>-)(?P<last>\d*))?)?")
 _AGE = re.compile(r"(?P<number>\d+)(?P<unit>[mhdw])")
@@ -121,13 +121,13 @@ class RetrainSection(Section):
 
     @field_validator("start")
     @classmethod
-    def _one_state(cls, start: str, info: ValidationInfo) -> str:
-        return _usable(start, "retrain.start", state_of, info)
+    def _one_state(cls, start: str) -> str:
+        return _usable(start, state_of)
 
     @field_validator("select")
     @classmethod
-    def _places(cls, select: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        return tuple(_usable(text, "retrain.select", place_of, info) for text in select)
+    def _places(cls, select: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_usable(text, place_of) for text in select)
 
     @field_validator("since")
     @classmethod
@@ -137,8 +137,8 @@ class RetrainSection(Section):
         return None if since is None else since.astimezone(UTC)
 
 
-def _usable(text: str, key: str, parse: Callable[[str], Place], info: ValidationInfo) -> str:
-    without_credentials(text, key, info)
+def _usable(text: str, parse: Callable[[str], Place]) -> str:
+    check_url(text)
     try:
         parse(text)
         return absolute(text)

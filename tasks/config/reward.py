@@ -13,7 +13,8 @@ from pydantic import (
 )
 
 from tasks.config.credentials import literal_secrets
-from tasks.config.section import FROM_STORAGE, Section
+from tasks.config.section import Section
+from trainer_core.marks import FUNCTION, RUNTIME
 
 Arguments = dict[str, JsonValue]
 Weights = dict[str, FiniteFloat]
@@ -26,7 +27,7 @@ class RewardFunction(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,40}$")]
     """Name of the component: `reward/NAME` among the metrics."""
-    function: str
+    function: Annotated[str, FUNCTION]
     """As `reward.function`."""
     weight: FiniteFloat = 1.0
     """Factor in the reward; 0 records the component without rewarding it."""
@@ -45,7 +46,7 @@ class RewardFunction(Section):
     @field_validator("arguments")
     @classmethod
     def _no_secrets(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
-        return _by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}", info)
+        return _by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}")
 
 
 _TRY = (
@@ -53,7 +54,7 @@ _TRY = (
     "with a wrong one. Set it to false for a reward that costs or acts."
 )
 # a keyword of Python cannot be written as a field
-_FIELDS: Any = {"try": (bool, Field(default=True, description=_TRY))}
+_FIELDS: Any = {"try": (Annotated[bool, RUNTIME], Field(default=True, description=_TRY))}
 _Tried = create_model("_Tried", __base__=Section, **_FIELDS)
 
 
@@ -61,7 +62,7 @@ class RewardSection(_Tried):
     """How responses are scored: by a function `(record, response)`, or `(record, response, sample)`, which returns a
     number or a table of named numbers."""
 
-    function: str = _DEFAULT
+    function: Annotated[str, FUNCTION] = _DEFAULT
     """Name of an entry point in the group `ratchet.rewards`, `package.module:function`, or `file.py:function` with a
     file beside the configuration or in the working directory. Of a file only the name is meaning, not the folder and
     not the content: a changed file applies to the iterations that are not scored yet."""
@@ -75,24 +76,24 @@ class RewardSection(_Tried):
     functions: tuple[RewardFunction, ...] = ()
     """Several functions instead of one, as tables `[[reward.functions]]` with `name` and `function`, and optionally
     `weight`, `arguments`, `weights` and `batch`. The reward is the weighted sum."""
-    max_failures: float = Field(default=0.1, ge=0, le=1)
+    max_failures: Annotated[float, RUNTIME] = Field(default=0.1, ge=0, le=1)
     """Share of an iteration's responses that may remain without a score (error, time-out, number that is not finite).
     Above it the stage fails before anything is trained."""
-    deadline_s: float = Field(default=5.0, gt=0)
+    deadline_s: Annotated[float, RUNTIME] = Field(default=5.0, gt=0)
     """Seconds after which a sample is recorded as timed out; enforced only in separate scoring processes. A batch has
     as many for each of its samples."""
-    start_deadline_s: float = Field(default=60.0, gt=0)
+    start_deadline_s: Annotated[float, RUNTIME] = Field(default=60.0, gt=0)
     """Seconds for importing the function in a scoring process, and beyond `deadline_s` for its calls until the first
     that gives a score: what a function imports or loads when it is called is not charged to a sample. A later call that
     is late is repeated once in a new process, with that time."""
-    processes: int = Field(default=0, ge=0)
+    processes: Annotated[int, RUNTIME] = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the calling process, which only built-in functions that cannot hang do: others
     get one process."""
 
     @field_validator("arguments")
     @classmethod
-    def _no_secrets(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
-        return _by_reference(arguments, "reward.arguments", info)
+    def _no_secrets(cls, arguments: Arguments) -> Arguments:
+        return _by_reference(arguments, "reward.arguments")
 
     @model_validator(mode="after")
     def _one_form(self) -> "RewardSection":
@@ -126,9 +127,8 @@ class RewardSection(_Tried):
         return self.functions or (one,)
 
 
-def _by_reference(arguments: Arguments, place: str, info: ValidationInfo) -> Arguments:
-    found = [] if info.context == FROM_STORAGE else list(literal_secrets(arguments, place))
-    if found:
+def _by_reference(arguments: Arguments, place: str) -> Arguments:
+    if found := list(literal_secrets(arguments, place)):
         raise ValueError(
             f"{' and '.join(found)} would be stored with the run, and looks like a secret: give it by reference, "
             'as "env:NAME", and export NAME'

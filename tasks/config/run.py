@@ -1,21 +1,22 @@
 """The configuration of a run: frozen models. Imports without torch."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import Field, JsonValue, create_model, field_validator, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
-from tasks.config.identity import meaning
+from tasks.config.keys import NONE, decided
 from tasks.config.model import ModelSection
 from tasks.config.numbers import COLDEST, unusable_numbers
 from tasks.config.report import ReportSection
 from tasks.config.retrain import RetrainSection
 from tasks.config.reward import RewardSection
-from tasks.config.section import FROM_STORAGE, Section
+from tasks.config.section import Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 from trainer_core.effects import Unused, without_effect
+from trainer_core.marks import RUNTIME, decides
 
 
 class RunSection(Section):
@@ -25,7 +26,7 @@ class RunSection(Section):
     """Id of the run below the storage root; also set by `--run`."""
     iterations: int = Field(default=1, ge=0)
     """RL iterations after the preparation (iteration 0). May be raised later to continue."""
-    seed: int = 0
+    seed: Annotated[int, decides("prepare", "rollout", "train")] = 0
     """Source of every other seed: model, data order, samples, trainer."""
 
     retries: int = Field(default=2, ge=0)
@@ -57,19 +58,19 @@ class RolloutSection(Section):
     """Prompt groups per iteration."""
     samples: int = Field(default=8, ge=1)
     """Samples of each prompt: the group of GRPO."""
-    temperature: float = Field(default=1.0, ge=COLDEST)
+    temperature: Annotated[float, decides("rollout", "train")] = Field(default=1.0, ge=COLDEST)
     """Sampling temperature; the trainer divides its logits by it too. vLLM would raise what is lower."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
-    max_tokens: int = Field(default=16, ge=1)
+    max_tokens: Annotated[int, decides("rollout", "evaluate")] = Field(default=16, ge=1)
     """Limit on response tokens."""
-    stop_tokens: tuple[int | str, ...] | None = None
+    stop_tokens: Annotated[tuple[int | str, ...] | None, decides("prepare", "rollout", "evaluate")] = None
     """Tokens that end a response, as texts or ids; by default all that config.json, generation_config.json and the
     tokenizer name."""
-    special_tokens: Literal["shown", "hidden"] = "shown"
+    special_tokens: Annotated[Literal["shown", "hidden"], decides("prepare", "rollout", "evaluate")] = "shown"
     """Special tokens in the texts of responses that rewards and people see, beside stop, padding and BOS tokens, which
     these never have."""
-    groups_per_part: int = Field(default=64, ge=1)
+    groups_per_part: Annotated[int, RUNTIME] = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
 
 
@@ -142,7 +143,7 @@ class EngineSection(Section):
     """Sequences decoded together."""
     kv_cache_mib: int | None = Field(default=None, ge=1)
     """Key-value cache of a card, MiB. By default what `gpu_memory_utilization` leaves; on CPU 128."""
-    precision: Precision = "fp32"
+    precision: Annotated[Precision, decides("rollout", "weight-sync", "evaluate")] = "fp32"
     """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engines may use; those that share a card divide it, and the trainer needs the rest. No
@@ -192,25 +193,25 @@ class DeviceSection(Section):
 class RunConfig(Section):
     """The whole configuration of a run."""
 
-    run: RunSection = RunSection()
-    model: ModelSection
-    data: DataSection
-    warmup: WarmupSection = WarmupSection()
-    rollout: RolloutSection = RolloutSection()
-    reward: RewardSection = RewardSection()
-    train: TrainerConfig
-    sync: SyncSection = SyncSection()
-    evaluate: EvaluateSection = EvaluateSection()
-    engine: EngineSection = EngineSection()
-    workers: WorkersSection = WorkersSection()
-    device: DeviceSection = DeviceSection()
-    storage: StorageSection = StorageSection()
-    report: ReportSection = ReportSection()
-    retrain: RetrainSection | None = None
+    run: Annotated[RunSection, RUNTIME] = RunSection()
+    model: Annotated[ModelSection, decides("prepare", "train")]
+    data: Annotated[DataSection, decides("prepare", "rollout")]
+    warmup: Annotated[WarmupSection, decides("prepare", "train")] = WarmupSection()
+    rollout: Annotated[RolloutSection, decides("rollout")] = RolloutSection()
+    reward: Annotated[RewardSection, decides("reward", "rescore", "evaluate")] = RewardSection()
+    train: Annotated[TrainerConfig, decides("train")]
+    sync: Annotated[SyncSection, RUNTIME] = SyncSection()
+    evaluate: Annotated[EvaluateSection, RUNTIME] = EvaluateSection()
+    engine: Annotated[EngineSection, RUNTIME] = EngineSection()
+    workers: Annotated[WorkersSection, RUNTIME] = WorkersSection()
+    device: Annotated[DeviceSection, RUNTIME] = DeviceSection()
+    storage: Annotated[StorageSection, RUNTIME] = StorageSection()
+    report: Annotated[ReportSection, RUNTIME] = ReportSection()
+    retrain: Annotated[RetrainSection | None, decides("select", "train")] = None
 
     @model_validator(mode="after")
-    def _usable_numbers(self, info: ValidationInfo) -> "RunConfig":
-        if info.context != FROM_STORAGE and (found := list(unusable_numbers(self.model_dump()))):
+    def _usable_numbers(self) -> "RunConfig":
+        if found := list(unusable_numbers(self.model_dump())):
             raise ValueError("\n  ".join(found))
         return self
 
@@ -235,10 +236,10 @@ class RunConfig(Section):
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one.
 
-        Runtime settings are left out: see `tasks.config.identity`. Data given by URL is identified by the
-        digests of the `prepare` stage instead.
+        Runtime settings are left out (`tasks.config.identity`). Data given by URL is identified by the digests of the
+        `prepare` stage instead.
         """
-        return meaning(self.model_dump(mode="json"))
+        return decided(self.model_dump(mode="json"), (RunConfig,), None, NONE)
 
 
 def _longest(config: RunConfig) -> int:

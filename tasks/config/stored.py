@@ -7,8 +7,9 @@ been added since.
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import JsonValue, ValidationError
 from pydantic_core import from_json
 
 from storage import layout, records
@@ -18,12 +19,21 @@ from storage.manifest import Fence, load
 from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
-from tasks.config.credentials import shown, shown_text
+from tasks.config.credentials import shown_text
 from tasks.config.document import apply_overrides, explained, parse_config, with_functions
-from tasks.config.identity import FIRST_RULES, FIXED_BY_PREPARE, RULES, Document, changed_meaning, meaning_digest
+from tasks.config.identity import (
+    FIXED_BY_PREPARE,
+    Document,
+    changed_meaning,
+    changed_settings,
+    meaning_digest,
+    touches,
+    with_settings,
+)
 from tasks.config.run import RunConfig
-from tasks.config.section import FROM_STORAGE
-from tasks.config.stage_settings import changed_settings, touches, with_settings
+
+RULES = 1
+"""Version of the rules by which a configuration has its digest (`tasks.config.identity`)."""
 
 _ABOUT = {"rules", "request", "former"}
 """Keys of a record that are not of the configuration."""
@@ -32,8 +42,8 @@ _ABOUT = {"rules", "request", "former"}
 class ConfigRecord(RunConfig):
     """What `run.json` holds: the configuration, and the rules by which its digest is made."""
 
-    rules: int = Field(default=RULES, ge=FIRST_RULES, le=RULES)
-    """Version of `tasks.config.identity` that the run was started under. Records of the first version lack it."""
+    rules: Literal[1] = RULES
+    """Version of the rules by which the digest is made."""
 
     request: str | None = None
     """Identity of the flow run that began the run, which no other flow run takes for its own; None if a command did."""
@@ -49,7 +59,7 @@ class ConfigRecord(RunConfig):
     @property
     def digest(self) -> str:
         """What every manifest of the run carries as `config_digest`."""
-        return meaning_digest(self.model_dump(mode="json", exclude=_ABOUT), self.rules)
+        return meaning_digest(self.model_dump(mode="json", exclude=_ABOUT))
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class StoredConfig:
     """A record that was read."""
 
     config: RunConfig
-    """With defaults for the keys that the record lacks; secrets that an earlier version recorded are masked."""
+    """With defaults for the keys that the record lacks."""
     digest: str
     """What every manifest of the run that is made now carries as `config_digest`."""
     first: str
@@ -75,19 +85,19 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
         SchemaMismatch: this version cannot read it.
     """
     document, where = _document(root, run)
-    rules, former = _rules(document.get("rules", FIRST_RULES), where), document.get("former")
+    former = document.get("former")
     document = {key: value for key, value in document.items() if key not in _ABOUT}
-    first = meaning_digest(document, rules)
+    first = meaning_digest(document)
     document = with_settings(document, (read_revisions(root, run) if revisions is None else revisions).settings())
     try:
-        config = RunConfig.model_validate(shown(document), context=FROM_STORAGE)
+        config = RunConfig.model_validate(document)
     except ValidationError as error:
         raise SchemaMismatch(
             f"{where} is not a configuration that this version can read:\n{explained(error)}\n"
             "Continue the run with the version that made it"
         ) from None
     known = tuple(map(str, former)) if isinstance(former, list) else ()
-    return StoredConfig(config, meaning_digest(document, rules), first, known)
+    return StoredConfig(config, meaning_digest(document), first, known)
 
 
 def documents(root: Root, run: str, revisions: Revisions) -> dict[str, Document]:
@@ -264,7 +274,7 @@ def _document(root: Root, run: str) -> tuple[dict[str, JsonValue], str]:
     where = f"{root.url}/{key}"
     try:
         # unlike that of json, this parser refuses any depth as a ValueError
-        document = from_json(records.unseal_older(root.read_bytes(key), where, key))
+        document = from_json(records.unseal(root.read_bytes(key), where, key))
     except NotCommitted:
         raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
     except ValueError as error:
@@ -276,13 +286,9 @@ def _document(root: Root, run: str) -> tuple[dict[str, JsonValue], str]:
             f"run {run!r} holds imported samples, and no model or configuration: `ratchet retrain NEW --select {run} "
             "--from RUN@ITERATION` trains on them. A new run needs another name (--run)"
         )
-    return document, where
-
-
-def _rules(stored: JsonValue, where: str) -> int:
-    if not isinstance(stored, int) or not FIRST_RULES <= stored <= RULES:
+    if document.get("rules") != RULES:
         raise SchemaMismatch(
-            f"{where} was recorded under rules {stored!r} of identity; this version knows {FIRST_RULES} to {RULES}. "
+            f"{where} was recorded under rules {document.get('rules')!r} of identity; this version knows {RULES}. "
             "Continue the run with the version that made it"
         )
-    return stored
+    return document, where

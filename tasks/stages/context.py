@@ -12,9 +12,8 @@ from storage.backends.root import Root
 from storage.manifest import Fence, Manifest, find, need
 from storage.revisions import FIRST, Revisions
 from storage.write_behind import Outbox
-from tasks.config.identity import Document
+from tasks.config.identity import Document, settings_digest
 from tasks.config.run import RunConfig
-from tasks.config.stage_settings import settings_digest
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 from tasks.workers.group import GroupHandle

@@ -22,8 +22,8 @@ from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
 from tasks.config.evaluation import EXACT, PASS, PREFIX, SCORED_BY, SETTINGS, SOURCE, EvaluationSettings
+from tasks.config.identity import settings_digest
 from tasks.config.run import RunConfig
-from tasks.config.stage_settings import settings_digest
 from tasks.data.checking import check_asked_prompts
 from tasks.data.files import name_of
 from tasks.engine.protocol import Sampling, token_rows

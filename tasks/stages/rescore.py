@@ -15,7 +15,7 @@ from storage.schema import REWARD, SELECTION, fingerprint
 from storage.selection import Source, read_prompts, read_sources
 from storage.unfinished import find_piece, keep_piece
 from tasks.config.evaluation import SOURCE
-from tasks.config.stage_settings import settings_digest
+from tasks.config.identity import settings_digest
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses, sources_of

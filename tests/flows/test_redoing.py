@@ -26,8 +26,8 @@ from storage.upkeep.catalog import contents
 from storage.upkeep.redoing import Wanted, choose
 from storage.upkeep.verify import verify
 from tasks.config.evaluation import EvaluationSettings
+from tasks.config.identity import changed_settings
 from tasks.config.run import RunConfig
-from tasks.config.stage_settings import changed_settings
 from tasks.config.stored import read_config
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import LOOP, WORKFLOW, Stage

@@ -214,20 +214,6 @@ def test_fork_makes_a_run_with_settings_of_its_own(call, root: Root, config: Run
     assert "shared with run" in call("show", "child@2")[2]
 
 
-def test_a_fork_of_a_run_that_recorded_a_secret_names_it_instead(call, root: Root, config: RunConfig):
-    key = layout.run_config_key("run")
-    document = config.model_dump(mode="json")
-    document["reward"]["arguments"] = {"api_key": "sk-4711"}
-    root.replace(key, json.dumps(document).encode())  # as the first version wrote it
-    asked = ("fork", "run@2", "--run", "child")
-    with pytest.raises(InputError, match=r"reward\.arguments\.api_key would be stored") as refused:
-        call(*asked)
-    assert "sk-4711" not in str(refused.value)
-    assert call(*asked, "--set", "reward.arguments.api_key=env:JUDGE_KEY")[0] == 0
-    assert b"sk-4711" not in root.read_bytes(layout.run_config_key("child"))
-    assert need(root, "child", 2, Stage.TRAIN).config_digest == read_config(root, "child").digest
-
-
 @pytest.mark.parametrize(
     "setting", ["model.generate.layers=3", "data.shuffle=false", "warmup.steps=3", "rollout.stop_tokens=[1]"]
 )

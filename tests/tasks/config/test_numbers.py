@@ -1,16 +1,12 @@
 """Numbers that cannot work are refused when a configuration is read, and never when a stored record is."""
 
-import json
 import tomllib
 
 import pytest
 
-from storage import layout
-from storage.backends.root import open_root
 from storage.errors import InputError
 from tasks.config.document import apply_override, parse_config
 from tasks.config.numbers import LARGEST
-from tasks.config.stored import stored_config
 from tests.tasks.config.test_run import MINIMAL
 
 
@@ -65,15 +61,6 @@ def test_all_of_them_are_named_at_once():
 )
 def test_what_can_work_is_taken(setting):
     config_with(setting)
-
-
-def test_a_stored_record_is_read_whatever_its_numbers(tmp_path):
-    document = config_with().model_dump(mode="json")
-    document["run"] |= {"seed": -3, "iterations": 10**12}
-    document["workers"]["call_deadline_s"] = 1e300
-    root = open_root(str(tmp_path))
-    root.put_if_absent(layout.run_config_key("old"), json.dumps(document).encode())
-    assert stored_config(root, "old").run.seed == -3
 
 
 @pytest.mark.parametrize(
