@@ -10,10 +10,10 @@ from storage.backends.root import open_root
 from tasks.config.identity import is_read, is_runtime
 from tasks.config.keys import key_at, leaves_of
 from tasks.config.run import RunConfig
-from tasks.stages.context import directly
 from tasks.stages.names import Stage
 from tests.small.config import small_config
-from tests.small.driving import Driver, driver
+from tests.small.driving import Driver
+from tests.small.here import WorkersHere
 
 PER_KEY = dict(leaves_of(RunConfig))
 
@@ -73,23 +73,21 @@ def recorded[M: BaseModel](model: M, seen: Callable[[str], object], prefix: str 
     return copy
 
 
-def test_a_stage_reads_no_setting_that_decides_results_and_is_not_marked_for_it(tmp_path, monkeypatch):
+def test_a_stage_reads_no_setting_that_decides_results_and_is_not_marked_for_it(tmp_path):
     read: dict[Stage, set[str]] = defaultdict(set)
     under_way: list[Stage] = []
 
-    def performer(self: Driver, stage: Stage):
-        def perform(iteration, work, inputs):
+    class Noting(Driver):
+        def _noted(self, stage, iteration, work, inputs):
             under_way.append(stage)
             try:
-                return directly(stage)(iteration, work, inputs)
+                return super()._noted(stage, iteration, work, inputs)
             finally:
                 under_way.pop()
 
-        return perform
-
-    monkeypatch.setattr(Driver, "_noted", performer)
     config = recorded(small_config(), lambda key: under_way and read[under_way[-1]].add(key))
-    driver(open_root(str(tmp_path / "runs")), config, tmp_path / "scratch").drive()
+    (tmp_path / "scratch").mkdir()
+    Noting(open_root(str(tmp_path / "runs")), config, tmp_path / "scratch", WorkersHere(config)).drive()
     leaves = {stage: {key for key in keys if key in PER_KEY} for stage, keys in read.items()}
     assert {"rollout.samples", "run.seed"} <= leaves[Stage.ROLLOUT]
     assert len(leaves) == 6
