@@ -7,7 +7,7 @@ _WHOLE = ("tests/tasks/engine/test_scheduler.py",)
 _IN_FLIGHT = "tests/tasks/engine/test_in_flight.py::test_"
 _LOADING = "tests/tasks/engine/test_loading.py::test_"
 _UPDATE = "tests/tasks/engine/test_update.py::test_"
-_TRANSPORTS = ("tests/tasks/engine/receivers/test_transports.py",)
+_TRANSPORTS = ("tests/trainer_core/weights/transports/test_transports.py",)
 _LOADERS = (f"{_LOADING}a_fault_of_the_loaders_fails_with_the_name_and_the_next_update_repairs_it",)
 _BY_TABLE = (
     "tests/tasks/engine/test_loading.py::test_where_loaders_have_followed_the_table_the_next_update_is_written_by_it",

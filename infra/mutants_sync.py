@@ -7,13 +7,13 @@ _SERVED = ("tests/tasks/stages/test_served_weights.py", "tests/tasks/stages/test
 _PROBE = ("tests/tasks/stages/test_probe.py",)
 _PLACES = ("tests/tasks/workers/test_placement.py",)
 _DISTANT = (
-    "tests/tasks/engine/receivers/test_distant.py::test_a_distant_arena_is_free_again_before_what_it_held_is_loaded",
+    "tests/trainer_core/weights/transports/test_distant.py::test_a_distant_arena_is_free_again_before_what_it_held_is_loaded",
 )
 _AHEAD = (
-    "tests/tasks/engine/receivers/test_distant.py::test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched",
+    "tests/trainer_core/weights/transports/test_distant.py::test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched",
 )
-_READING = ("tests/tasks/engine/receivers/test_reading.py",)
-_OPEN = ("tests/tasks/engine/receivers/test_transports.py::test_only_arenas_of_a_complete_update_stay_open",)
+_READING = ("tests/trainer_core/weights/transports/test_reading.py",)
+_OPEN = ("tests/trainer_core/weights/transports/test_transports.py::test_only_arenas_of_a_complete_update_stay_open",)
 _FILE = "tasks/stages/transaction.py"
 
 SYNC = (
@@ -214,7 +214,7 @@ SYNC = (
     Mutant(
         "distant-arena-in-place",
         "loaders read a distant arena again and again, and hold it meanwhile",
-        "tasks/engine/receivers/shared.py",
+        "trainer_core/weights/transports/shared.py",
         "        if not self._is_near(bucket):\n            arena =",
         "        if False:\n            arena =",
         _DISTANT,
@@ -222,7 +222,7 @@ SYNC = (
     Mutant(
         "distant-arena-not-copied",
         "a distant arena is given free, and what it held is read afterwards",
-        "tasks/engine/receivers/shared.py",
+        "trainer_core/weights/transports/shared.py",
         "            self._buffers[0][: bucket.nbytes].copy_(arena, non_blocking=True)\n",
         "            self._buffers[0] = arena\n",
         _DISTANT,
@@ -230,7 +230,7 @@ SYNC = (
     Mutant(
         "fetched-over-what-is-loaded",
         "the bucket that is fetched ahead is written over the one that is being loaded",
-        "tasks/engine/receivers/shared.py",
+        "trainer_core/weights/transports/shared.py",
         "        self._buffers.reverse()\n",
         "",
         _AHEAD,
@@ -238,15 +238,15 @@ SYNC = (
     Mutant(
         "arena-released-while-a-card-reads-it",
         "a sender may write again into an arena that a card has not read yet",
-        "tasks/engine/receivers/shared.py",
+        "trainer_core/weights/transports/shared.py",
         "            self._reading = bucket, read\n",
-        "            self._turns.release(bucket, self._number)\n",
+        "            self._signals.release(bucket, self._number)\n",
         _READING,
     ),
     Mutant(
         "last-arena-is-not-released",
         "senders wait for ever for the last bucket to be read",
-        "tasks/engine/receivers/shared.py",
+        "trainer_core/weights/transports/shared.py",
         "        if bucket.number == self._plan.buckets[-1].number:\n",
         "        if False:\n",
         _READING,
@@ -254,8 +254,8 @@ SYNC = (
     Mutant(
         "arena-is-held-while-its-sender-waits",
         "a receiver waits for a bucket whose sender waits for the arena that this receiver has read",
-        "tasks/engine/receivers/shared.py",
-        "        if not self._turns.is_published(bucket):\n",
+        "trainer_core/weights/transports/shared.py",
+        "        if not self._signals.is_published(bucket):\n",
         "        if False:\n",
         _READING,
     ),
@@ -286,7 +286,7 @@ SYNC = (
     Mutant(
         "nothing-is-fetched-ahead",
         "a bucket on another card is fetched only when the one before was loaded",
-        "tasks/engine/receivers/shared.py",
+        "trainer_core/weights/transports/shared.py",
         "        self._look_ahead(bucket)\n",
         "",
         _AHEAD,
@@ -294,7 +294,7 @@ SYNC = (
     Mutant(
         "old-arenas-stay-open",
         "arenas of senders that are gone stay open",
-        "trainer_core/weights/card.py",
+        "trainer_core/weights/transports/card.py",
         "    for handle in _opened.keys() - keep:\n",
         "    for handle in keep & set():\n",
         _OPEN,
@@ -302,23 +302,23 @@ SYNC = (
     Mutant(
         "arenas-freed-while-open",
         "arenas of a former size are given back while engines may have them open",
-        "trainer_core/weights/card.py",
+        "trainer_core/weights/transports/card.py",
         "        _replaced.extend(itertools.chain.from_iterable(_exported.values()))\n",
         "        _free(list(itertools.chain.from_iterable(_exported.values())))\n",
-        ("tests/trainer_core/weights/test_card.py",),
+        ("tests/trainer_core/weights/transports/test_card.py",),
     ),
     Mutant(
         "half-of-the-arenas-kept",
         "arenas stay reserved when there is no room for all, and each attempt takes more of the card",
-        "trainer_core/weights/card.py",
+        "trainer_core/weights/transports/card.py",
         "        _free(addresses)\n        raise\n",
         "        raise\n",
-        ("tests/trainer_core/weights/test_card.py",),
+        ("tests/trainer_core/weights/transports/test_card.py",),
     ),
     Mutant(
         "arenas-open-after-a-failure",
         "arenas stay open after an update that failed",
-        "tasks/engine/receivers/shared.py",
+        "trainer_core/weights/transports/shared.py",
         "close_opened(keep=set() if failed else self._handles)",
         "close_opened(keep=self._handles)",
         _OPEN,
@@ -326,11 +326,11 @@ SYNC = (
     Mutant(
         "connecting-cannot-be-stopped",
         "a process that connects to one that has died waits until the deadline",
-        "trainer_core/weights/process_group.py",
+        "trainer_core/weights/transports/collective.py",
         '    Thread(target=run, name="ratchet-process-group", daemon=True).start()\n',
         "    run()\n",
         (
-            "tests/tasks/engine/receivers/test_transports.py::"
+            "tests/trainer_core/weights/transports/test_transports.py::"
             "test_a_process_that_dies_before_all_are_connected_stops_the_others",
         ),
     ),

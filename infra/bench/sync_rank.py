@@ -22,10 +22,10 @@ from trainer_core.config import RankSpec, TrainerConfig
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Planned
 from trainer_core.trainer import Trainer
-from trainer_core.weights.arenas import make_arenas
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name
 from trainer_core.weights.plan import WeightPlan
+from trainer_core.weights.transports.shared import make_arenas
 from trainer_core.weights.update import Update
 
 _SPREAD = 0.02  # standard deviation of the weights
@@ -103,7 +103,7 @@ class SyncRank(Trainer, SyncRankProtocol):
         if self._device.type == "cpu":
             make_arenas(channel, plan, self._mesh.rank)
             return
-        from trainer_core.weights.card import export_arenas
+        from trainer_core.weights.transports.card import export_arenas
 
         export_arenas(channel, plan, self._mesh.rank, self._device)
 

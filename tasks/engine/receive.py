@@ -20,7 +20,6 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine import inside  # noqa: F401 - prepares the process of a worker
 from tasks.engine.landing import landing_of, named_layers
 from tasks.engine.loading import lane_of
-from tasks.engine.receivers.receiver import Receiver, open_receiver
 from tasks.engine.survey import Survey, found
 from tasks.engine.update import Report, Update
 from trainer_core.collector import paused
@@ -28,6 +27,7 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import tensors_of
 from trainer_core.weights.plan import WeightPlan, text_digest
 from trainer_core.weights.signals import fail
+from trainer_core.weights.transports.ends import Receiver, open_receiver
 
 BACKEND = "ratchet"
 
@@ -121,8 +121,8 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """Not used: the trainer sends as trainer_core/weights/senders does."""
-        raise NotImplementedError("trainer ranks send through trainer_core.weights.senders")
+        """Not used: the trainer sends as trainer_core/weights/transports does."""
+        raise NotImplementedError("trainer ranks send through trainer_core.weights.transports")
 
     def _receiver(self, plan: WeightPlan, channel: Channel, number: int) -> Receiver:
         try:

@@ -17,12 +17,12 @@ from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.landing import part_of
 from tasks.engine.loading import Arriving, Lane, Parcel
-from tasks.engine.receivers.receiver import Receiver
 from tasks.engine.survey import Survey, model_device
 from trainer_core.weights.digest import BegunDigests
 from trainer_core.weights.packing import element_type, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.planned_digests import Cut, Outline, Whole, plan_digests, thought_of
+from trainer_core.weights.transports.ends import Receiver
 
 _SHOWN = 4  # names spelled out in a message
 _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer_core.weights.signals import Signals, Turns
+from trainer_core.weights.signals import Signals
 
 
 def _arenas(channel, plan, sender):
@@ -29,15 +29,15 @@ class SmallEnd:
 
     def __init__(self, channel, plan):
         self._channel, self._plan = channel, plan
-        self.turns = Turns(Signals(channel, plan), channel.arenas)
+        self.signals = Signals(channel, plan)
         self._files = {}
 
     def octets(self, bucket, tensor):
         """Where a tensor lies, (nbytes,) uint8."""
         if bucket.sender not in self._files:
             self._files[bucket.sender] = _arenas(self._channel, self._plan, bucket.sender)
-        arena = self._files[bucket.sender][self.turns.place_of(bucket)]
+        arena = self._files[bucket.sender][self.signals.place_of(bucket)]
         return arena[tensor.offset : tensor.offset + tensor.nbytes]
 
     def fail(self, reason):
-        self.turns.signals.fail(reason)
+        self.signals.fail(reason)

@@ -205,11 +205,11 @@ class SmallTrainer(TrainerProtocol):
         if own:
             with told(SmallEnd(channel, plan)) as end:
                 for bucket in own:
-                    end.turns.free(bucket)
+                    end.signals.free(bucket)
                     for tensor in tensors_of(plan, bucket):
                         digests[tensor.name] = self._packed(tensor.name, end.octets(bucket, tensor))
-                    end.turns.publish(bucket)
-                end.turns.read_by_all(self._rank)
+                    end.signals.publish(bucket)
+                end.signals.read_by_all(self._rank)
         return Sent(digests, {"convert": 0.0})
 
     def _packed(self, name, octets):
@@ -276,12 +276,12 @@ class SmallEngine(EngineProtocol):
         plan, channel, number = self._update
         with told(SmallEnd(channel, plan)) as end:
             for bucket in plan.buckets:
-                end.turns.published(bucket)
+                end.signals.published(bucket)
                 self._unusable = "a weight update began and did not finish"
                 for tensor in tensors_of(plan, bucket):
                     self._loaded(tensor.name, end.octets(bucket, tensor))
                 for worker in range(self.workers):
-                    end.turns.release(bucket, number + worker)
+                    end.signals.release(bucket, number + worker)
         self._arrived = Arrived(digests=self._landed(), landed=len(plan.tensors), bytes=4 * SIZE, seconds={"load": 0.0})
         return self._arrived
 

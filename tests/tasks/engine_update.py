@@ -12,7 +12,7 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digests
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan, plan_digest
-from trainer_core.weights.senders.sender import open_sender
+from trainer_core.weights.transports.ends import open_sender
 
 CPU = torch.device("cpu")
 ARENA = 64 << 10

@@ -18,7 +18,7 @@ MODULES = (
     # what modules of tests import, which a rank does for the function that it is given
     "pytest",
     "storage.parts",
-    "tasks.engine.receivers.receiver",
+    "trainer_core.weights.transports.ends",
     "tests.trainer_core.models",
 )
 

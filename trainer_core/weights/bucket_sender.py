@@ -12,8 +12,8 @@ from trainer_core.model.mesh import Mesh
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.planned_digests import PlannedDigests
-from trainer_core.weights.senders.sender import Sender, open_sender
 from trainer_core.weights.signals import fail
+from trainer_core.weights.transports.ends import Sender, open_sender
 
 
 class BucketSender:

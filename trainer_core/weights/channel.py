@@ -24,3 +24,7 @@ class Channel(Frozen):
     """Buffers of `WeightPlan.arena_bytes` of each sender."""
     deadline_s: float = 600.0
     """How long one side waits for the other before it gives up."""
+
+
+def idle() -> None:
+    """Do nothing while a bucket is on its way."""

@@ -62,17 +62,17 @@ class Signals:
     """
 
     def __init__(self, channel: Channel, plan: WeightPlan) -> None:
-        self._folder, self._deadline_s = Path(channel.folder), channel.deadline_s
+        self._folder, self._deadline_s, self._arenas = Path(channel.folder), channel.deadline_s, channel.arenas
         senders = sorted({bucket.sender for bucket in plan.buckets})
         self.place = {sender: place for place, sender in enumerate(senders)}
         self.turn = _turns(plan)
         width = 1 + channel.receivers
         memory = _shared(self._folder / _COUNTERS, len(senders) * 2 * width * _WORD)
         self.met, counters = np.frombuffer(memory, dtype=np.int64).reshape(2, len(senders), width)
-        self.published, self.released = counters[:, 0], counters[:, 1:]  # (S,), (S, R)
+        self.counted, self.released = counters[:, 0], counters[:, 1:]  # (S,), (S, R)
 
     def fail(self, reason: str) -> None:
-        """See `fail`."""
+        """`fail` in the folder of this channel."""
         fail(self._folder, reason)
 
     def check(self) -> None:
@@ -108,6 +108,44 @@ class Signals:
             time.sleep(pause)
             pause = min(pause * _GROWTH, _LAST_PAUSE_S)
 
+    def place_of(self, bucket: Bucket) -> int:
+        """Which of its sender's arenas carries a bucket."""
+        return self.turn[bucket.number] % self._arenas
+
+    def free(self, bucket: Bucket) -> None:
+        """Wait until every receiver has released what the arena of a bucket held before."""
+        earlier = self.turn[bucket.number] - self._arenas + 1
+        self._until_released(bucket.sender, earlier, f"engines to read bucket {bucket.number} of the plan")
+
+    def publish(self, bucket: Bucket) -> None:
+        """Say that a bucket can be read."""
+        self.counted[self.place[bucket.sender]] = self.turn[bucket.number] + 1
+
+    def read_by_all(self, sender: int) -> None:
+        """Wait until every receiver has released everything that a sender sends."""
+        row = self.place[sender]
+        self._until_released(sender, int(self.counted[row]), f"engines to read what rank {sender} sent")
+
+    def published(self, bucket: Bucket) -> None:
+        """Wait until a bucket can be read."""
+        row, wanted = self.place[bucket.sender], self.turn[bucket.number] + 1
+        counters = self.counted
+        what = f"trainer rank {bucket.sender} to send bucket {bucket.number} of the plan"
+        self.wait(lambda: counters[row] >= wanted, what)
+
+    def is_published(self, bucket: Bucket) -> bool:
+        """Whether a bucket can be read."""
+        row = self.place[bucket.sender]
+        return bool(self.counted[row] > self.turn[bucket.number])
+
+    def release(self, bucket: Bucket, receiver: int) -> None:
+        """Say that a receiver has read a bucket."""
+        self.released[self.place[bucket.sender], receiver] = self.turn[bucket.number] + 1
+
+    def _until_released(self, sender: int, wanted: int, what: str) -> None:
+        counters = self.released[self.place[sender]]  # (R,)
+        self.wait(lambda: (counters >= wanted).all(), what)
+
 
 def _turns(plan: WeightPlan) -> dict[int, int]:
     """Place of each bucket among those of its sender."""
@@ -134,48 +172,3 @@ def _shared(path: Path, size: int) -> mmap.mmap:
         ) from error
     finally:
         os.close(handle)
-
-
-class Turns:
-    """What one end of a channel knows of its buckets' turns."""
-
-    def __init__(self, signals: Signals, arenas: int) -> None:
-        self.signals, self.arenas = signals, arenas
-
-    def place_of(self, bucket: Bucket) -> int:
-        """Which of its sender's arenas carries a bucket."""
-        return self.signals.turn[bucket.number] % self.arenas
-
-    def free(self, bucket: Bucket) -> None:
-        """Wait until every receiver has released what the arena of a bucket held before."""
-        earlier = self.signals.turn[bucket.number] - self.arenas + 1
-        self._until_released(bucket.sender, earlier, f"engines to read bucket {bucket.number} of the plan")
-
-    def publish(self, bucket: Bucket) -> None:
-        """Say that a bucket can be read."""
-        self.signals.published[self.signals.place[bucket.sender]] = self.signals.turn[bucket.number] + 1
-
-    def read_by_all(self, sender: int) -> None:
-        """Wait until every receiver has released everything that a sender sends."""
-        row = self.signals.place[sender]
-        self._until_released(sender, int(self.signals.published[row]), f"engines to read what rank {sender} sent")
-
-    def published(self, bucket: Bucket) -> None:
-        """Wait until a bucket can be read."""
-        row, wanted = self.signals.place[bucket.sender], self.signals.turn[bucket.number] + 1
-        counters = self.signals.published
-        what = f"trainer rank {bucket.sender} to send bucket {bucket.number} of the plan"
-        self.signals.wait(lambda: counters[row] >= wanted, what)
-
-    def is_published(self, bucket: Bucket) -> bool:
-        """Whether a bucket can be read."""
-        row = self.signals.place[bucket.sender]
-        return bool(self.signals.published[row] > self.signals.turn[bucket.number])
-
-    def release(self, bucket: Bucket, receiver: int) -> None:
-        """Say that a receiver has read a bucket."""
-        self.signals.released[self.signals.place[bucket.sender], receiver] = self.signals.turn[bucket.number] + 1
-
-    def _until_released(self, sender: int, wanted: int, what: str) -> None:
-        counters = self.signals.released[self.signals.place[sender]]  # (R,)
-        self.signals.wait(lambda: (counters >= wanted).all(), what)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from storage.errors import RatchetError
-from tasks.engine.receivers.receiver import open_receiver
 from tests.trainer_core.models import read_export
 from tests.trainer_core.oracle import export
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import dtype_name, tensor_digest, tensor_digests
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.plan import WeightPlan
+from trainer_core.weights.transports.ends import open_receiver
 
 CPU = torch.device("cpu")
 ARENA = 48 << 10  # several layers of the tiny models need several

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.engine.receivers import shared
-from tasks.engine.receivers.receiver import open_receiver
-from tests.tasks.engine.receivers.test_transports import Receiving, assert_same, channel_of, weights
 from tests.tasks.engine_update import CPU, Sending, plan_of
-from trainer_core.weights.senders.sender import open_sender
+from tests.trainer_core.weights.transports.test_transports import Receiving, assert_same, channel_of, weights
 from trainer_core.weights.signals import Signals
+from trainer_core.weights.transports import shared
+from trainer_core.weights.transports.ends import open_receiver, open_sender
 
 
 @pytest.fixture

@@ -1,15 +1,147 @@
-"""Receiving from arenas that the sender shows: in shared memory of the host, or on a card by CUDA IPC."""
+"""Arenas that both ends see: in shared memory of the host, as a file of each sender, or on a card by CUDA IPC."""
 
+import mmap
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from trainer_core.weights.arenas import SharedArenas, open_arenas
-from trainer_core.weights.channel import Channel
+from storage.errors import StorageUnavailable
+from trainer_core.platform.pinning import Pinning, pinning_of
+from trainer_core.weights.channel import Channel, idle
 from trainer_core.weights.plan import Bucket, WeightPlan
-from trainer_core.weights.signals import Signals, Turns
+from trainer_core.weights.signals import Signals
+
+
+class SharedArenas:
+    """The arenas of one sender, as seen from one end."""
+
+    def __init__(self, path: Path, file: mmap.mmap, arena_bytes: int) -> None:
+        self._path = path
+        self._whole = torch.frombuffer(file, dtype=torch.uint8)  # keeps the mapping
+        self.buffers = list(self._whole.split(arena_bytes))  # (arena_bytes,) each
+        self._pinning: Pinning | None = None
+
+    def pin(self, device: torch.device) -> None:
+        """Let a card copy from and to the arenas at the speed of the link. Where that is refused it copies slowly.
+
+        Raises:
+            WorkerLost: the card does not work.
+        """
+        pinning = pinning_of(device)
+        if pinning is not None and pinning.pin(self._whole, self._path):
+            self._pinning = pinning
+
+    def close(self) -> None:
+        """Forget the mapping, which ends with the last tensor that shows some of it.
+
+        Raises:
+            WorkerLost: as `pin`.
+        """
+        self.buffers = []
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.release(self._whole)
+
+
+def make_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas:
+    """New arenas of a sender.
+
+    Raises:
+        StorageUnavailable: there is no room in shared memory.
+    """
+    size = channel.arenas * plan.arena_bytes
+    path = _path(channel, sender)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(handle, 0, size)  # or a later write would end the process
+        return SharedArenas(path, mmap.mmap(handle, size), plan.arena_bytes)
+    except OSError as error:
+        raise StorageUnavailable(
+            f"{channel.arenas} arenas of {plan.arena_bytes >> 20} MiB for a weight update do not fit into "
+            f"{channel.folder}: {error}; free shared memory there or lower sync.arena_mib"
+        ) from error
+    finally:
+        os.close(handle)
+
+
+def open_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas:
+    """The arenas that a sender has made."""
+    path = _path(channel, sender)
+    handle = os.open(path, os.O_RDWR)
+    try:
+        return SharedArenas(path, mmap.mmap(handle, channel.arenas * plan.arena_bytes), plan.arena_bytes)
+    finally:
+        os.close(handle)
+
+
+def _path(channel: Channel, sender: int) -> Path:
+    return Path(channel.folder, f"arenas-{sender}")
+
+
+class SharedSender:
+    """A sender whose arenas the receivers see."""
+
+    def __init__(
+        self, channel: Channel, plan: WeightPlan, rank: int, buffers: list[torch.Tensor], close: Callable[[], None]
+    ) -> None:
+        """Args:
+        buffers: the arenas, (arena_bytes,) uint8 each.
+        close: releases them.
+        """
+        self._signals, self._rank, self._buffers, self._close = Signals(channel, plan), rank, buffers, close
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        self._signals.free(bucket)
+        return self._buffers[self._signals.place_of(bucket)][: bucket.nbytes]
+
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+        if not self._buffers[0].is_cuda:
+            self._signals.publish(bucket)
+            meanwhile()
+            return
+        written = torch.cuda.Event()
+        written.record(torch.cuda.current_stream(self._buffers[0].device))
+        meanwhile()  # what it launches is not waited for
+        written.synchronize()
+        self._signals.publish(bucket)
+
+    def finish(self) -> None:
+        self._signals.read_by_all(self._rank)
+
+    def fail(self, reason: str) -> None:
+        self._signals.fail(reason)
+
+    def close(self) -> None:
+        self._buffers = []
+        self._close()
+
+
+class StagedSender(SharedSender):
+    """A sender from a card through shared memory of the host: for engines that cannot open arenas on this card."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan: WeightPlan,
+        rank: int,
+        buffers: list[torch.Tensor],
+        close: Callable[[], None],
+        device: torch.device,
+    ) -> None:
+        super().__init__(channel, plan, rank, buffers, close)
+        self._staging = torch.empty_like(buffers[0], device=device)  # (arena_bytes,)
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        return self._staging[: bucket.nbytes]
+
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+        super().arena(bucket).copy_(self._staging[: bucket.nbytes])  # waits for the device
+        super().publish(bucket, meanwhile)
 
 
 @dataclass(frozen=True)
@@ -47,43 +179,40 @@ class SharedReceiver:
         device: of the model.
         """
         self._plan, self._number, self._device, self._opener = plan, number, device, opener
-        self._turns = Turns(Signals(channel, plan), channel.arenas)
+        self._signals = Signals(channel, plan)
         self._seen: dict[int, Seen] = {}
         self._fetcher = Fetcher(plan, device)
         self._reading: tuple[Bucket, torch.cuda.Event] | None = None
         self._failed = False
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        """See `Receiver.arena`."""
-        if not self._turns.is_published(bucket):
+        if not self._signals.is_published(bucket):
             self._settle()  # the sender may wait for that arena
-        self._turns.published(bucket)
+        self._signals.published(bucket)
         arena = self._shown(bucket)
         if not self._is_near(bucket):
             arena = self._fetcher.fetched(bucket, arena)
-            self._turns.release(bucket, self._number)  # it was read over the link, once
+            self._signals.release(bucket, self._number)  # it was read over the link, once
         self._look_ahead(bucket)
         return arena
 
     def release(self, bucket: Bucket) -> None:
-        """See `Receiver.release`. A card reads it while this process launches what reads the next one."""
+        """A card reads it while this process launches what reads the next bucket."""
         self._settle()
         if not self._is_near(bucket):
             self._fetcher.release()
         elif (read := _now(self._device)) is not None:
             self._reading = bucket, read
         else:
-            self._turns.release(bucket, self._number)
+            self._signals.release(bucket, self._number)
         if bucket.number == self._plan.buckets[-1].number:
             self._settle()
 
     def fail(self, reason: str) -> None:
-        """See `Receiver.fail`."""
         self._failed = True
-        self._turns.signals.fail(reason)
+        self._signals.fail(reason)
 
     def close(self) -> None:
-        """See `Receiver.close`."""
         self._seen = {}
         self._fetcher.close()
         self._opener.close(self._failed)
@@ -93,14 +222,14 @@ class SharedReceiver:
         if self._reading is not None:
             bucket, read = self._reading
             read.synchronize()
-            self._turns.release(bucket, self._number)
+            self._signals.release(bucket, self._number)
             self._reading = None
 
     def _shown(self, bucket: Bucket) -> torch.Tensor:
         """Where a bucket lies that can be read."""
         if bucket.sender not in self._seen:
             self._seen[bucket.sender] = self._opener.open(bucket.sender)
-        return self._seen[bucket.sender].buffers[self._turns.place_of(bucket)][: bucket.nbytes]
+        return self._seen[bucket.sender].buffers[self._signals.place_of(bucket)][: bucket.nbytes]
 
     def _is_near(self, bucket: Bucket) -> bool:
         return bucket.sender in self._seen and self._seen[bucket.sender].near
@@ -109,7 +238,7 @@ class SharedReceiver:
         """Begin to fetch the next bucket that lies elsewhere, if it can be read already, while this one is loaded."""
         later = (one for one in self._plan.buckets[bucket.number + 1 :] if not self._is_near(one))
         following = next(later, None)
-        if following is not None and self._turns.is_published(following):
+        if following is not None and self._signals.is_published(following):
             arena = self._shown(following)
             if not self._is_near(following):
                 self._fetcher.begin(following, arena)
@@ -180,7 +309,6 @@ class HostOpener:
         self._arenas: list[SharedArenas] = []
 
     def open(self, sender: int) -> Seen:
-        """See `Opener.open`."""
         arenas = open_arenas(self._channel, self._plan, sender)
         if self._device.type == "cuda":
             arenas.pin(self._device)
@@ -188,7 +316,6 @@ class HostOpener:
         return Seen(arenas.buffers, near=self._device.type == "cpu")
 
     def close(self, failed: bool) -> None:
-        """See `Opener.close`."""
         for arenas in self._arenas:
             arenas.close()
 
@@ -201,16 +328,14 @@ class CardOpener:
         self._handles: set[bytes] = set()
 
     def open(self, sender: int) -> Seen:
-        """See `Opener.open`."""
-        from trainer_core.weights.card import open_arenas  # its library comes with torch for CUDA only
+        from trainer_core.weights.transports.card import open_arenas  # its library comes with torch for CUDA only
 
         opened = open_arenas(self._channel, self._plan, sender, self._device)
         self._handles |= opened.handles
         return Seen(opened.buffers, opened.near)
 
     def close(self, failed: bool) -> None:
-        """See `Opener.close`."""
-        from trainer_core.weights.card import close_opened
+        from trainer_core.weights.transports.card import close_opened
 
         close_opened(keep=set() if failed else self._handles)
 
@@ -223,3 +348,19 @@ def host_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch
 def card_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> SharedReceiver:
     """A receiver from arenas on the senders' cards."""
     return SharedReceiver(channel, plan, number, device, CardOpener(channel, plan, device))
+
+
+def host_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
+    """A sender through shared memory of the host."""
+    arenas = make_arenas(channel, plan, rank)
+    if device.type == "cpu":
+        return SharedSender(channel, plan, rank, arenas.buffers, arenas.close)
+    arenas.pin(device)
+    return StagedSender(channel, plan, rank, arenas.buffers, arenas.close, device)
+
+
+def card_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
+    """A sender through arenas on its own card."""
+    from trainer_core.weights.transports.card import export_arenas  # its library comes with torch for CUDA only
+
+    return SharedSender(channel, plan, rank, export_arenas(channel, plan, rank, device), lambda: None)

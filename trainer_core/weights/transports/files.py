@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import fsspec.core
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from storage.errors import StorageUnavailable, SyncMismatch
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, idle
 from trainer_core.weights.packing import packed, tensors_of, views
 from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.signals import FAILED, UNKNOWN, fail
@@ -90,3 +91,48 @@ class BucketFiles:
 
     def _path(self, bucket: Bucket) -> str:
         return f"{self._folder}/bucket-{bucket.number:05d}.safetensors"
+
+
+class FilesSender:
+    """Writes each bucket as a file. Nobody waits for the readers: they cannot be seen from here."""
+
+    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
+        self._files = BucketFiles(channel, plan)
+        self._arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)  # (arena_bytes,)
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        self._files.check()
+        return self._arena[: bucket.nbytes]
+
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+        self._files.write(bucket, self._arena[: bucket.nbytes].cpu())
+        meanwhile()
+
+    def finish(self) -> None:
+        self._files.check()
+
+    def fail(self, reason: str) -> None:
+        self._files.fail(reason)
+
+    def close(self) -> None:
+        self._arena = self._arena[:0]
+
+
+class FilesReceiver:
+    """Reads each bucket's file once it is there."""
+
+    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
+        self._files, self._device = BucketFiles(channel, plan), device
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        self._files.check()
+        return self._files.read(bucket, self._device)
+
+    def release(self, bucket: Bucket) -> None:
+        """The file stays, for other engines."""
+
+    def fail(self, reason: str) -> None:
+        self._files.fail(reason)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from storage.errors import StorageUnavailable, SyncMismatch
-from tasks.engine.receivers.receiver import open_receiver
-from tasks.engine.receivers.shared import CardOpener
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
-from trainer_core.weights import card, signals
+from trainer_core.weights import signals
 from trainer_core.weights.bucket_sender import BucketSender
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.planned_digests import plan_digests
-from trainer_core.weights.process_group import BroadcastGroup
-from trainer_core.weights.senders.sender import open_sender
+from trainer_core.weights.transports import card
+from trainer_core.weights.transports.collective import BroadcastGroup
+from trainer_core.weights.transports.ends import open_receiver, open_sender
+from trainer_core.weights.transports.shared import CardOpener
 
 TRANSPORTS = ["memory", "collective", "files"]
 WAITING = ["memory", "collective"]  # the sender of files waits for nobody

@@ -1,4 +1,4 @@
-"""Process groups of one sender and all receivers, apart from any other group of their processes."""
+"""Broadcasts of process groups: each of one sender and all receivers, apart from any other group of their processes."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
 from storage.errors import SyncMismatch
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, idle
+from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.signals import Signals
 
 
@@ -88,3 +89,76 @@ def _group(store: Store, rank: int, size: int, limit: timedelta, device: torch.d
         group = dist.ProcessGroupNCCL(store, rank, size, options)
         group.eager_connect_single_device(device)  # or the first broadcast would, and wait where nothing stops it
     return group
+
+
+class CollectiveSender:
+    """Broadcasts each bucket while the next one is written."""
+
+    def __init__(self, channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> None:
+        """Meet all receivers; by NCCL from a card, by gloo from memory of the host."""
+        self._signals, self._rank = Signals(channel, plan), rank
+        self._group = BroadcastGroup(channel, self._signals, rank, 0, device)
+        empty = partial(torch.empty, plan.arena_bytes, dtype=torch.uint8, device=device)
+        self._buffers = [empty() for _ in range(channel.arenas)]  # (arena_bytes,) each
+        self._under_way: dict[int, Callable[[], bool]] = {}
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        place = self._signals.place_of(bucket)
+        self._settle(place)
+        return self._buffers[place][: bucket.nbytes]
+
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+        place = self._signals.place_of(bucket)
+        self._signals.publish(bucket)
+        self._under_way[place] = self._group.broadcast(self._buffers[place][: bucket.nbytes])
+        meanwhile()
+
+    def finish(self) -> None:
+        for place in list(self._under_way):
+            self._settle(place)
+        self._signals.read_by_all(self._rank)
+
+    def fail(self, reason: str) -> None:
+        self._signals.fail(reason)
+
+    def close(self) -> None:
+        self._group.close()
+        self._buffers, self._under_way = [], {}
+
+    def _settle(self, place: int) -> None:
+        if place in self._under_way:
+            self._group.wait(self._under_way.pop(place), f"engines to receive what rank {self._rank} sent")
+
+
+class CollectiveReceiver:
+    """A receiver in the groups of all senders."""
+
+    def __init__(self, channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> None:
+        self._channel, self._number, self._device = channel, number, device
+        self._signals = Signals(channel, plan)
+        self._groups: dict[int, BroadcastGroup] = {}
+        self._senders = sorted({bucket.sender for bucket in plan.buckets})
+        self._buffer = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)  # (arena_bytes,)
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        if not self._groups:  # all in one order: each of them waits for every receiver
+            for sender in self._senders:
+                rank = 1 + self._number
+                self._groups[sender] = BroadcastGroup(self._channel, self._signals, sender, rank, self._device)
+        self._signals.published(bucket)
+        arena, group = self._buffer[: bucket.nbytes], self._groups[bucket.sender]
+        group.wait(group.broadcast(arena), f"bucket {bucket.number} from trainer rank {bucket.sender}")
+        return arena
+
+    def release(self, bucket: Bucket) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._signals.release(bucket, self._number)
+
+    def fail(self, reason: str) -> None:
+        self._signals.fail(reason)
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups, self._buffer = {}, self._buffer[:0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from storage.errors import StorageUnavailable
-from trainer_core.weights import card
+from trainer_core.weights.transports import card
 
 SUCCESS, NO_MEMORY, NO_LINK = (SimpleNamespace(name=name) for name in ("success", "no memory", "no link"))
 

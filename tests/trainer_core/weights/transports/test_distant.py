@@ -2,12 +2,11 @@
 
 import pytest
 
-from tasks.engine.receivers.receiver import open_receiver
-from tasks.engine.receivers.shared import HostOpener, Seen, SharedReceiver
-from tests.tasks.engine.receivers.test_transports import Receiving, assert_same, channel_of, weights
 from tests.tasks.engine_update import CPU, Sending, plan_of
+from tests.trainer_core.weights.transports.test_transports import Receiving, assert_same, channel_of, weights
 from trainer_core.weights import signals
-from trainer_core.weights.senders.sender import open_sender
+from trainer_core.weights.transports.ends import open_receiver, open_sender
+from trainer_core.weights.transports.shared import HostOpener, Seen, SharedReceiver
 
 
 class Distant(HostOpener):
@@ -42,8 +41,7 @@ def test_a_distant_arena_is_free_again_before_what_it_held_is_loaded(tmp_path):
 
     def until_overwritten(bucket):
         if bucket.number < last:
-            turns = signals.Turns(signals.Signals(channel, plan), channel.arenas)
-            turns.published(plan.buckets[bucket.number + 1])
+            signals.Signals(channel, plan).published(plan.buckets[bucket.number + 1])
 
     reading = Receiving(channel, plan, at=until_overwritten, opened=distant)
     Sending(channel, plan, sent).result()

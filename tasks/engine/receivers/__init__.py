@@ -1,1 +1,0 @@
-"""An engine worker's end of a channel: one module for each transport."""

@@ -1,0 +1,1 @@
+"""Both ends of a channel: one module for each way in which bytes move."""

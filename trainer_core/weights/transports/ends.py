@@ -1,0 +1,119 @@
+"""The two ends of a channel, whatever its transport, and how one is chosen."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import Bucket, WeightPlan
+from trainer_core.weights.transports.collective import CollectiveReceiver, CollectiveSender
+from trainer_core.weights.transports.files import FilesReceiver, FilesSender
+from trainer_core.weights.transports.shared import card_receiver, card_sender, host_receiver, host_sender
+
+
+class Sender(Protocol):
+    """The end of a channel at a trainer rank. It sends its own buckets, in the order of the plan."""
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        """Where to write a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until that is free.
+
+        Raises:
+            SyncMismatch: another end has failed, or does not answer until the deadline.
+        """
+        ...
+
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = ...) -> None:
+        """Let the receivers read a bucket, once the device has written it.
+
+        Args:
+            meanwhile: is called once, while the device writes, or while the receivers read.
+
+        Raises:
+            StorageUnavailable: a file of it cannot be written.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until every receiver has read everything.
+
+        Raises:
+            SyncMismatch: another end has failed, or does not answer until the deadline.
+        """
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Tell everybody that this update will not be completed."""
+        ...
+
+    def close(self) -> None:
+        """Release what this end holds. Tensors from `arena` must not be used afterwards."""
+        ...
+
+
+class Receiver(Protocol):
+    """The end of a channel at a worker of an engine. It reads all buckets, in the order of the plan."""
+
+    def arena(self, bucket: Bucket) -> torch.Tensor:
+        """The bytes of a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until they are there.
+
+        They must not be changed, and not be used after `release`.
+
+        Raises:
+            SyncMismatch: another end has failed, does not answer until the deadline, or sends other tensors than
+                planned.
+            StorageUnavailable: the arenas cannot be opened from here.
+        """
+        ...
+
+    def release(self, bucket: Bucket) -> None:
+        """Let the sender use the arena again, once the device has read it."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Tell everybody that this update will not be completed."""
+        ...
+
+    def close(self) -> None:
+        """Release what this end holds. Tensors from `arena` must not be used afterwards."""
+        ...
+
+
+def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> Sender:
+    """The end of a channel at a rank. Exactly the ranks that send a bucket call it; they do not wait for each other.
+
+    Args:
+        rank: as `Bucket.sender` names it.
+        device: of the model.
+
+    Raises:
+        StorageUnavailable: there is no room for the arenas.
+        SyncMismatch: the receivers do not answer.
+    """
+    match channel.transport:
+        case "memory":
+            return host_sender(channel, plan, rank, device)
+        case "cuda":
+            return card_sender(channel, plan, rank, device)
+        case "collective":
+            return CollectiveSender(channel, plan, rank, device)
+        case "files":
+            return FilesSender(channel, plan, device)
+
+
+def open_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> Receiver:
+    """The end of a channel at a worker.
+
+    Args:
+        number: of this worker among `channel.receivers`.
+        device: of the model.
+    """
+    match channel.transport:
+        case "memory":
+            return host_receiver(channel, plan, number, device)
+        case "cuda":
+            return card_receiver(channel, plan, number, device)
+        case "collective":
+            return CollectiveReceiver(channel, plan, number, device)
+        case "files":
+            return FilesReceiver(channel, plan, device)
