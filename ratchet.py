@@ -202,7 +202,7 @@ def retrain(
     store = open_root(root)
     given: dict[str, Any] = {**table, **({"select": list(select)} if select else {})}
     with _with_extra():
-        from flows.starting import begin_on_samples
+        from flows.preflight import begin_on_samples
         from tasks.retraining import retrain_config, start_of
 
         if start is not None:

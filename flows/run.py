@@ -13,8 +13,8 @@ from prefect import flow, get_run_logger
 from prefect.exceptions import PrefectException
 
 from flows.driving import complete, is_redoing, redo_stage
+from flows.preflight import check_start
 from flows.proof.faults import injected
-from flows.starting import check_start
 from flows.subflows import Subflows
 from flows.views.artifacts import examples_publisher, publish
 from flows.views.page import LivePage

@@ -160,7 +160,7 @@ SCORING = (
         "tasks/checks.py",
         "    if config.retrain is None and",
         "    if False and",
-        ("tests/tasks/test_continued.py",),
+        ("tests/tasks/test_preflight.py",),
     ),
     Mutant(
         "no-wrong-answer-is-tried",

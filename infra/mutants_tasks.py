@@ -121,18 +121,18 @@ TASKS = (
     Mutant(
         "other-weights-continued",
         "a run is continued although the files at model.source have other content",
-        "tasks/continued.py",
+        "tasks/preflight.py",
         "        if found != part.digest:\n",
         "        if False:\n",
-        ("tests/tasks/test_continued.py",),
+        ("tests/tasks/test_preflight.py",),
     ),
     Mutant(
         "needs-its-source",
         "a run that has its own copy of the model needs the source",
-        "tasks/continued.py",
+        "tasks/preflight.py",
         "    except InputError:  # away: the run has its own copy\n        return\n",
         "    except InputError:\n        raise\n",
-        ("tests/tasks/test_continued.py",),
+        ("tests/tasks/test_preflight.py",),
     ),
     Mutant(
         "other-precision-continued",
@@ -140,7 +140,7 @@ TASKS = (
         "tasks/config/run.py",
         'precision: Annotated[Precision, decides("rollout", "weight-sync", "evaluate")] = ',
         "precision: Annotated[Precision, RUNTIME] = ",
-        ("tests/tasks/test_continued.py", "tests/flows/test_runtime_settings.py"),
+        ("tests/tasks/test_preflight.py", "tests/flows/test_runtime_settings.py"),
     ),
     Mutant(
         "truncated-weights",

@@ -16,12 +16,12 @@ from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
-from tasks.continued import check_continued, check_model
 from tasks.data.checking import check_prompts, check_sources, check_stored_prompts
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
 from tasks.data.sources import text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
+from tasks.preflight import check_continued, check_model
 from tasks.rewards.check import check_reward
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward

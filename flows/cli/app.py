@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
-from flows.cli import again, check_sync, evaluate, report, retrain, reward, samples, site, store, upkeep
+from flows.cli import check_sync, evaluate, report, rerun, retrain, reward, samples, site, store, upkeep
 from flows.cli.check import check_command
 from flows.cli.continuing import names_a_run, of_file, of_stored
 from flows.cli.export import export_command
@@ -50,7 +50,7 @@ app = App(
     result_action="return_value",
 )
 
-for commands in (store, samples, report, retrain, reward, evaluate, check_sync, upkeep, site, again):
+for commands in (store, samples, report, retrain, reward, evaluate, check_sync, upkeep, site, rerun):
     commands.register(app)
 app.command(export_command, name="export")
 app.command(check_command, name="check")
@@ -299,7 +299,7 @@ def _from_file(
 
 def _carry_out(name: str, config: RunConfig, again: str, root: str, json: bool) -> int:
     check_folders()  # before anything imports what needs them
-    from flows.starting import check_start
+    from flows.preflight import check_start
 
     prepare_process()
     check_start(name, open_root(root), config)  # `launch` checks again; it needs seconds for its imports

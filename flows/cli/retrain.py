@@ -63,7 +63,7 @@ def retrain_command(
         Id of the new run. An existing one needs no further options.
     """
     # imports the hub's library, which reads the environment then
-    from flows.starting import begin_on_samples
+    from flows.preflight import begin_on_samples
     from tasks.retraining import retrain_config, since_of, start_of
 
     store = open_root(root)

@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 
 from flows.deployments.attempt import Asked, Minutes, Positive, attempt, check_places, fix, form, waiting
 from flows.deployments.runs import begin, is_complete
-from flows.starting import begin_on_samples
+from flows.preflight import begin_on_samples
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError

@@ -11,7 +11,7 @@ from pydantic import WithJsonSchema
 
 from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, fix, form, log_console, owner
 from flows.driving import is_redoing
-from flows.redoing import Request, ask_again
+from flows.rerun import Request, ask_again
 from flows.run import perform, ready
 from flows.views.history import synced_iterations
 from flows.views.progress import Progress

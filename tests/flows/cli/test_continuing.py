@@ -11,7 +11,7 @@ import pytest
 
 from flows.cli.app import execute
 from flows.cli.continuing import names_a_run, of_stored
-from flows.starting import check_start
+from flows.preflight import check_start
 from storage import records
 from storage.backends.root import Root, open_root
 from storage.errors import InputError

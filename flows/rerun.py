@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import psutil
 
 from flows.driving import rerun
-from flows.starting import check_start
+from flows.preflight import check_start
 from storage.backends.root import Root
 from storage.errors import InputError
 from storage.revisions import Rerun

@@ -61,7 +61,7 @@ def rerun_command(
     which
         RUN@ITERATION:STAGE: what is done again; STAGE is rollout, reward, train, weight-sync or evaluate.
     """
-    from flows.redoing import Request, ask_again, going_on, person
+    from flows.rerun import Request, ask_again, going_on, person
     from tasks.config.stored import stored_config
 
     prepare_process()
@@ -102,7 +102,7 @@ def choose_command(
     revision
         Its number, as `ratchet show` lists them; 0 is what was done first.
     """
-    from flows.redoing import person
+    from flows.rerun import person
     from flows.views.reports import write_report  # draws curves
 
     store = open_root(root)
