@@ -6,7 +6,7 @@ _FAMILIES = ("tests/trainer_core/model/test_families.py",)
 _COMPUTES = "tests/trainer_core/model/test_families.py::test_a_layout_computes_what_transformers_and_one_rank_do"
 _COUNTS = "tests/trainer_core/model/test_families.py::test_routers_count_what_belongs_to_samples_and_nothing_else"
 _CONTEXT = (f"{_COMPUTES}[qwen3-moe-cp2-ep2]",)
-_OBJECTIVES = ("tests/trainer_core/objectives/test_objectives.py::test_a_step_is_that_of_a_plain_implementation",)
+_OBJECTIVES = ("tests/trainer_core/phases/test_objectives.py::test_a_step_is_that_of_a_plain_implementation",)
 
 FAMILIES = (
     Mutant(
@@ -52,7 +52,7 @@ FAMILIES = (
     Mutant(
         "sequence-sums-of-one-rank",
         "a sum over a divided sequence is that of one rank's tokens",
-        "trainer_core/model/segments.py",
+        "trainer_core/objectives/tokens.py",
         "        return _summed(self.own_sum(values), self.group)\n",
         "        return self.own_sum(values)\n",
         _OBJECTIVES,
@@ -60,7 +60,7 @@ FAMILIES = (
     Mutant(
         "sequence-gradient-of-one-rank",
         "the gradient of a sum over a divided sequence is that of one rank's loss",
-        "trainer_core/model/segments.py",
+        "trainer_core/objectives/tokens.py",
         "        return _added(grads[0], ctx.group), None\n",
         "        return grads[0], None\n",
         _OBJECTIVES,

@@ -4,10 +4,10 @@ from infra.mutants_known import Mutant
 
 _KEYS = "tests/tasks/model_checks/test_keys.py"
 _OBEYED = "tests/tasks/model_checks/test_obeyed.py"
-_POLICY = "tests/trainer_core/test_objective_config.py"
+_POLICY = "tests/trainer_core/objectives/test_objective_config.py"
 _RUN = "tests/tasks/config/test_run.py"
-_UPDATES = "tests/trainer_core/objectives/test_six_updates.py"
-_ORDER = "tests/trainer_core/objectives/test_order.py"
+_UPDATES = "tests/trainer_core/phases/test_six_updates.py"
+_ORDER = "tests/trainer_core/phases/test_order.py"
 _BALANCE = "tests/trainer_core/model/test_balance.py"
 
 MODELS: tuple[Mutant, ...] = (
@@ -102,7 +102,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "clipping-of-one-update",
         "clipping may be set where every ratio is 1",
-        "trainer_core/objective_config.py",
+        "trainer_core/objectives/objective_config.py",
         "    return single if policy.updates_once else None\n",
         "    return None\n",
         (_POLICY,),
@@ -110,9 +110,9 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "lone-samples",
         "GRPO may have one sample of each prompt",
-        "tasks/checks.py",
-        "    return f'advantage.type = \"{policy.advantage.type}\"'\n",
-        "    return None\n",
+        "trainer_core/objectives/objective_config.py",
+        "        return self.advantage.compares if self.needs_advantages else None\n",
+        "        return None\n",
         ("tests/tasks/test_checks.py",),
     ),
     Mutant(
@@ -126,12 +126,12 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "gspo-mean-advantage",
         "every token of a sequence has the gradient of the mean advantage",
-        "trainer_core/objectives/losses/gspo.py",
-        "    whole = segments.spread(segments.mean(log_ratio.detach()), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
-        "    return clipped_surrogate(torch.exp(whole + (log_ratio - log_ratio.detach())), advantages, low, high)\n",
-        "    whole = segments.spread(segments.mean(log_ratio), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
-        "    return clipped_surrogate(torch.exp(whole), advantages, low, high)\n",
-        ("tests/trainer_core/objectives/losses/test_gspo.py",),
+        "trainer_core/objectives/losses.py",
+        "    whole = responses.spread(responses.mean(log_ratio.detach()), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
+        "    return _surrogate(torch.exp(whole + (log_ratio - log_ratio.detach())), ",
+        "    whole = responses.spread(responses.mean(log_ratio), len(log_ratio))  # (R,) -> (S,) -> (R,)\n"
+        "    return _surrogate(torch.exp(whole), ",
+        ("tests/trainer_core/objectives/test_losses.py",),
     ),
     Mutant(
         "auxiliary-loss-by-responses",
@@ -152,7 +152,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "auxiliary-loss-not-reported",
         "the auxiliary loss is no metric",
-        "trainer_core/objectives/update.py",
+        "trainer_core/phases/update.py",
         '    return {"auxiliary_loss": float(np.mean(found))} if found else {}\n',
         "    return {}\n",
         (_BALANCE,),
@@ -176,7 +176,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "same-mini-batches-in-every-epoch",
         "epochs have the same mini-batches",
-        "trainer_core/objectives/policy_phase.py",
+        "trainer_core/phases/policy.py",
         "np.random.default_rng((*self.seed, self.optimizer.updates))",
         "np.random.default_rng(self.seed)",
         (_ORDER,),
@@ -184,7 +184,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "same-mini-batches-in-every-iteration",
         "iterations have the same mini-batches",
-        "trainer_core/objectives/policy_phase.py",
+        "trainer_core/phases/policy.py",
         "np.random.default_rng((*self.seed, self.optimizer.updates))",
         "np.random.default_rng((self.seed[0], self.optimizer.updates))",
         (_ORDER,),
@@ -192,7 +192,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "same-order-of-examples",
         "supervised passes go through the examples in the same order",
-        "trainer_core/objectives/supervised.py",
+        "trainer_core/phases/supervised.py",
         "generator.permutation(count)",
         "np.random.default_rng(seed).permutation(count)",
         (_ORDER,),
@@ -200,9 +200,9 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "engine-kl-reversed",
         "engine_kl is that of the trainer to the engine",
-        "trainer_core/objectives/report.py",
-        "    change = log_ratio(torch.from_numpy(trainer).double(), torch.from_numpy(engine).double())\n",
-        "    change = log_ratio(torch.from_numpy(engine).double(), torch.from_numpy(trainer).double())\n",
-        ("tests/trainer_core/objectives/test_report.py",),
+        "trainer_core/phases/report.py",
+        "    change = bounded_log_ratio(torch.from_numpy(trainer).double(), torch.from_numpy(engine).double())\n",
+        "    change = bounded_log_ratio(torch.from_numpy(engine).double(), torch.from_numpy(trainer).double())\n",
+        ("tests/trainer_core/phases/test_report.py",),
     ),
 )

@@ -2,9 +2,9 @@
 
 from infra.mutants_known import Mutant
 
-_OWN = ("tests/trainer_core/objectives/losses", "tests/trainer_core/objectives/advantages")
+_OWN = ("tests/trainer_core/objectives/test_losses.py", "tests/trainer_core/objectives/test_advantages.py")
 _SELECTION = ("tests/trainer_core/objectives/test_selection.py",)
-_OBJECTIVES = ("tests/trainer_core/objectives/test_objectives.py",)
+_OBJECTIVES = ("tests/trainer_core/phases/test_objectives.py",)
 _TRAINER = ("tests/trainer_core/test_trainer.py",)
 _CONFIG = ("tests/tasks/config/test_run.py",)
 
@@ -12,7 +12,7 @@ OBJECTIVES = (
     Mutant(
         "rloo-with-itself",
         "a sample is part of its own baseline",
-        "trainer_core/objectives/advantages/leave_one_out.py",
+        "trainer_core/objectives/advantages.py",
         " * count / (count - 1)",
         "",
         _OWN,
@@ -20,7 +20,7 @@ OBJECTIVES = (
     Mutant(
         "return-without-its-own-penalty",
         "the KL penalty of a token is not part of its own return",
-        "trainer_core/objectives/advantages/batch.py",
+        "trainer_core/objectives/advantages.py",
         "before = np.cumsum(penalties) - penalties",
         "before = np.cumsum(penalties)",
         _OWN,
@@ -28,7 +28,7 @@ OBJECTIVES = (
     Mutant(
         "unscored-samples-in-the-batch-mean",
         "REINFORCE++ normalises over samples that do not count",
-        "trainer_core/objectives/advantages/batch.py",
+        "trainer_core/objectives/advantages.py",
         "    given = returns[counted]\n",
         "    given = returns\n",
         _OWN,
@@ -36,7 +36,7 @@ OBJECTIVES = (
     Mutant(
         "gspo-by-tokens",
         "GSPO clips the ratio of each token",
-        "trainer_core/objectives/losses/gspo.py",
+        "trainer_core/objectives/losses.py",
         "torch.exp(whole + (log_ratio - log_ratio.detach()))",
         "torch.exp(log_ratio)",
         _OWN,
@@ -44,15 +44,15 @@ OBJECTIVES = (
     Mutant(
         "cispo-differentiates-its-weight",
         "the weight of CISPO has a gradient",
-        "trainer_core/objectives/losses/cispo.py",
-        "weight = ratio.detach().clamp(",
-        "weight = ratio.clamp(",
+        "trainer_core/objectives/losses.py",
+        "ratio = torch.exp(tokens.log_ratio).detach()",
+        "ratio = torch.exp(tokens.log_ratio)",
         _OWN,
     ),
     Mutant(
         "dual-clip-of-good-samples",
         "dual clip does not look at the sign of the advantage",
-        "trainer_core/objectives/losses/clip.py",
+        "trainer_core/objectives/losses.py",
         "beyond = (advantages < 0) & (loss > most)",
         "beyond = loss > most",
         _OWN,
@@ -60,7 +60,7 @@ OBJECTIVES = (
     Mutant(
         "dpo-with-stale-coefficients",
         "all updates of DPO use the coefficients of the weights before the first",
-        "trainer_core/objectives/policy_phase.py",
+        "trainer_core/phases/policy.py",
         "now = now if not updates else self.passes.score(samples, rows, self.temperature)",
         "now = before",
         _TRAINER,
@@ -68,15 +68,15 @@ OBJECTIVES = (
     Mutant(
         "dpo-mean-over-tokens",
         "a pair counts more in a mini-batch with fewer tokens",
-        "trainer_core/objectives/policy_phase.py",
-        "return np.full(len(lengths), lengths.sum(), dtype=np.float32)",
-        "return np.ones(len(lengths), dtype=np.float32)",
-        _OBJECTIVES,
+        "trainer_core/objectives/selection.py",
+        "return np.full(count, total, dtype=np.float32)",
+        "return np.ones(count, dtype=np.float32)",
+        _SELECTION,
     ),
     Mutant(
         "correction-with-gradient",
         "gradients flow through the importance weights",
-        "trainer_core/objectives/losses/correction.py",
+        "trainer_core/objectives/losses.py",
         "    with torch.no_grad():\n        ratio",
         "    with torch.enable_grad():\n        ratio",
         _OWN,
@@ -84,23 +84,23 @@ OBJECTIVES = (
     Mutant(
         "correction-the-wrong-way",
         "importance weights are behaviour / trainer",
-        "trainer_core/objectives/losses/correction.py",
-        "ratio = log_ratio(trainer, behaviour)",
-        "ratio = log_ratio(behaviour, trainer)",
+        "trainer_core/objectives/losses.py",
+        "ratio = bounded_log_ratio(trainer, behaviour)",
+        "ratio = bounded_log_ratio(behaviour, trainer)",
         _OWN,
     ),
     Mutant(
         "correction-forgotten",
         "the loss is not weighted with the importance weights",
-        "trainer_core/objectives/losses/composed.py",
-        "TokenLoss(result.loss * weights, result.clipped)",
-        "TokenLoss(result.loss, result.clipped)",
-        _OBJECTIVES,
+        "trainer_core/objectives/losses.py",
+        "    if not isinstance(policy.correction, NoCorrection):\n        total",
+        "    if False:\n        total",
+        _OWN,
     ),
     Mutant(
         "behaviour-forgotten",
         'with old_policy = "behaviour" the ratio is to the trainer all the same',
-        "trainer_core/objectives/policy_phase.py",
+        "trainer_core/phases/policy.py",
         'if self.policy.old_policy == "behaviour":',
         "if False:",
         _OBJECTIVES,
@@ -108,7 +108,7 @@ OBJECTIVES = (
     Mutant(
         "kl-raises-the-reward",
         "the KL in the reward is added to it",
-        "trainer_core/objectives/policy_phase.py",
+        "trainer_core/phases/policy.py",
         "found[counted] = self.policy.kl_coefficient * estimate.numpy()",
         "found[counted] = -self.policy.kl_coefficient * estimate.numpy()",
         _OBJECTIVES,
@@ -116,10 +116,10 @@ OBJECTIVES = (
     Mutant(
         "nucleus-corrected",
         "log-probabilities of a nucleus are compared with those of the whole softmax",
-        "trainer_core/objective_config.py",
+        "trainer_core/objectives/objective_config.py",
         "if top_p < 1 and policy.needs_behaviour:",
         "if False:",
-        ("tests/trainer_core/test_objective_config.py",),
+        ("tests/trainer_core/objectives/test_objective_config.py",),
     ),
     Mutant(
         "nucleus-not-checked",
@@ -140,7 +140,7 @@ OBJECTIVES = (
     Mutant(
         "no-sample-left-fails",
         "an iteration of which no sample is left ends the run",
-        "trainer_core/objectives/policy_phase.py",
+        "trainer_core/phases/policy.py",
         "            return dict(NOTHING_LEARNED)\n",
         '            raise StageFailed("nothing is left")\n',
         _TRAINER,

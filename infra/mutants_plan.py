@@ -69,7 +69,7 @@ PLAN = (
     Mutant(
         "borrowed-biases-are-rounded",
         "stored weights, and the live ones meanwhile, are kept in the type of most of them, which rounds the biases",
-        "trainer_core/objectives/reference.py",
+        "trainer_core/phases/reference.py",
         'tensor.detach().to("cpu", copy=True)',
         'tensor.detach().to("cpu", model.dtype, copy=True)',
         _STORED,

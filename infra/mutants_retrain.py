@@ -141,7 +141,7 @@ RETRAIN = (
         "retrain-without-logprobs",
         "importance is corrected with log-probabilities that are not numbers",
         "tasks/stages/select.py",
-        '    if ranges.without_logprobs and policy.loss.type not in ("sft", "dpo"):\n',
+        "    if ranges.without_logprobs and policy.needs_advantages:\n",
         "    if False:\n",
         _LOOP,
     ),

@@ -20,8 +20,8 @@ TRAINER = (
     Mutant(
         "one-pass-too-many",
         "a single update is preceded by a scoring pass",
-        "trainer_core/objectives/policy_phase.py",
-        "if not (several or self._needs_scores):",
+        "trainer_core/phases/policy.py",
+        "if not (several or self.policy.scores_first):",
         "if not units.size:",
         _TRAINER,
     ),
@@ -44,7 +44,7 @@ TRAINER = (
     Mutant(
         "log-ratio-unbounded",
         "log-ratios are not clamped",
-        "trainer_core/objectives/losses/log_ratio.py",
+        "trainer_core/objectives/tokens.py",
         "(upper - lower).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)",
         "(upper - lower)",
         ("tests/trainer_core/objectives",),

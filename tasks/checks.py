@@ -31,7 +31,7 @@ from tasks.stages.prepared import MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.placement import placement, transport
 from trainer_core.config import Device
-from trainer_core.objective_config import PolicyConfig, check_sampling
+from trainer_core.objectives.objective_config import check_sampling
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -196,23 +196,12 @@ def _check_algorithm(config: RunConfig) -> None:
     """Refuse an objective that this run's samples cannot serve."""
     policy, samples = config.train.policy, config.rollout.samples
     check_sampling(policy, config.rollout.top_p)
-    comparing = _comparing(policy)
+    comparing = policy.compares
     if comparing is not None and samples == 1:
         raise InputError(
             f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1: raise it to "
             "2 or more"
         )
-
-
-def _comparing(policy: PolicyConfig) -> str | None:
-    """The setting, if there is one, under which a sample that is alone in its group teaches nothing."""
-    if policy.leave_out_equal_groups:
-        return "leave_out_equal_groups = true"
-    if policy.loss.type in ("sft", "dpo"):
-        return None if policy.loss.type == "sft" else 'loss.type = "dpo"'
-    if policy.advantage.type == "reinforce_pp":
-        return "advantage.baseline = true" if policy.advantage.baseline else None
-    return f'advantage.type = "{policy.advantage.type}"'
 
 
 def _device(config: RunConfig) -> Device:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
+
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
@@ -25,6 +27,7 @@ from tasks.stages.prepared import stored_codec
 from tasks.stages.select import examine
 from tasks.stages.selecting import open_place
 from tasks.stages.views import Prepared
+from trainer_core.objectives.objective_config import PolicyConfig
 
 _QUIET: dict[str, Any] = {"evaluate": {"every": 0}, "report": {"examples": 0}}
 """What needs an engine, or samples of the run's own."""
@@ -137,14 +140,14 @@ def _section(config: RunConfig, run: str) -> RetrainSection:
 
 
 def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's own objective took its samples for the trainer's; of stored ones that must be corrected.
-
-    What the changes say about it counts: then nothing is added.
-    """
+    """Stored samples are off-policy: add importance correction, unless the changes set one or the loss needs none."""
     said = merged(document["train"]["policy"], changes.get("train", {}).get("policy", {}))
-    loss, correction = said["loss"]["type"], said["correction"]["type"]
     asked = "correction" in changes.get("train", {}).get("policy", {})
-    if asked or correction != "none" or said["old_policy"] == "behaviour" or loss in ("sft", "dpo"):
+    try:
+        policy = PolicyConfig.model_validate(said)
+    except ValidationError:
+        return document  # parsing it refuses it, with all that is wrong
+    if asked or policy.needs_behaviour or not policy.needs_advantages:
         return document
     return merged(document, {"train": {"policy": {"correction": {"type": "truncate"}}}})
 

@@ -9,7 +9,7 @@ from storage.errors import InputError
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
 from trainer_core.marks import RUNTIME, decides
-from trainer_core.objective_config import PolicyConfig
+from trainer_core.objectives.objective_config import PolicyConfig
 
 Recompute = Literal["none", "attention", "layers"]
 Attention = Literal["auto", "flash", "fused", "unfused"]

@@ -17,9 +17,9 @@ from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.model.replay import graphs
-from trainer_core.objectives.policy_phase import PolicyPhase
-from trainer_core.objectives.reference import Reference
-from trainer_core.objectives.supervised import SupervisedPhase
+from trainer_core.phases.policy import PolicyPhase
+from trainer_core.phases.reference import Reference
+from trainer_core.phases.supervised import SupervisedPhase
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, load_state
@@ -118,8 +118,8 @@ class Trainer(TrainerProtocol):
         if self._config.policy.needs_reference and reference_logprobs is None:
             raise InputError(
                 f"policy.kl_coefficient is {self._config.policy.kl_coefficient} and policy.loss.type is "
-                f"{self._config.policy.loss.type!r}, but no reference is used; load a reference, or set the "
-                "coefficient to 0 and use another loss than DPO"
+                f"{self._config.policy.loss.type!r}, which need a reference, and none is used: load one, or set the "
+                "coefficient to 0 and use a loss without reference"
             )
         report = phase.run(samples, reference_logprobs)
         self._step += int(report["steps"])

@@ -19,8 +19,9 @@ from tasks.config.stored import stored_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import Stage
 from trainer_core.batches.reading import read_samples
-from trainer_core.objective_config import PolicyConfig
-from trainer_core.objectives.advantages.composed import Scored, sample_advantages
+from trainer_core.objectives.advantages import sample_advantages
+from trainer_core.objectives.objective_config import PolicyConfig
+from trainer_core.objectives.scored import Scored
 from trainer_core.objectives.selection import trained_on
 
 _NAMED = 8  # ids in a message

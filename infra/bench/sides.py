@@ -13,7 +13,7 @@ from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.model.replay import graphs
-from trainer_core.objectives.policy_phase import PolicyPhase
+from trainer_core.phases.policy import PolicyPhase
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.state.checkpoint import Saver
 from trainer_core.state.facts import StateFacts

@@ -252,10 +252,8 @@ def _longest(config: RunConfig) -> int:
 def _unreached(config: RunConfig) -> str | None:
     """Why no response is long enough for `train.policy.overlong`."""
     overlong, longest = config.train.policy.overlong, _longest(config)
-    first = overlong.length if overlong.type == "leave_out" else longest
-    if overlong.type == "penalty":
-        first = overlong.length - overlong.buffer + 1
-    return f"responses of at most {longest} tokens, where it begins at {first}" if first > longest else None
+    beyond = overlong.first is not None and overlong.first > longest
+    return f"responses of at most {longest} tokens, where it begins at {overlong.first}" if beyond else None
 
 
 def _with_samples(most: int) -> Callable[[RunConfig], str | None]:

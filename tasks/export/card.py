@@ -38,16 +38,11 @@ def model_card(
     )
 
 
-_METHODS = {"clip": "grpo"}
-"""What others call an objective, where it is not its `loss.type`."""
-
-
 def _metadata(config: RunConfig) -> dict[str, Any]:
-    loss = config.train.policy.loss.type
     known = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["ratchet", _METHODS.get(loss, loss)],
+        "tags": ["ratchet", config.train.policy.method],
     }
     source = config.model.source or ""
     return {**known, **({"base_model": hub_id(source).name} if is_hub_id(source) else {})}

@@ -18,7 +18,7 @@ from tasks.stages.prepared import MODEL
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Selected
-from trainer_core.objective_config import PolicyConfig, check_sampling
+from trainer_core.objectives.objective_config import PolicyConfig, check_sampling
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
@@ -129,7 +129,7 @@ def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> N
             f"{section.where!r}, retrain.since {section.since} and retrain.limit {section.limit} keep none of them. "
             "Change one of these"
         )
-    if ranges.without_logprobs and policy.loss.type not in ("sft", "dpo"):
+    if ranges.without_logprobs and policy.needs_advantages:
         raise InputError(
             f"{ranges.without_logprobs} selected samples were imported without log-probabilities, "
             'without which only train.policy.loss.type "sft" and "dpo" train: set one of these, or select others'
@@ -156,7 +156,7 @@ def _check_fit(config: RunConfig, model: Mapping[str, Any], ranges: Ranges) -> N
 def _temperature(policy: PolicyConfig, ranges: Ranges) -> float:
     """By which the trainer divides its logits: that of the samples; 1 if it only makes them more likely."""
     found = sorted(ranges.temperatures)
-    if policy.loss.type == "sft":
+    if policy.loss.imitates:
         return 1.0
     if len(found) > 1:
         raise InputError(

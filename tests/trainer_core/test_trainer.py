@@ -172,7 +172,7 @@ def test_hopeless_log_ratios_move_nothing_and_break_nothing(model_dir):
 
 def far_from_the_reference(trainer, samples):
     """Train with a reference that gives e^-99 to every token that counts, and no number to the others."""
-    from trainer_core.objectives.policy_phase import PolicyPhase
+    from trainer_core.phases.policy import PolicyPhase
 
     trainer.import_model()
     counted = samples.per_response_token(samples.usable)

@@ -17,8 +17,8 @@ from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model
 from trainer_core.model.replay import FEWEST, Recorders, Report, replayed
-from trainer_core.model.token_loss import TokenLoss
 from trainer_core.model.vocab_parallel import EntropyUse, log_probabilities
+from trainer_core.objectives.tokens import TokenLoss
 
 # (micro-batch, log-probabilities, entropies) -> loss of each response token; all (R,)
 LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], TokenLoss]

@@ -1,1 +1,1 @@
-"""Objectives of training, and the updates that optimize them."""
+"""Objectives: advantages, losses and their configuration, as functions of arrays that know no model."""

@@ -1,28 +1,43 @@
-"""Which samples of an iteration are trained on. Imports no torch."""
+"""Samples of an iteration that are trained on, and their weights. Imports no torch."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Samples
-from trainer_core.objective_config import LikelihoodLoss, PolicyConfig
-from trainer_core.objectives.advantages.group import members_of
-from trainer_core.objectives.advantages.overlong import shaped_rewards
+from trainer_core.objectives.advantage_config import OverlongLeftOut
+from trainer_core.objectives.advantages import shaped_rewards
+from trainer_core.objectives.loss_config import LikelihoodLoss, PreferenceLoss
+from trainer_core.objectives.objective_config import PolicyConfig
+from trainer_core.objectives.preference import preferred_pairs
+from trainer_core.objectives.scored import members_of
+
+Units = NDArray[np.int64]
+"""(n,) rows of samples, or (P, 2) pairs of them: a mini-batch holds some of these."""
+
+
+def units_of(policy: PolicyConfig, samples: Samples) -> Units:
+    """Rows, or pairs of rows, of which mini-batches are made."""
+    chosen = trained_on(policy, samples)
+    if not isinstance(policy.loss, PreferenceLoss):
+        return np.flatnonzero(chosen)
+    rewards = shaped_rewards(policy.overlong, samples.rewards, samples.response_lengths)
+    return preferred_pairs(policy.loss, rewards, samples.groups, chosen)
 
 
 def trained_on(policy: PolicyConfig, samples: Samples) -> NDArray[np.bool_]:
-    """(N,) whether a sample is part of the objective: usable, and not left out by a setting.
+    """(N,) True for each sample that is part of the objective: usable, and not left out by a setting.
 
     In this order: responses that are too long (`overlong`), prompts without spread (`leave_out_equal_groups`), prompts
     beyond `most_groups`, and samples that maximum likelihood does not imitate (`loss.type = "sft"`).
     """
     chosen = samples.usable
-    if policy.overlong.type == "leave_out":
+    if isinstance(policy.overlong, OverlongLeftOut):
         chosen = chosen & (samples.response_lengths < policy.overlong.length)
     if policy.leave_out_equal_groups:
         chosen = with_spread(samples.rewards, samples.groups, chosen)
     if policy.most_groups is not None:
         chosen = chosen & np.isin(samples.groups, first_groups(samples.groups, chosen, policy.most_groups))
-    if policy.loss.type == "sft":
+    if isinstance(policy.loss, LikelihoodLoss):
         rewards = shaped_rewards(policy.overlong, samples.rewards, samples.response_lengths)
         chosen = imitated(policy.loss, rewards, samples.groups, chosen)
     return chosen
@@ -33,8 +48,8 @@ def with_spread(
 ) -> NDArray[np.bool_]:
     """(N,) usable samples of groups in which not all rewards are equal.
 
-    Source: dynamic sampling, DAPO (arXiv 2503.14476) section 3.2, which samples more prompts instead; here
-    the groups that are left are all.
+    Source: dynamic sampling, DAPO (arXiv 2503.14476) section 3.2, which samples more prompts instead; here the
+    remaining groups are all.
     """
     found = np.zeros(len(rewards), dtype=np.bool_)
     for members in members_of(groups, usable):
@@ -43,7 +58,7 @@ def with_spread(
 
 
 def first_groups(groups: NDArray[np.int32], usable: NDArray[np.bool_], most: int) -> NDArray[np.int32]:
-    """The numbers of the first `most` groups that have usable samples, in the order of the samples."""
+    """Numbers of the first `most` groups that have usable samples, in the order of the samples."""
     numbers, first = np.unique(groups[usable], return_index=True)
     return numbers[np.argsort(first)][:most]
 
@@ -51,7 +66,7 @@ def first_groups(groups: NDArray[np.int32], usable: NDArray[np.bool_], most: int
 def imitated(
     loss: LikelihoodLoss, rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """(N,) the usable samples with a reward above `loss.above`; with `loss.best` only the best of each group.
+    """(N,) usable samples with a reward above `loss.above`; with `loss.best` only the best of each group.
 
     Source: rejection sampling, Llama 2 (arXiv 2307.09288) and RAFT (arXiv 2304.06767).
     """
@@ -61,3 +76,28 @@ def imitated(
         return kept
     best = [members[np.argmax(rewards[members])] for members in members_of(groups, kept)]
     return np.isin(np.arange(len(rewards)), best)
+
+
+def sequence_weights(
+    policy: PolicyConfig, response_lengths: NDArray[np.int64], groups: NDArray[np.int32]
+) -> NDArray[np.float32]:
+    """Weight of each sequence's summed loss in the loss of a mini-batch: (n,) tokens, (n,) group numbers -> (n,).
+
+    "token" weighs all tokens equally (DAPO, arXiv 2503.14476 section 3.3), "sequence" gives every sequence the same
+    weight in all (GRPO, arXiv 2402.03300 equation 3), "group" every prompt group, and within it every token. Their
+    weights times lengths sum to the number of tokens, by which Megatron divides the sum over all micro-batches and
+    data-parallel ranks. "constant" divides the sum over a sequence by `loss_length` instead of its own length
+    (Dr. GRPO, arXiv 2503.20783), so that long responses weigh more. The values of pairs are shares of their mean.
+    """
+    count, total, aggregation = len(response_lengths), response_lengths.sum(), policy.loss_aggregation
+    if isinstance(policy.loss, PreferenceLoss):
+        return np.full(count, total, dtype=np.float32)
+    if aggregation == "token":
+        return np.ones(count, dtype=np.float32)
+    if aggregation == "constant":
+        return np.full(count, total / (count * (policy.loss_length or 1)), dtype=np.float32)
+    members = np.arange(count) if aggregation == "sequence" else groups
+    _, unit = np.unique(members, return_inverse=True)  # sequences or groups, which get equal shares
+    tokens = np.bincount(unit, response_lengths)  # of each unit
+    shares = total / (np.count_nonzero(tokens) * np.maximum(tokens, 1))
+    return shares[unit].astype(np.float32)

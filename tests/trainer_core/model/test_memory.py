@@ -233,7 +233,7 @@ def drop_while_pending(trainer):
     from dataclasses import replace
 
     from trainer_core.model.passes import Objective
-    from trainer_core.model.token_loss import TokenLoss
+    from trainer_core.objectives.tokens import TokenLoss
 
     def gradient():
         samples, rows = random_samples(), np.arange(16)

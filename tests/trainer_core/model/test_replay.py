@@ -11,7 +11,7 @@ from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import MegatronConfig, OptimizerConfig, ParallelConfig, RankSpec, TrainerConfig
 from trainer_core.model.replay import Pace, Recorders
-from trainer_core.objective_config import PolicyConfig
+from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.start import start_trainer
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.models import random_samples
-from trainer_core.objective_config import PolicyConfig
-from trainer_core.objectives.selection import trained_on
+from trainer_core.objectives.objective_config import PolicyConfig
+from trainer_core.objectives.selection import sequence_weights, trained_on
 
 REWARDS = np.array([0, 0, 0, 1, 1, 2, 2, 1, 3, 3], dtype=np.float32)
 GROUPS = np.array([4, 4, 4, 2, 2, 2, 2, 9, 9, 9], dtype=np.int32)
@@ -50,3 +50,40 @@ def test_rewards_of_unusable_samples_may_be_anything(samples):
     other = replace(samples, rewards=np.where(USABLE, REWARDS, np.nan).astype(np.float32))
     for settings in ({"leave_out_equal_groups": True}, {"loss": {"type": "sft", "best": True}}):
         assert rows(samples, settings) == rows(other, settings)
+
+
+def weights(settings, lengths, groups):
+    policy = PolicyConfig.model_validate(settings)
+    return sequence_weights(policy, np.array(lengths), np.array(groups, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token", [1, 1, 1]),
+        # 6 tokens over 3 sequences that have any: each counts 2 in all
+        ("sequence", [1, 2, 2 / 3]),
+        # 6 tokens over 2 groups that have any: each counts 3 in all, its tokens alike
+        ("group", [1, 1, 1]),
+    ],
+)
+def test_sequence_weights_by_hand(aggregation, expected):
+    found = weights({"loss_aggregation": aggregation}, [2, 1, 3, 0], [0, 0, 1, 2])
+    assert found[:3].tolist() == pytest.approx(expected)
+
+
+def test_groups_weigh_alike_whatever_their_size():
+    found = weights({"loss_aggregation": "group"}, [1, 1, 6], [5, 5, 2])
+    assert found.tolist() == pytest.approx([2, 2, 4 / 6])
+
+
+def test_a_constant_divisor_is_that_of_every_sequence():
+    lengths = np.array([2, 1, 3])
+    found = weights({"loss_aggregation": "constant", "loss_length": 5}, lengths, [0, 0, 0])
+    losses = np.array([0.3, -1.0, 4.0])  # sums over each sequence
+    # Megatron divides by all 6 tokens: what is left is the mean over sequences of the sum divided by 5
+    assert (found * losses).sum() / lengths.sum() == pytest.approx(losses.mean() / 5)
+
+
+def test_pairs_are_summed_as_shares_of_their_mean():
+    assert weights({"loss": {"type": "dpo"}}, [2, 1, 3], [0, 0, 0]).tolist() == [6, 6, 6]

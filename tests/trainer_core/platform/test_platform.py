@@ -22,7 +22,7 @@ UNTOUCHED = """
 import torch, sys
 zeros, kind = torch.zeros, torch.Tensor.type
 import trainer_core.start, trainer_core.platform.platform, trainer_core.weights.digest
-import trainer_core.objectives.losses.composed
+import trainer_core.objectives.losses
 assert (torch.zeros, torch.Tensor.type) == (zeros, kind)
 assert "megatron" not in sys.modules
 """

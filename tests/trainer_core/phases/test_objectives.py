@@ -1,0 +1,126 @@
+"""Every objective through the whole trainer: one step against a plain implementation, however the batch is divided."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.trainer_core.models import hugging_face_logprobs, random_samples, read_export
+from tests.trainer_core.oracle import export
+from tests.trainer_core.phases.plain import plain_steps
+from tests.trainer_core.ranks import run_ranks, run_trainers
+from trainer_core.batches.micro_batching import Limits
+from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+
+# without moments the weights move by gradient / (|gradient| + 1)
+PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
+TEMPERATURE = 0.8
+# a layout, and the most tokens of a micro-batch on a rank: several micro-batches, which is what takes the time
+DIVISIONS = {
+    "single": (ParallelConfig(), 8192),
+    "split": (ParallelConfig(), 20),
+    "dp2": (ParallelConfig(data=2), 20),
+    "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 40),
+    "cp2": (ParallelConfig(context=2), 20),
+    "pp2-cp2": (ParallelConfig(context=2, pipeline=2), 20),
+    "cp4": (ParallelConfig(context=4), 12),
+}
+SLOW = {"tp2-pp2", "pp2-cp2", "cp4"}
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DIVISIONS]
+OBJECTIVES = {
+    "clip": {"old_policy": "behaviour"},
+    "dual": {"old_policy": "behaviour", "loss": {"type": "clip", "dual_limit": 1.1}},
+    "gspo": {
+        "old_policy": "behaviour",
+        "loss": {"type": "gspo", "clip_low": 0.05, "clip_high": 0.05},
+        "loss_aggregation": "sequence",
+    },
+    "cispo": {"old_policy": "behaviour", "loss": {"type": "cispo", "clip_low": 0.1, "clip_high": 0.2}},
+    "sft": {"loss": {"type": "sft", "above": 0.4}},
+    "dpo": {"loss": {"type": "dpo", "beta": 0.3, "pairs": "all"}},
+    "tis": {"correction": {"type": "truncate", "level": "token", "limit": 1.1}},
+    "tis-sequence": {"correction": {"type": "truncate", "level": "sequence", "limit": 1.5}},
+    "icepop": {"correction": {"type": "mask", "level": "token", "low": 0.8, "high": 1.2}},
+    "kl": {"kl_coefficient": 0.5, "kl_estimator": "k2"},
+    "kl-reward": {"kl_coefficient": 0.5, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce++": {
+        "advantage": {"type": "reinforce_pp"},
+        "kl_coefficient": 0.5,
+        "kl_in": "reward",
+        "kl_estimator": "k3",
+    },
+    "mask-sequence": {"correction": {"type": "mask", "level": "sequence_mean", "low": 0.9, "high": 1.1}},
+}
+
+
+def stepped(trainer, tokens, samples, reference, folder):
+    """One step on each objective from the imported weights, in micro-batches of so many tokens."""
+    from trainer_core.phases.policy import PolicyPhase
+
+    passes, metrics = dataclasses.replace(trainer._passes, limits=Limits(tokens)), {}
+    for name, settings in OBJECTIVES.items():
+        trainer.import_model()
+        policy = PolicyConfig.model_validate(settings)
+        phase = PolicyPhase(passes, trainer._optimizer, policy, TEMPERATURE, (0,))
+        metrics[name] = phase.run(samples, reference if policy.needs_reference else None)
+        export(trainer, f"{folder}/{name}")
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def samples(model_dir):
+    """Drawn by a policy that is near the model; what belongs to samples that do not count is no number."""
+    drawn = random_samples(3)
+    sequences = np.split(drawn.tokens, np.cumsum(drawn.lengths)[:-1])
+    (own,) = run_ranks(1, hugging_face_logprobs, model_dir, sequences, TEMPERATURE)
+    flat = np.concatenate([one[prompt - 1 :] for one, prompt in zip(own, drawn.prompt_lengths, strict=True)])
+    near = flat + np.random.default_rng(0).normal(0, 0.3, len(flat))
+    near[~drawn.per_response_token(drawn.usable)] = np.nan
+    return dataclasses.replace(drawn, engine_logprobs=near.astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def reference(samples):
+    return (samples.engine_logprobs - np.random.default_rng(1).normal(0, 0.5, len(samples.engine_logprobs))).astype(
+        np.float32
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir, samples, reference, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    (losses,) = run_ranks(1, plain_steps, model_dir, samples, reference, TEMPERATURE, OBJECTIVES, str(folder))
+    return losses, {name: read_export(folder / name) for name in OBJECTIVES}
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
+def found(request, model_dir, samples, reference, tmp_path_factory):
+    parallel, tokens = DIVISIONS[request.param]
+    folder = tmp_path_factory.mktemp("stepped")
+    settings = TrainerConfig(parallel=parallel, optimizer=PLAIN_GRADIENT, max_length=64)
+    metrics = run_trainers(model_dir, settings, stepped, tokens, samples, reference, str(folder))[0]
+    return metrics, {name: read_export(folder / name) for name in OBJECTIVES}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_step_is_that_of_a_plain_implementation(name, expected, found, model_dir):
+    losses, weights = expected
+    metrics, own = found
+    assert metrics[name]["loss"] == pytest.approx(losses[name], rel=1e-4, abs=1e-5)
+    assert own[name].keys() == weights[name].keys()
+    original = read_export(model_dir)
+    assert max(np.abs(own[name][key] - original[key]).max() for key in original) > 1e-2
+    for key, weight in weights[name].items():
+        np.testing.assert_allclose(own[name][key], weight, rtol=0, atol=5e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["clip", "dual", "gspo", "cispo"])
+def test_some_ratios_are_clipped(name, found):
+    assert 0.05 < found[0][name]["clip_fraction"] < 0.95
+
+
+@pytest.mark.parametrize("name", ["tis", "tis-sequence", "icepop", "mask-sequence"])
+def test_the_correction_is_reported(name, found):
+    metrics = found[0][name]
+    assert 0.05 < metrics["correction_fraction"] < 0.95
+    assert 0.01 < metrics["engine_kl"] < 0.1  # differences of 0.3 nat are a KL of 0.045

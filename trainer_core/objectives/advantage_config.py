@@ -1,0 +1,112 @@
+"""Configuration of advantages and of rewards of long responses. Imports no torch.
+
+Each table of `type` says by properties what it needs: no other code asks for its type.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from trainer_core.frozen import Frozen
+
+
+class AdvantageTable(Frozen):
+    """Properties of an advantage."""
+
+    per_token: ClassVar[bool] = False
+    """One value for each response token, not for each sample."""
+
+    @property
+    def compares(self) -> str | None:
+        """Setting by which a sample that is alone in its group teaches nothing; None if it does."""
+        return f'advantage.type = "{dict(self)["type"]}"'
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of its function, beside those that stand next to the table."""
+        return self.model_dump(exclude={"type"})
+
+
+class GroupAdvantage(AdvantageTable):
+    """Rewards relative to the prompt's group: GRPO, or Dr. GRPO with `normalize_by_std = false`."""
+
+    type: Literal["grpo"] = "grpo"
+    """GRPO: reward minus the group's mean, divided by the group's standard deviation if `normalize_by_std`."""
+
+
+class LeaveOneOutAdvantage(AdvantageTable):
+    """Rewards relative to the other samples of the prompt (RLOO)."""
+
+    type: Literal["rloo"] = "rloo"
+    """RLOO: reward minus the mean of the group's other samples."""
+
+
+class BatchAdvantage(AdvantageTable):
+    """Rewards normalised over all samples of an iteration (REINFORCE++)."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    """REINFORCE++: reward, centred and divided by the standard deviation over all trained tokens."""
+    baseline: bool = False
+    """Subtract the group's mean first (REINFORCE++-baseline)."""
+    per_token = True
+
+    @property
+    def compares(self) -> str | None:
+        """The group's mean compares."""
+        return "advantage.baseline = true" if self.baseline else None
+
+
+Advantage = Annotated[GroupAdvantage | LeaveOneOutAdvantage | BatchAdvantage, Field(discriminator="type")]
+
+
+class NoOverlong(Frozen):
+    """Long responses are rewarded like others."""
+
+    type: Literal["none"] = "none"
+    """Rewards are as they were scored."""
+
+    @property
+    def first(self) -> int | None:
+        """None: no length changes anything."""
+        return None
+
+
+class OverlongPenalty(Frozen):
+    """A penalty that grows with the last tokens before the limit (DAPO)."""
+
+    type: Literal["penalty"] = "penalty"
+    """Subtract from the reward a penalty that grows linearly over the last `buffer` tokens before `length`."""
+    length: int = Field(ge=1)
+    """Response tokens from which the penalty is whole; usually `rollout.max_tokens`."""
+    buffer: int = Field(ge=1)
+    """Response tokens before `length` over which it grows from 0."""
+    factor: float = Field(default=1.0, gt=0)
+    """The whole penalty."""
+
+    @property
+    def first(self) -> int | None:
+        """Smallest length in tokens that has a penalty."""
+        return self.length - self.buffer + 1
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OverlongPenalty":
+        if self.buffer > self.length:
+            raise ValueError(f"buffer {self.buffer} is above length {self.length}: make it smaller")
+        return self
+
+
+class OverlongLeftOut(Frozen):
+    """Responses that reached the limit do not count (DAPO's overlong filtering)."""
+
+    type: Literal["leave_out"] = "leave_out"
+    """Neither train on responses of `length` tokens or more nor compare others with them."""
+    length: int = Field(ge=1)
+    """Response tokens; usually `rollout.max_tokens`, at which responses are cut off."""
+
+    @property
+    def first(self) -> int | None:
+        """Smallest length in tokens that is left out."""
+        return self.length
+
+
+Overlong = Annotated[NoOverlong | OverlongPenalty | OverlongLeftOut, Field(discriminator="type")]

@@ -1,1 +1,0 @@
-"""The objectives as pure functions of tensors."""

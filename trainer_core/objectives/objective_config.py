@@ -1,0 +1,210 @@
+"""Configuration of the policy objective. `docs/algorithms.md` has the formulas. Imports no torch."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from storage.errors import InputError
+from trainer_core.effects import Unused, without_effect
+from trainer_core.frozen import Frozen
+from trainer_core.marks import RUNTIME
+from trainer_core.objectives.advantage_config import Advantage, GroupAdvantage, NoOverlong, Overlong
+from trainer_core.objectives.loss_config import ClipLoss, Correction, LossTable, NoCorrection, PolicyLoss
+
+KlEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token", "sequence", "group", "constant"]
+
+
+class PolicyConfig(Frozen):
+    """The policy objective: advantages, policy loss, KL to a reference, entropy. By default GRPO."""
+
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The probability ratio is clipped above at 1 + clip_high."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference in the loss; 0 needs no reference."""
+    kl_estimator: KlEstimator = "k3"
+    """Estimator of that KL (Schulman, "Approximating KL divergence")."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Place of that KL: in the loss, or subtracted from the reward."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus, subtracted from the loss."""
+    normalize_by_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (GRPO); False gives Dr. GRPO's advantages."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer updates per pass over the samples of an iteration."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the samples of an iteration."""
+    loss_aggregation: Aggregation = "token"
+    """Mean over all response tokens of the mini-batch, or over sequences or prompt groups of the mean of each; with
+    "constant" over sequences of the sum of each divided by `loss_length`."""
+    loss_length: int | None = Field(default=None, ge=1)
+    """Divisor of `loss_aggregation = "constant"` (Dr. GRPO), in tokens; usually `rollout.max_tokens`."""
+    kl_sample: Annotated[int, RUNTIME] = Field(default=0, ge=0)
+    """Samples of an iteration on which KL(before || after its updates) is measured, by a forward pass of their own."""
+    old_policy: Literal["trainer", "behaviour"] = "trainer"
+    """Old log-probabilities of the ratio: the trainer's before its updates, or those stored with the samples, of the
+    policy that drew them."""
+    leave_out_equal_groups: bool = False
+    """Leave out prompts whose samples all have the same reward (DAPO's dynamic sampling): no mean is over them."""
+    most_groups: int | None = Field(default=None, ge=1)
+    """Train on at most so many prompts, the first that remain; all if not given."""
+    advantage: Advantage = GroupAdvantage()
+    """Comparison of a sample's reward."""
+    loss: PolicyLoss = ClipLoss()
+    """Loss of a response token."""
+    correction: Correction = NoCorrection()
+    """Importance sampling between the policy that drew the samples and the trainer's."""
+    overlong: Overlong = NoOverlong()
+    """Rewards of long responses."""
+
+    @property
+    def advantage_keywords(self) -> dict[str, Any]:
+        """Keywords of the advantage's function."""
+        beside = {"normalize_by_std": self.normalize_by_std} if isinstance(self.advantage, GroupAdvantage) else {}
+        return self.advantage.keywords | beside
+
+    @property
+    def loss_keywords(self) -> dict[str, Any]:
+        """Keywords of the loss's function."""
+        clips = isinstance(self.loss, ClipLoss)
+        beside = {"clip_low": self.clip_low, "clip_high": self.clip_high} if clips else {}
+        return self.loss.keywords | beside
+
+    @property
+    def needs_reference(self) -> bool:
+        """The log-probabilities of a reference are part of the objective."""
+        return self.kl_coefficient > 0 or "reference" in self.loss.needs
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Rewards become advantages, which weigh ratios to the policy that sampled: samples are taken for its own."""
+        return "advantages" in self.loss.needs
+
+    @property
+    def needs_entropy(self) -> bool:
+        """The entropy is part of the loss."""
+        return self.entropy_coefficient != 0 or "entropy" in self.loss.needs
+
+    @property
+    def corrects(self) -> bool:
+        """A correction weighs the loss."""
+        return not isinstance(self.correction, NoCorrection)
+
+    @property
+    def weighs_behaviour(self) -> bool:
+        """The stored log-probabilities of the samples enter beside the old ones of the ratio."""
+        return self.corrects or "behaviour" in self.loss.needs
+
+    @property
+    def needs_behaviour(self) -> bool:
+        """The stored log-probabilities of the samples are part of the objective."""
+        return self.old_policy == "behaviour" or self.weighs_behaviour
+
+    @property
+    def updates_once(self) -> bool:
+        """The trained policy is its own old policy: with a single update every ratio is 1."""
+        return self.mini_batches * self.epochs == 1 and self.old_policy == "trainer"
+
+    @property
+    def scores_first(self) -> bool:
+        """A scoring pass before the first update finds values of the loss."""
+        return self.loss.paired or (self.kl_coefficient > 0 and self.kl_in == "reward")
+
+    @property
+    def method(self) -> str:
+        """Name of the objective in a model card."""
+        return "grpo" if isinstance(self.loss, ClipLoss) else self.loss.type
+
+    @property
+    def compares(self) -> str | None:
+        """Setting under which a sample that is alone in its group teaches nothing; None if there is none."""
+        if self.leave_out_equal_groups:
+            return "leave_out_equal_groups = true"
+        if self.loss.paired:
+            return f'loss.type = "{self.loss.type}"'
+        return self.advantage.compares if self.needs_advantages else None
+
+    @model_validator(mode="after")
+    def _takes_effect(self) -> "PolicyConfig":
+        if found := without_effect(self, _UNUSED):
+            raise ValueError("\n  ".join(found))
+        if (self.loss_length is None) == (self.loss_aggregation == "constant"):
+            raise ValueError('loss_length and loss_aggregation = "constant" need each other: give both, or neither')
+        if self.old_policy == "behaviour" and self.corrects:
+            raise ValueError(
+                f'old_policy = "behaviour" already has that ratio, so correction.type = "{self.correction.type}" '
+                "would count it twice: use one of them"
+            )
+        return self
+
+
+def _with_loss(without: Callable[[LossTable], bool]) -> Callable[[PolicyConfig], str | None]:
+    return lambda policy: f'loss.type = "{policy.loss.type}"' if without(policy.loss) else None
+
+
+def _without_group(policy: PolicyConfig) -> str | None:
+    grouped = isinstance(policy.advantage, GroupAdvantage)
+    return None if grouped else f'advantage.type = "{policy.advantage.type}"'
+
+
+def _without_kl(policy: PolicyConfig) -> str | None:
+    return "kl_coefficient = 0" if policy.kl_coefficient == 0 else None
+
+
+def _with_one_update(policy: PolicyConfig) -> str | None:
+    single = 'mini_batches = 1, epochs = 1 and old_policy = "trainer", where every ratio is 1'
+    return single if policy.updates_once else None
+
+
+def _without_gradient(policy: PolicyConfig) -> str | None:
+    """On average over samples of the policy k1 has no gradient (docs/algorithms.md)."""
+    if policy.kl_estimator != "k1" or policy.kl_in == "reward":
+        return None
+    return 'kl_estimator = "k1" in the loss, where its gradient is 0 on average (take "k2", "k3" or kl_in = "reward")'
+
+
+def _without_pairs(policy: PolicyConfig) -> str | None:
+    """Samples with equal rewards make no pair anyway."""
+    return f'loss.type = "{policy.loss.type}"' if policy.loss.paired and policy.most_groups is None else None
+
+
+_OF_CLIPPING = ("clip_low", "clip_high")
+_OF_SAMPLING = ("advantage", "normalize_by_std", "old_policy", "correction", "kl_in")
+_OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length")
+_UNUSED: tuple[Unused[PolicyConfig], ...] = (
+    *(Unused(name, _with_loss(lambda loss: not isinstance(loss, ClipLoss))) for name in _OF_CLIPPING),
+    *(Unused(name, _with_loss(lambda loss: "advantages" not in loss.needs)) for name in _OF_SAMPLING),
+    *(Unused(name, _with_loss(lambda loss: loss.paired)) for name in _OF_TOKENS),
+    Unused("normalize_by_std", _without_group),
+    Unused("kl_in", _without_kl),
+    Unused("kl_estimator", _without_kl),
+    Unused("kl_coefficient", _without_gradient),
+    *(Unused(name, _with_one_update) for name in (*_OF_CLIPPING, "loss.clip_low", "loss.clip_high", "loss.dual_limit")),
+    Unused("leave_out_equal_groups", _without_pairs),
+)
+"""Settings that others leave without effect."""
+
+
+def check_sampling(policy: PolicyConfig, top_p: float, where: str = "rollout.top_p") -> None:
+    """Refuse stored log-probabilities of another distribution than the trainer's.
+
+    The engine stores those of the distribution that it sampled from. With `top_p` below 1 this is the nucleus,
+    renormalised; the trainer computes the whole softmax. Their ratio would be wrong by the nucleus' mass at each token.
+
+    Args:
+        policy: the objective.
+        top_p: nucleus mass at which the samples were drawn.
+        where: name of `top_p` in the message.
+
+    Raises:
+        InputError: the objective uses them, and `top_p` is below 1.
+    """
+    if top_p < 1 and policy.needs_behaviour:
+        setting = "old_policy" if policy.old_policy == "behaviour" else "correction"
+        raise InputError(
+            f"{where} is {top_p}, so the samples' log-probabilities are those of a cut-off distribution, which "
+            f"train.policy.{setting} cannot compare with the trainer's: set {where} to 1, or leave the setting out"
+        )

@@ -1,0 +1,31 @@
+"""The samples that an advantage sees. Imports no torch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Scored:
+    """N samples of an iteration, with R response tokens in all, and their rewards."""
+
+    rewards: NDArray[np.float32]
+    """(N,) with the penalty of long responses subtracted; arbitrary where `usable` is False."""
+    groups: NDArray[np.int32]
+    """(N,) number of the prompt group."""
+    usable: NDArray[np.bool_]
+    """(N,) whether the sample counts."""
+    lengths: NDArray[np.int64]
+    """(N,) response tokens; they sum to R."""
+    penalties: NDArray[np.float64] | None = None
+    """(R,) to subtract from the reward at each response token, such as beta KL; 0 where the sample does not count. Only
+    an advantage of single tokens gets them; for others they are subtracted from `rewards`."""
+
+
+def members_of(groups: NDArray[np.int32], usable: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Usable rows of each group, ascending, one array for each group that has any."""
+    rows = np.flatnonzero(usable)
+    ordered = rows[np.argsort(groups[rows], kind="stable")]
+    starts = np.flatnonzero(np.diff(groups[ordered], prepend=-1))
+    return np.split(ordered, starts[1:]) if len(rows) else []

@@ -1,0 +1,1 @@
+"""Training phases: an iteration's samples, or examples, become optimizer updates."""

@@ -1,0 +1,166 @@
+"""The policy phase: one iteration's samples become optimizer updates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from storage.errors import StageFailed
+from trainer_core.batches.sequences import Samples, Vector
+from trainer_core.model import rng
+from trainer_core.model.micro_batch import MicroBatch
+from trainer_core.model.optimizer import Optimizer
+from trainer_core.model.passes import Gradients, Objective, Passes, Scores
+from trainer_core.objectives.advantages import token_advantages
+from trainer_core.objectives.losses import correction_effect, kl_estimate, policy_loss
+from trainer_core.objectives.objective_config import PolicyConfig
+from trainer_core.objectives.preference import preference_report, preference_values
+from trainer_core.objectives.registry import loss_of
+from trainer_core.objectives.scored import Scored
+from trainer_core.objectives.selection import Units, sequence_weights, units_of
+from trainer_core.objectives.tokens import TokenLoss, Tokens, bounded_log_ratio
+from trainer_core.phases.report import NOTHING_LEARNED, engine_difference, mean_kl, mean_of
+from trainer_core.phases.update import Update, apply_loss
+
+
+@dataclass(frozen=True)
+class PolicyPhase:
+    """The objective of a configuration on the samples of one iteration."""
+
+    passes: Passes
+    optimizer: Optimizer
+    policy: PolicyConfig
+    temperature: float
+    """Temperature the samples were drawn at; the trainer's logits are divided by it throughout."""
+    seed: tuple[int, ...]
+    """Seeds the shuffling into mini-batches; differs from iteration to iteration."""
+
+    def run(self, samples: Samples, reference_logprobs: Vector | None) -> dict[str, float]:
+        """Update the policy; returns the report of `TrainerProtocol.train_policy`. Collective.
+
+        Args:
+            samples: of the iteration.
+            reference_logprobs: of all response tokens, flat, by the reference.
+
+        Raises:
+            InputError: a function of the user's own fails, or returns something else than is expected.
+            StageFailed: no sample is usable.
+            NumericsError: a loss or gradient norm is not finite.
+        """
+        if not samples.usable.any():
+            raise StageFailed(f"none of the {len(samples)} samples has a reward; see the status column of the rewards")
+        units = units_of(self.policy, samples)
+        rows = np.unique(units)
+        if not len(rows):
+            return dict(NOTHING_LEARNED)
+        updates, before = self._updates(samples, units, reference_logprobs)
+        chosen = np.isin(np.arange(len(samples)), rows)
+        counted = samples.per_response_token(chosen)
+        report = {
+            **mean_of(updates),
+            **engine_difference(samples, before.logprobs, counted),
+            **correction_effect(self.policy.correction, samples, before.logprobs, chosen),
+            "entropy": float(before.entropy[counted].mean()),
+            "tokens": float(counted.sum()),
+        }
+        if self.policy.kl_sample:
+            report["kl"] = self._kl_of_updates(samples, rows, before)
+        if reference_logprobs is not None:
+            change = before.logprobs - reference_logprobs
+            report["kl_reference"] = mean_kl(-change[counted])
+            if self.policy.loss.paired:
+                report |= preference_report(samples, units, change)
+        return report
+
+    def _updates(
+        self, samples: Samples, units: Units, reference_logprobs: Vector | None
+    ) -> tuple[list[Update], Scores]:
+        """All updates, and the policy's values before them.
+
+        A single update needs no pass but its own, unless its loss depends on these values.
+        """
+        several = self.policy.epochs * self.policy.mini_batches > 1
+        if not (several or self.policy.scores_first):
+            values = self._values(samples, units, None, reference_logprobs)
+            update, gradients = self._update(samples, units, values, report_entropy=True)
+            return [update], gradients.scores()
+        before = self.passes.score(samples, np.unique(units), self.temperature, "reported")
+        values = self._values(samples, np.unique(units), before, reference_logprobs)
+        if several and self.policy.old_policy == "trainer":
+            values["old_logprobs"] = before.logprobs
+        now, updates = before, []
+        for mini_batch in self.mini_batches(units):
+            rows = np.unique(mini_batch) if self.policy.loss.paired else mini_batch
+            if self.policy.loss.paired:
+                now = now if not updates else self.passes.score(samples, rows, self.temperature)
+                change = now.logprobs - values["reference_logprobs"]
+                values |= preference_values(self.policy, samples, mini_batch, change)
+            updates.append(self._update(samples, rows, values, report_entropy=False)[0])
+        return updates, before
+
+    def _kl_of_updates(self, samples: Samples, rows: NDArray[np.int64], before: Scores) -> float:
+        """Estimate of KL(before || after) on `kl_sample` of the rows, evenly spread."""
+        size = min(self.policy.kl_sample, len(rows))
+        chosen = rows[np.linspace(0, len(rows) - 1, size).round().astype(np.int64)]
+        with rng.undisturbed():  # a measurement must not change the training
+            after = self.passes.score(samples, chosen, self.temperature)
+        measured = samples.per_response_token(np.isin(np.arange(len(samples)), chosen))
+        return mean_kl((after.logprobs - before.logprobs)[measured])
+
+    def _values(
+        self, samples: Samples, rows: NDArray[np.int64], before: Scores | None, reference_logprobs: Vector | None
+    ) -> dict[str, Vector]:
+        """Values of each response token that the loss needs, by the names of `Tokens`."""
+        values: dict[str, Vector] = {}
+        if reference_logprobs is not None:
+            values["reference_logprobs"] = reference_logprobs
+        if self.policy.old_policy == "behaviour":
+            values["old_logprobs"] = samples.engine_logprobs
+        if self.policy.weighs_behaviour:
+            values["behaviour_logprobs"] = samples.engine_logprobs
+        if self.policy.needs_advantages:
+            usable = np.isin(np.arange(len(samples)), rows)
+            scored = Scored(samples.rewards, samples.groups, usable, samples.response_lengths)
+            penalties = self._penalties(samples.per_response_token(usable), before, reference_logprobs)
+            values["advantages"] = token_advantages(self.policy, scored, penalties)
+        return values
+
+    def _penalties(
+        self, counted: NDArray[np.bool_], before: Scores | None, reference_logprobs: Vector | None
+    ) -> NDArray[np.float64] | None:
+        """(R,) share of the KL to the reference in the reward of each response token, 0 where the sample is unused."""
+        if before is None or reference_logprobs is None or self.policy.kl_in == "loss":
+            return None
+        found = np.zeros(len(counted))
+        reference, own = (torch.from_numpy(values[counted]) for values in (reference_logprobs, before.logprobs))
+        estimate = kl_estimate(bounded_log_ratio(reference, own).double(), self.policy.kl_estimator)
+        found[counted] = self.policy.kl_coefficient * estimate.numpy()
+        return found
+
+    def mini_batches(self, units: Units) -> Iterator[Units]:
+        """Mini-batches of all epochs, in order."""
+        for _ in range(self.policy.epochs):
+            yield from self._of_epoch(units)
+
+    def _of_epoch(self, units: Units) -> Iterator[Units]:
+        if self.policy.mini_batches > 1:
+            units = np.random.default_rng((*self.seed, self.optimizer.updates)).permutation(units)
+        parts = np.array_split(units, self.policy.mini_batches)
+        yield from (part for part in parts if len(part))
+
+    def _update(
+        self, samples: Samples, rows: NDArray[np.int64], values: dict[str, Vector], report_entropy: bool
+    ) -> tuple[Update, Gradients]:
+        weights = np.zeros(len(samples), dtype=np.float32)
+        weights[rows] = sequence_weights(self.policy, samples.response_lengths[rows], samples.groups[rows])
+        needed, loss = self.policy.needs_entropy, loss_of(self.policy)
+
+        def token_loss(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:
+            known = {**batch.values, "entropy": entropy} if needed else batch.values
+            return policy_loss(self.policy, loss, Tokens(logprobs, batch.segments, known))
+
+        entropy_use = "differentiated" if needed else "reported" if report_entropy else "none"
+        objective = Objective(token_loss, self.temperature, entropy_use)
+        return apply_loss(self.passes, self.optimizer, samples, rows, weights, values, objective)

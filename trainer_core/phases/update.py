@@ -1,0 +1,62 @@
+"""One optimizer update on the loss of a mini-batch, as every training phase takes it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.errors import NumericsError
+from trainer_core.batches.sequences import Sequences, Vector
+from trainer_core.model.optimizer import Optimizer
+from trainer_core.model.passes import Gradients, Objective, Passes
+
+
+@dataclass(frozen=True)
+class Update:
+    """Report of an update: numbers alone, so that a list of them holds nothing on the device."""
+
+    loss: float
+    clip_fraction: float
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    learning_rate: float
+    """Learning rate of the update."""
+    auxiliary_loss: float | None
+    """Auxiliary loss that balances routers; None if they are not balanced."""
+
+
+def apply_loss(
+    passes: Passes,
+    optimizer: Optimizer,
+    sequences: Sequences,
+    rows: NDArray[np.int64],
+    weights: Vector,
+    values: Mapping[str, Vector],
+    objective: Objective,
+) -> tuple[Update, Gradients]:
+    """Take one optimizer step on `rows`; the arguments are those of `Passes.gradients`. Collective.
+
+    Returns:
+        Its report, and the pass before it, which holds its micro-batches.
+
+    Raises:
+        NumericsError: the loss or the gradient norm is not finite; weights and buffers are then unchanged.
+    """
+    with passes.model.buffers_kept_on_failure():
+        gradients = passes.gradients(sequences, rows, weights, values, objective)
+        if not math.isfinite(gradients.loss):
+            raise NumericsError(
+                f"the loss is {gradients.loss} at update {optimizer.updates + 1}; the update was not applied: lower "
+                f"the learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
+            )
+        norm = optimizer.update()
+    found = Update(gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate, gradients.auxiliary_loss)
+    return found, gradients
+
+
+def mean_auxiliary_loss(updates: Sequence[Update]) -> dict[str, float]:
+    """Mean over updates, as a metric; empty if routers are not balanced."""
+    found = [update.auxiliary_loss for update in updates if update.auxiliary_loss is not None]
+    return {"auxiliary_loss": float(np.mean(found))} if found else {}
