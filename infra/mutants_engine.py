@@ -112,6 +112,14 @@ ENGINE = (
         _DEALING,
     ),
     Mutant(
+        "calls-of-a-handle-are-lost",
+        "a call of ranks or engines returns nothing and reaches nobody",
+        "tasks/workers/group.py",
+        "                setattr(cls, name, _forwarded(method))\n",
+        "                pass\n",
+        ("tests/tasks/workers/test_group.py",),
+    ),
+    Mutant(
         "no-deadline-for-steps",
         "an engine that hangs is waited for as long as for a whole training",
         "tasks/workers/engines.py",

@@ -151,7 +151,7 @@ TRAINER_CORE = (
     Mutant(
         "first-gradient-since-the-flow-began",
         "the time to the first gradient of ranks that replace others begins with the flow's process",
-        "tasks/workers/trainers.py",
+        "tasks/workers/group.py",
         "time.time() if replaces else",
         "time.time() if False else",
         ("tests/tasks/stages/test_train.py",),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -89,7 +90,7 @@ class TrainerProtocol(Protocol):
         """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start fresh."""
         ...
 
-    def load(self, directory: str) -> LoadedState:
+    def load(self, directory: Path) -> LoadedState:
         """Continue from a state that `save` wrote, under the same or another layout.
 
         Under the same layout training continues bit for bit as if it had not been interrupted. Under another one the
@@ -106,7 +107,7 @@ class TrainerProtocol(Protocol):
         """
         ...
 
-    def save(self, directory: str) -> SavedFiles:
+    def save(self, directory: Path) -> SavedFiles:
         """Write weights, optimizer, step counter and RNG into a local folder, over what was written there before.
 
         On return the files hold the state, and the trainer may change its own. The next save into the same folder
@@ -183,7 +184,7 @@ class TrainerProtocol(Protocol):
         """Identity of the reference that this rank holds, or None."""
         ...
 
-    def load_reference(self, directory: str, identity: str) -> None:
+    def load_reference(self, directory: Path, identity: str) -> None:
         """Keep the weights of a saved state as the frozen reference of the KL term.
 
         Args:
@@ -208,7 +209,7 @@ class TrainerProtocol(Protocol):
         """
         ...
 
-    def send_weights(self, digest: str, channel: Channel, stored: str | None = None) -> Sent:
+    def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> Sent:
         """Convert the live weights and send them as the plan says that the last `plan_weights` made.
 
         Returns when every receiver has read everything that this rank sends. The plan is forgotten, however this ends,

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,7 @@ class Trainer(TrainerProtocol):
         self._generators = "continued"
         self._step = 0
 
-    def load(self, directory: str) -> LoadedState:
+    def load(self, directory: Path) -> LoadedState:
         """See `TrainerProtocol.load`."""
         self._changes()
         facts = self._checked_facts(directory)
@@ -92,7 +93,7 @@ class Trainer(TrainerProtocol):
             facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, identity
         )
 
-    def save(self, directory: str) -> SavedFiles:
+    def save(self, directory: Path) -> SavedFiles:
         """See `TrainerProtocol.save`."""
         optimizer = self._live_optimizer()
         facts = StateFacts(
@@ -153,7 +154,7 @@ class Trainer(TrainerProtocol):
         """See `TrainerProtocol.reference`."""
         return self._reference_identity
 
-    def load_reference(self, directory: str, identity: str) -> None:
+    def load_reference(self, directory: Path, identity: str) -> None:
         """See `TrainerProtocol.load_reference`."""
         self._reference_identity = None
         check_modules(directory, read_facts(directory), self._transformer_engine)
@@ -168,7 +169,7 @@ class Trainer(TrainerProtocol):
         self._update = update
         return Planned(update.digest, update.text if self._mesh.rank == 0 else None, update.exchanges)
 
-    def send_weights(self, digest: str, channel: Channel, stored: str | None = None) -> Sent:
+    def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> Sent:
         """See `TrainerProtocol.send_weights`."""
         update, self._update = self._update, None
         if stored is not None:
@@ -209,7 +210,7 @@ class Trainer(TrainerProtocol):
             fail(channel.folder, str(error))
             raise
 
-    def _send_stored(self, update: Update | None, digest: str, channel: Channel, directory: str) -> Sent:
+    def _send_stored(self, update: Update | None, digest: str, channel: Channel, directory: Path) -> Sent:
         weights = self._stored_weights(directory)
         self._agree(weights if isinstance(weights, RatchetError) else None, channel)
         assert isinstance(weights, Reference)  # all ranks agree that they have read them
@@ -221,7 +222,7 @@ class Trainer(TrainerProtocol):
             raise sent
         return sent
 
-    def _stored_weights(self, directory: str) -> Reference | RatchetError:
+    def _stored_weights(self, directory: Path) -> Reference | RatchetError:
         identity, self._identity = self._identity, None
         try:
             self._checked_facts(directory)
@@ -242,7 +243,7 @@ class Trainer(TrainerProtocol):
         self._identity = None
         self._update = None
 
-    def _checked_facts(self, directory: str) -> StateFacts:
+    def _checked_facts(self, directory: Path) -> StateFacts:
         """Facts of a saved state whose weights this trainer can hold; raises as `load`."""
         facts = read_facts(directory)
         check_modules(directory, facts, self._transformer_engine)

@@ -111,7 +111,7 @@ def _lived(trainer: "Trainer", case: Case, folder: Path, between: Callable[[str 
         if between is not None:
             between(switch)
         updates.append(trainer.train_policy(draw_samples(case, mixed=True, seed=number), 1.0))
-    return _Life(updates, trainer.save(str(folder)).identity)
+    return _Life(updates, trainer.save(folder).identity)
 
 
 class _Measured:

@@ -1,5 +1,7 @@
 """Both sides of the bench of the trainer: one model, one optimizer, two ways to take a step."""
 
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -50,7 +52,7 @@ class Sides:
         """One plain update."""
         return plain_step(self._model, self._optimizer, batches)
 
-    def save(self, directory: str) -> None:
+    def save(self, directory: Path) -> None:
         """Save the state as `Trainer.save` does."""
         facts = StateFacts(
             step=self._optimizer.updates,

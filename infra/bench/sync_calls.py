@@ -4,6 +4,7 @@ from typing import Protocol
 
 from infra.bench.sync_engine import StockTensors, SyncEngine
 from tasks.workers.engines import EngineHandle
+from tasks.workers.group import Pending
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
@@ -66,85 +67,48 @@ class SyncRankProtocol(Protocol):
         ...
 
 
-class SyncGroup(TrainerGroup):
+class SyncGroup(TrainerGroup, SyncRankProtocol, forwards=SyncRankProtocol):
     """The trainer ranks of the bench."""
-
-    def draw(self, seed: int) -> None:
-        """See `SyncRankProtocol.draw`."""
-        self._results(self.submit(SyncRankProtocol.draw, seed))
-
-    def keep_plan(self, keep: bool) -> None:
-        """See `SyncRankProtocol.keep_plan`."""
-        self._results(self.submit(SyncRankProtocol.keep_plan, keep))
-
-    def look(self, seen: bool) -> None:
-        """See `SyncRankProtocol.look`."""
-        self._results(self.submit(SyncRankProtocol.look, seen))
 
     def object_collectives(self) -> int:
         """Of all ranks; see `SyncRankProtocol.object_collectives`."""
-        return sum(self._results(self.submit(SyncRankProtocol.object_collectives)))
+        return sum(self.results(self.submit(SyncRankProtocol.object_collectives)))
 
     def card_bytes(self) -> int:
         """Of all ranks' cards; see `SyncRankProtocol.card_bytes`."""
-        return sum(self._results(self.submit(SyncRankProtocol.card_bytes)))
-
-    def arena_bytes(self) -> int:
-        """See `SyncRankProtocol.arena_bytes`."""
-        return self._first(self.submit(SyncRankProtocol.arena_bytes))
-
-    def show_arenas(self, channel: Channel, plan: WeightPlan) -> None:
-        """See `SyncRankProtocol.show_arenas`."""
-        self._results(self.submit(SyncRankProtocol.show_arenas, channel, plan))
-
-    def stock_files(self, directory: str) -> None:
-        """See `SyncRankProtocol.stock_files`."""
-        self._results(self.submit(SyncRankProtocol.stock_files, directory))
-
-    def stock_handles(self, directory: str, workers: int) -> None:
-        """See `SyncRankProtocol.stock_handles`."""
-        self._results(self.submit(SyncRankProtocol.stock_handles, directory, workers))
-
-    def stock_tensors(self) -> StockTensors:
-        """See `SyncRankProtocol.stock_tensors`."""
-        return self._first(self.submit(SyncRankProtocol.stock_tensors))
-
-    def stock_meet(self, port: int, workers: int) -> None:
-        """See `SyncRankProtocol.stock_meet`."""
-        self._results(self.submit(SyncRankProtocol.stock_meet, port, workers))
-
-    def stock_broadcast(self) -> None:
-        """See `SyncRankProtocol.stock_broadcast`."""
-        self._results(self.submit(SyncRankProtocol.stock_broadcast))
+        return sum(self.results(self.submit(SyncRankProtocol.card_bytes)))
 
 
 class SyncEngineHandle(EngineHandle):
     """The engine of the bench."""
 
+    def _answer[R](self, pending: Pending[list[R]]) -> R:
+        return self.results(pending)[0]
+
     def stock_files(self, directory: str) -> None:
         """See `SyncEngine.stock_files`."""
-        self._result(self.submit(SyncEngine.stock_files, directory))
+        self._answer(self.submit(SyncEngine.stock_files, directory))
 
     def stock_handles(self, directory: str) -> None:
         """See `SyncEngine.stock_handles`."""
-        self._result(self.submit(SyncEngine.stock_handles, directory))
+        self._answer(self.submit(SyncEngine.stock_handles, directory))
 
     def stock_meet(self, port: int, workers: int) -> None:
         """See `SyncEngine.stock_meet`."""
-        self._result(self.submit(SyncEngine.stock_meet, port, workers))
+        self._answer(self.submit(SyncEngine.stock_meet, port, workers))
 
     def stock_broadcast(self, tensors: StockTensors) -> None:
         """See `SyncEngine.stock_broadcast`."""
-        self._result(self.submit(SyncEngine.stock_broadcast, tensors))
+        self._answer(self.submit(SyncEngine.stock_broadcast, tensors))
 
     def look(self, seen: bool) -> None:
         """See `SyncEngine.look`."""
-        self._result(self.submit(SyncEngine.look, seen))
+        self._answer(self.submit(SyncEngine.look, seen))
 
     def card_bytes(self) -> int:
         """See `SyncEngine.card_bytes`."""
-        return self._result(self.submit(SyncEngine.card_bytes))
+        return self._answer(self.submit(SyncEngine.card_bytes))
 
     def copy_seconds(self, channel: Channel, plan: WeightPlan) -> list[float]:
         """See `SyncEngine.copy_seconds`."""
-        return self._result(self.submit(SyncEngine.copy_seconds, channel, plan))
+        return self._answer(self.submit(SyncEngine.copy_seconds, channel, plan))

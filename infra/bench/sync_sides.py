@@ -188,9 +188,9 @@ def sides(model: Path, case: SyncCase, cluster: Cluster, wanted: TransportChoice
     fleet = Fleet("bench", config, cluster)
     context = RunContext("bench", open_root(str(model)), config, "", fleet, model)
     cluster.start()
-    group = SyncGroup(_trainers(model, case, device, cluster, config), config.workers)
+    group = SyncGroup.of(_trainers(model, case, device, cluster, config), config.workers)
     try:
-        engine = SyncEngineHandle(_engine(model, fleet, cluster, config), config.workers)
+        engine = SyncEngineHandle.of(_engine(model, fleet, cluster, config), config.workers)
         try:
             yield Sides(context, group, engine)
         finally:

@@ -184,7 +184,7 @@ def _saving(sides: "Sides") -> dict[str, float]:
         for turn in range(4):
             sides.settle()
             begun = time.perf_counter()
-            sides.save(str(folder))
+            sides.save(folder)
             if turn:  # the first lays out the files
                 times.append(time.perf_counter() - begun)
         size = sum(path.stat().st_size for path in folder.iterdir() if not path.name.endswith(".mapped"))

@@ -20,7 +20,7 @@ from tasks.workers.placement import transport
 from tasks.workers.scratch import scratch
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.collector import paused
-from trainer_core.protocol import Planned, Sent
+from trainer_core.protocol import Planned, Sent, TrainerProtocol
 from trainer_core.weights.channel import Channel, Transport
 from trainer_core.weights.signals import fail
 
@@ -174,7 +174,10 @@ class _Update:
 
     def _plan(self, version: int, arena_bytes: int) -> list[Planned]:
         """What each rank plans, while the engines look at their models."""
-        planning = partial(self.group.plan_weights, version, arena_bytes)
+
+        def planning() -> list[Planned]:
+            return self.group.results(self.group.submit(TrainerProtocol.plan_weights, version, arena_bytes))
+
         planned, *_ = at_once([planning, *(engine.survey_model for engine in self.engines.values())])
         return planned
 
@@ -199,20 +202,20 @@ class _Update:
         """Ranks begin to send, into their own arenas: nobody reads them before every engine has agreed to the plan. If
         the block fails they stop, and are waited for.
         """
-        sending = self.group.begin_sending(digest, self.channel, self.stored)
+        sending = self.group.submit(TrainerProtocol.send_weights, digest, self.channel, self.stored)
         try:
             yield sending
         except BaseException as error:
             fail(self.channel.folder, _reason(error))
             with suppress(RatchetError):  # which the block's explains
-                self.group.sent(sending)
+                self.group.results(sending)
             raise
 
     def _move(self, sending: Pending[list[Sent]]) -> tuple[list[Sent], dict[int, Arrived]]:
         """Receive what is sent; a failure on either side makes all others stop."""
         receiving = [engine.receive_update for engine in self.engines.values()]
         sent, *arrived = at_once(
-            [partial(self.group.sent, sending), *receiving],
+            [partial(self.group.results, sending), *receiving],
             lambda error: fail(self.channel.folder, _reason(error)),
         )
         return sent, dict(zip(self.engines, arrived, strict=True))

@@ -65,7 +65,7 @@ def engines_on(run: str, config: RunConfig, cluster: Cluster) -> dict[str, Engin
         role = short_name(name + "/0")
         group = ObservedGroup.found(name, [role] * len(actors), actors)
         if role.startswith("engine-") and group.alive():
-            found[role] = EngineHandle(group, config.workers)
+            found[role] = EngineHandle.of(group, config.workers)
     return found
 
 
@@ -238,7 +238,7 @@ class Fleet:
         return self._handle(group)
 
     def _handle(self, group: WorkerGroup) -> EngineHandle:
-        return EngineHandle(group, self._config.workers)
+        return EngineHandle.of(group, self._config.workers)
 
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
         role = f"{self._run}/trainers"
@@ -250,7 +250,7 @@ class Fleet:
             settings = self._cluster.settings
             found = start_trainers(prefix, model_dir, config, self.device, settings, deadline_s, deterministic)
         replaces, self._had_trainers = self._had_trainers, True
-        return TrainerGroup(found, self._config.workers, replaces)
+        return TrainerGroup.of(found, self._config.workers, replaces)
 
     def _found[G: WorkerGroup](self, kind: type[G], role: str, prefix: str, labels: list[str]) -> G | None:
         """A usable group that an earlier flow process left on the cluster; unusable ones are ended."""

@@ -1,7 +1,12 @@
 """Processes that work in step, and calls to them with a deadline."""
 
+import functools
+import inspect
+import time
 from collections.abc import Callable
-from typing import Any, Concatenate, Protocol, cast
+from typing import Any, Concatenate, Protocol, Self, cast
+
+import psutil
 
 from tasks.config.run import WorkersSection
 
@@ -45,12 +50,32 @@ class Group(Protocol):
 
 
 class GroupHandle:
-    """A group behind typed calls. A call raises what the members raise, or WorkerLost."""
+    """A group behind the typed calls of its members' protocol. A call raises what the members raise, or WorkerLost.
 
-    def __init__(self, group: Group, deadlines: WorkersSection) -> None:
+    A subclass names that protocol twice: as a base, which gives the types, and as `forwards`. Each method of it that
+    the subclass does not define goes to all members, waits for them, and returns the answer of the first.
+    """
+
+    def __init_subclass__(cls, forwards: type | None = None) -> None:
+        super().__init_subclass__()
+        for name, method in {} if forwards is None else vars(forwards).items():
+            if inspect.isfunction(method) and not name.startswith("_") and name not in vars(cls):
+                setattr(cls, name, _forwarded(method))
+
+    def __init__(self, group: Group, deadlines: WorkersSection, replaces: bool = False) -> None:
+        """Args:
+        replaces: whether the members take the place of others that this process had started.
+        """
         self._group, self.deadlines = group, deadlines
         self.awaited = False
         """Whether it was waited for since it was started."""
+        self.began = time.time() if replaces else psutil.Process().create_time()
+        """Since when it is waited for, in seconds since the epoch: the first since this process exists."""
+
+    @classmethod
+    def of(cls, group: Group, deadlines: WorkersSection, replaces: bool = False) -> Self:
+        """A handle; a type checker cannot see that `forwards` implements the protocol, and refuses `cls` by name."""
+        return cls(group, deadlines, replaces)
 
     def submit[**P, R](
         self, method: Callable[Concatenate[Any, P], R], *arguments: P.args, **options: P.kwargs
@@ -70,5 +95,13 @@ class GroupHandle:
         """Process ids of the members, as `Group.processes`."""
         return self._group.processes()
 
-    def _results[R](self, pending: Pending[list[R]]) -> list[R]:
+    def results[R](self, pending: Pending[list[R]]) -> list[R]:
+        """The answers of all members to a call that was begun."""
         return pending.wait(self.deadlines.call_deadline_s)
+
+
+def _forwarded[**P, R](method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[GroupHandle, P], R]:
+    def forward(handle: GroupHandle, *arguments: P.args, **options: P.kwargs) -> R:
+        return handle.results(handle.submit(method, *arguments, **options))[0]
+
+    return functools.update_wrapper(forward, method)

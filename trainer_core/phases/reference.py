@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -15,7 +16,7 @@ class Reference:
     They are kept in host memory, so that no second model occupies the device.
     """
 
-    def __init__(self, directory: str, model: Model) -> None:
+    def __init__(self, directory: Path, model: Model) -> None:
         """Read the weights of a saved state; the model keeps its own, also if reading fails."""
         self._model = model
         with model.weights("writable"):

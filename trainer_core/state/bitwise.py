@@ -69,7 +69,7 @@ class _Comparison:
         sizes = [state.facts.parallel.world_size for state in (self.left, self.right)]
         for rank in range(max(sizes)):
             if rank < min(sizes):
-                drawn = [read_generators(str(state.folder), rank) for state in (self.left, self.right)]
+                drawn = [read_generators(state.folder, rank) for state in (self.left, self.right)]
                 self._compare_values(f"{_RNG}{rank}", *drawn)
             else:
                 self._one_sided(f"{_RNG}{rank}", rank < sizes[0])

@@ -53,7 +53,7 @@ class Saver:
         """Identity of the live state. Collective; raises as `Identifier.identity`."""
         return self._identity(self._owned(optimizer), facts, generators.captured())
 
-    def save(self, directory: str, optimizer: Optimizer, facts: StateFacts) -> tuple[list[str], StateIdentity]:
+    def save(self, directory: Path, optimizer: Optimizer, facts: StateFacts) -> tuple[list[str], StateIdentity]:
         """Write the live state into a folder, over the one that this object wrote there before. Collective.
 
         Returns:
@@ -106,7 +106,7 @@ class Saver:
 
 
 def load_state(
-    directory: str, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts, restore_rng: bool
+    directory: Path, model: Model, optimizer: Optimizer, mesh: Mesh, facts: StateFacts, restore_rng: bool
 ) -> None:
     """Continue from a saved state: weights, moments, place in the schedule, and under the same layout the RNG."""
     optimizer.allocate()
@@ -120,7 +120,7 @@ def load_state(
         generators.restore(read_generators(directory, mesh.rank))
 
 
-def load_weights(directory: str, model: Model) -> None:
+def load_weights(directory: Path, model: Model) -> None:
     """Load only the weights of a saved state; the files of its optimizer may be missing."""
     with quietly():
         tensors = local_tensors(model)

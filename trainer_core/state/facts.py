@@ -93,7 +93,7 @@ class StateComparison(BaseModel):
     """One line for each tensor or value that differs or is in one state only; the tensors first."""
 
 
-def read_facts(directory: str) -> StateFacts:
+def read_facts(directory: Path) -> StateFacts:
     """Facts of the state in `directory`.
 
     Raises:
@@ -116,7 +116,7 @@ def generators_file(rank: int) -> str:
     return f"{_GENERATORS}{rank}.json"
 
 
-def read_generators(directory: str, rank: int) -> dict[str, Any]:
+def read_generators(directory: Path, rank: int) -> dict[str, Any]:
     """The random generators of a rank when the state was saved.
 
     Raises:
@@ -134,7 +134,7 @@ def needed_for_weights(name: str) -> bool:
     return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
 
 
-def check_modules(directory: str, facts: StateFacts, transformer_engine: bool) -> None:
+def check_modules(directory: Path, facts: StateFacts, transformer_engine: bool) -> None:
     """Refuse a state saved by the other kind of modules than the trainer's, which `transformer_engine` gives.
 
     Both use the same names for weights, but Transformer Engine's norms and attention also need their own entries, and

@@ -68,7 +68,7 @@ class SavedState:
             StorageError: a file is missing or cannot be read.
         """
         self.folder = folder
-        self.facts: StateFacts = read_facts(str(folder))
+        self.facts: StateFacts = read_facts(folder)
         self.tensors: dict[str, SavedTensor] = {}
         for rank in range(self.facts.parallel.world_size):
             for name in tensor_files(rank)[: 1 if weights_alone else None]:

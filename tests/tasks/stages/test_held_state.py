@@ -48,15 +48,15 @@ class Watching(SmallTrainer):
     held = IDENTITY_OF_STATE
     drawn: Generators = "restored"
 
-    def load(self, directory: str) -> LoadedState:
+    def load(self, directory: Path) -> LoadedState:
         self.given = sizes(directory)
         return LoadedState(0, self.drawn, ParallelConfig(), OTHER, 0, self.held)
 
-    def load_reference(self, directory: str, identity: str) -> None:
+    def load_reference(self, directory: Path, identity: str) -> None:
         self.given_reference = sizes(directory)
 
 
-def sizes(directory: str) -> dict[str, int]:
+def sizes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in Path(directory).iterdir()}
 
 
@@ -156,8 +156,8 @@ def test_a_state_that_another_process_has_published_is_not_taken_for_ours(contex
 class Full(SmallTrainer):
     """A rank that finds no room in shared memory."""
 
-    def save(self, directory: str) -> SavedFiles:
-        if "memory" in directory:
+    def save(self, directory: Path) -> SavedFiles:
+        if "memory" in directory.parts:
             raise StorageUnavailable("no room")
         return super().save(directory)
 
@@ -228,7 +228,7 @@ def test_a_torn_copy_in_memory_is_not_used(kept, prepared, caplog):
 class HalfBlind(SmallTrainer):
     """A rank that alone cannot read what is in memory."""
 
-    def load(self, directory: str) -> LoadedState:
+    def load(self, directory: Path) -> LoadedState:
         if Path(directory).name == "state":
             raise PartMissing("this rank's file is gone")
         return super().load(directory)
@@ -265,7 +265,7 @@ def test_another_state_in_memory_is_not_used(kept, prepared):
 class Dying(SmallTrainer):
     """A rank that ends while it saves."""
 
-    def save(self, directory: str) -> SavedFiles:
+    def save(self, directory: Path) -> SavedFiles:
         raise WorkerLost("in the middle")
 
 
