@@ -126,8 +126,8 @@ OPERATORS = (
         "operators-no-page-of-a-failure",
         "a flow run that fails has no artifact that says why",
         "flows/deployments/attempt.py",
-        "    show_failure(asked.run, why, lines.kept)\n",
-        "",
+        "    page = show_failure(asked.run, why, lines.kept)\n",
+        "    page = None\n",
         _FLOWS,
     ),
     Mutant(

@@ -142,7 +142,7 @@ UPKEEP = (
     Mutant(
         "secrets-in-a-webhook",
         "a webhook's URL may hold a password",
-        "flows/site/notification.py",
+        "flows/site/registration.py",
         "    if has_credentials(given):\n",
         "    if False:\n",
         ("tests/flows/site/test_notification.py",),

@@ -56,7 +56,7 @@ def maintain_command(
 
 def _forget(folder: Path, keep_days: float) -> str:
     from flows.deployments.stored import forget  # imports Prefect
-    from flows.site.folder import SiteFolder
+    from flows.site.processes import SiteFolder
     from flows.site.up import connected
 
     place = SiteFolder.at(folder)

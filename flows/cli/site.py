@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
+from pydantic import BaseModel, ConfigDict
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
@@ -25,6 +26,15 @@ Notify = Annotated[
     Parameter(help="URL of a webhook that is told of each flow run that fails, or env:NAME; off ends that."),
 ]
 Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
+
+
+class Registered(BaseModel):
+    """The deployments that `ratchet register` has registered."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    deployments: tuple[str, ...]
+    """As flow/deployment."""
 
 
 def register(app: App) -> None:
@@ -56,7 +66,7 @@ def up_command(
 ) -> int:
     """Start what is missing of a Prefect site on this machine: server, worker, deployments. It may be repeated."""
     from flows.site import up as sites  # imports Prefect
-    from flows.site.folder import SiteFolder
+    from flows.site.processes import SiteFolder
 
     wanted = sites.Wanted(deployments.expanduser().absolute(), port, database, at_once, notify)
     place = SiteFolder.at(folder)
@@ -90,7 +100,7 @@ def register_command(
     Workers execute the flow runs with the Python and the checkout of this command, so run it where they run, or in the
     same image. A work pool `ratchet` that exists is used, of whatever type.
     """
-    from flows.site.elsewhere import Registered, register_elsewhere  # imports Prefect
+    from flows.site.registration import register_elsewhere  # imports Prefect
 
     with Output(json=json) as output:
         names = register_elsewhere(deployments.expanduser().absolute(), at_once, notify)
@@ -100,7 +110,7 @@ def register_command(
 
 def down_command(*, folder: Folder = DEFAULT_FOLDER, json: Json = False) -> int:
     """End what `ratchet up` has started: the worker with its flow runs, then the server. The runs can be continued."""
-    from flows.site.folder import SiteFolder
+    from flows.site.processes import SiteFolder
     from flows.site.up import down
 
     with Output(json=json) as output:
@@ -112,7 +122,7 @@ def down_command(*, folder: Folder = DEFAULT_FOLDER, json: Json = False) -> int:
 def doctor_command(*, root: RootUrl = DEFAULT_ROOT, folder: Folder = DEFAULT_FOLDER, json: Json = False) -> int:
     """Check this machine, a storage root and the site, and say how to fix what is wrong; exit code 1 if anything is."""
     from flows.site.doctor import diagnose
-    from flows.site.folder import SiteFolder
+    from flows.site.processes import SiteFolder
 
     with Output(json=json) as output:
         diagnosis = diagnose(SiteFolder.at(folder), root)

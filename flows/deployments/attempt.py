@@ -101,9 +101,10 @@ def attempt(asked: Asked, work: Callable[[], State[Any]]) -> State[Any]:
 
 def _failed(error: BaseException, asked: Asked, lines: LastLines) -> State[Any]:
     why = explained(error, asked.run, asked.root, asked.retry)
-    show_failure(asked.run, why, lines.kept)
-    get_run_logger().error("%s", why.message, exc_info=None if isinstance(error, InputError) else error)
-    return Failed(message=why.message)
+    page = show_failure(asked.run, why, lines.kept)
+    message = why.message if page is None else f"{why.message}\n\nThe same with the last lines of the log: {page}"
+    get_run_logger().error("%s", message, exc_info=None if isinstance(error, InputError) else error)
+    return Failed(message=message)
 
 
 def waiting(run: str, work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:

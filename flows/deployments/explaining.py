@@ -1,4 +1,4 @@
-"""Why a flow run is red, for a person who reads its page and decides whether to press Retry."""
+"""Explanation of a red flow run, for a person who reads its page and decides whether to press Retry."""
 
 import logging
 from collections import deque
@@ -9,6 +9,7 @@ from typing import Self
 import httpx
 from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import PrefectException
+from prefect.settings import get_current_settings
 
 from flows.views.artifacts import artifact_key
 from storage.errors import (
@@ -57,33 +58,33 @@ _NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, 
     ((DigestMismatch, PartMissing), _DAMAGED, False),
     (SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
 )  # fmt: skip
-"""By type of error: what to do first, and whether Retry may help without it."""
+"""By type of error: the first step, and whether Retry may help without it."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """What a person needs to know of a failure."""
+    """Explanation of a failure."""
 
     stage: str | None
-    """What was under way; None if no stage was begun."""
+    """Stage under way; None if no stage was begun."""
     cause: str
     kept: str
-    """What is there, and what Retry does with it."""
+    """Stored results, and the effect of Retry."""
     first: str
-    """What to do first."""
+    """First step of the repair."""
 
     @property
     def message(self) -> str:
-        """Of the flow run's state: the cause first, which is what the page shows of it."""
+        """Message of the flow run's state: the cause first, since the page shows the beginning."""
         place = "" if self.stage is None or self.stage in self.cause else f"During {self.stage}: "
         return "\n\n".join([f"{place}{self.cause}", self.first, self.kept])
 
 
 def explained(error: BaseException, run: str, root: str, retry: str) -> Explained:
-    """Stage and cause, what is kept, what Retry does, and what to do first: by the type of the error.
+    """Explain a failure by the type of its error.
 
     Args:
-        retry: what Retry does once a stage has begun.
+        retry: effect of Retry once a stage has begun.
     """
     ours = isinstance(error, RatchetError)
     cause, stage = (told(error), error.during) if ours else (f"{type(error).__name__}: {error}", None)
@@ -116,20 +117,27 @@ class LastLines(logging.Handler):
         logging.getLogger(_LOGGER).removeHandler(self)
 
 
-def show_failure(run: str, why: Explained, lines: Iterable[str]) -> None:
-    """Attach the artifact `failure` to the current flow run. A server that is away costs it."""
+def show_failure(run: str, why: Explained, lines: Iterable[str]) -> str | None:
+    """Attach the artifact `failure` to the current flow run, unless the server is away.
+
+    Returns:
+        Its address in the UI; None if there is none.
+    """
     try:
-        create_markdown_artifact(
+        identity = create_markdown_artifact(
             key=artifact_key(run.lower(), "failure"),
             markdown=failure_text(why, lines),
             description=without_secrets(why.cause).partition("\n")[0][:_LONGEST],
         )
     except (httpx.HTTPError, PrefectException) as error:
         logger.warning("the failure is not among the artifacts, because the server does not answer: %s", error)
+        return None
+    ui = get_current_settings().ui_url
+    return f"{ui}/artifacts/artifact/{identity}" if ui else None
 
 
 def failure_text(why: Explained, lines: Iterable[str]) -> str:
-    """Markdown: cause, stage, what to do first, what Retry does, the last lines of the log."""
+    """Markdown: cause, stage, first step, effect of Retry, the last lines of the log."""
     rows = [("cause", why.cause), ("stage", why.stage or "none was begun"), ("first", why.first), ("Retry", why.kept)]
     table = [f"| {name} | {_cell(text)} |" for name, text in rows]
     last = [without_secrets(line).replace("`", "'")[:_LONGEST] for line in lines]

@@ -1,25 +1,36 @@
-"""`ratchet doctor`: what of this machine and its site would stop a run, and how to fix each."""
+"""`ratchet doctor`: the facts of this machine and its site that would stop a run, each with its repair."""
 
 import importlib.metadata
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal
 
 import httpx
+import psutil
 from packaging.requirements import Requirement
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateName
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    DeploymentFilterTags,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.schemas.automations import EventTrigger
+from prefect.exceptions import ObjectNotFound
 from pydantic import BaseModel, ConfigDict
 
 from flows.server.history import TAG
-from flows.site.automations import silence
-from flows.site.folder import SiteFolder, SiteRecord
-from flows.site.planned import Fact, free_port, listeners, told
+from flows.site.processes import RunningProcess, SiteFolder, SiteRecord, find, taken
+from flows.site.registration import POOL, queues_of, silence
 from flows.site.up import connected, running
 from storage.backends.clock import seconds_ahead
 from storage.backends.root import open_root
@@ -28,9 +39,16 @@ from tasks.config.code_version import code_version
 from tasks.config.environment import HEARTBEAT_S, Settings
 from tasks.workers.scratch import check_folders
 
+PORT = 4200
+"""Port of the server of `ratchet up` unless it is told otherwise."""
+SETTLES = timedelta(minutes=5)
+"""A schedule that is younger may have no flow run planned yet: the server plans about once a minute."""
+
 _ANSWER_S = 10.0
 _CLOCK_S = 5.0
 _BEATS = 3  # two may be lost on the way
+_LOOPBACK = ("127.0.0.1", "::1")
+_PAGE = 200
 
 Level = Literal["ok", "warning", "error"]
 
@@ -64,6 +82,10 @@ def diagnose(folder: SiteFolder, root: str) -> Diagnosis:
     return Diagnosis(findings=(*_machine(root), *_site(folder)))
 
 
+def _finding(check: str, level: Level, text: str) -> Finding:
+    return Finding(check=check, level=level, text=text)
+
+
 def _machine(root: str) -> Iterator[Finding]:
     yield _versions()
     yield _passes("temporary folder and Prefect's home", check_folders)
@@ -72,7 +94,7 @@ def _machine(root: str) -> Iterator[Finding]:
     yield from _storage_clock(root)
     cards = Settings.from_environment().gpus
     text = f"{len(cards)} visible" if cards else "none is visible: runs compute on the CPU, which is for small models"
-    yield Finding(check="GPU", level="ok" if cards else "warning", text=text)
+    yield _finding("GPU", "ok" if cards else "warning", text)
 
 
 def _storage_mode(url: str) -> Iterator[Finding]:
@@ -80,19 +102,19 @@ def _storage_mode(url: str) -> Iterator[Finding]:
     folder = Path(root.path)
     if root.protocol == "file" and folder.is_dir() and folder.stat().st_mode & 0o077:
         text = f"other users can look into {folder}: `chmod 700 {shlex.quote(str(folder))}` keeps them out"
-        yield Finding(check="storage mode", level="warning", text=text)
+        yield _finding("storage mode", "warning", text)
 
 
 def _storage_clock(root: str) -> Iterator[Finding]:
     try:
         ahead = seconds_ahead(open_root(root))
     except RatchetError:
-        return  # it cannot be written, which is said
+        return  # another finding says that it cannot be written
     text = "the store's agrees with ours" if abs(ahead) <= _CLOCK_S else (
         f"the store's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}, and cleaning compares ages by "
         "it: set both by NTP"
     )  # fmt: skip
-    yield Finding(check="store's clock", level="ok" if abs(ahead) <= _CLOCK_S else "error", text=text)
+    yield _finding("store's clock", "ok" if abs(ahead) <= _CLOCK_S else "error", text)
 
 
 def _versions() -> Finding:
@@ -100,14 +122,13 @@ def _versions() -> Finding:
     try:
         lines = importlib.metadata.requires("ratchet") or ()
     except importlib.metadata.PackageNotFoundError:
-        text = "not compared: Ratchet is on PYTHONPATH, and not installed"
-        return Finding(check="versions", level="warning", text=text)
+        return _finding("versions", "warning", "not compared: Ratchet is on PYTHONPATH, and not installed")
     for line in lines:
         wanted = Requirement(line)
-        if wanted.marker is None or wanted.marker.evaluate({"extra": "trainer"}):
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             wrong += _mismatch(wanted)
     text = "as pinned" if not wrong else f"{'; '.join(wrong)}: run `make setup`"
-    return Finding(check="versions", level="error" if wrong else "ok", text=text)
+    return _finding("versions", "error" if wrong else "ok", text)
 
 
 def _mismatch(wanted: Requirement) -> list[str]:
@@ -122,27 +143,57 @@ def _passes(check: str, work: Callable[[], object]) -> Finding:
     try:
         work()
     except RatchetError as error:
-        return Finding(check=check, level="error", text=str(error))
-    return Finding(check=check, level="ok", text="can be written")
+        return _finding(check, "error", str(error))
+    return _finding(check, "ok", "can be written")
 
 
 def _site(folder: SiteFolder) -> Iterator[Finding]:
     record = folder.record()
     if record is None or not record.processes:
-        yield Finding(check="site", level="warning", text="not running: `ratchet up` starts it")
-        yield _of(free_port())
+        yield _finding("site", "warning", "not running: `ratchet up` starts it")
+        yield free_port()
         return
-    yield _of(listeners(record.processes))
+    yield listeners(record.processes)
     for role in ("server", "worker"):
         process = running(record, role)
         if process is None:
-            yield Finding(check=role, level="error", text=f"it has ended ({folder.log(role)}): `ratchet up` starts it")
+            yield _finding(role, "error", f"it has ended ({folder.log(role)}): `ratchet up` starts it")
         elif process.version != code_version():
-            yield Finding(check=role, level="warning", text="another version of Ratchet: `ratchet down`, then `up`")
+            yield _finding(role, "warning", "another version of Ratchet: `ratchet down`, then `up`")
         else:
-            yield Finding(check=role, level="ok", text=f"process {process.process}")
+            yield _finding(role, "ok", f"process {process.process}")
     if running(record, "server") is not None:
         yield from _server(folder, record)
+
+
+def free_port(port: int = PORT) -> Finding:
+    """Whether `ratchet up` can have its port; for a machine without a site."""
+    if (why := taken(port)) is not None:
+        return _finding("ports", "warning", f"{port} {why}: `ratchet up --port` takes another one")
+    return _finding("ports", "ok", f"{port} is free for `ratchet up`")
+
+
+def listeners(processes: Sequence[RunningProcess]) -> Finding:
+    """Whether the processes of a site and what they have started listen on this machine alone."""
+    beyond: list[str] = []
+    count = 0
+    for one in filter(None, map(find, processes)):
+        for process in (one, *one.children(recursive=True)):
+            places = _listening(process)
+            count += len(places)
+            beyond += [f"process {process.pid} on {ip}:{port}" for ip, port in places if ip not in _LOOPBACK]
+    if beyond:
+        text = f"others can connect to {', '.join(beyond)}: unset what makes it listen there, or close it by a firewall"
+        return _finding("ports", "error", text)
+    return _finding("ports", "ok", f"{count} listen, on the loopback interface alone")
+
+
+def _listening(process: psutil.Process) -> list[tuple[str, int]]:
+    try:
+        found = process.net_connections("inet")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+    return [(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN]
 
 
 def _server(folder: SiteFolder, record: SiteRecord) -> Iterator[Finding]:
@@ -152,20 +203,16 @@ def _server(folder: SiteFolder, record: SiteRecord) -> Iterator[Finding]:
             yield _clock(answer)
             yield _heartbeats(client)
             yield _schedules(client)
-            yield from map(_of, told(client))
+            yield from told(client)
     except httpx.HTTPError as error:
-        yield Finding(check="API", level="error", text=f"it does not answer ({error}): see {folder.log('server')}")
-
-
-def _of(fact: Fact) -> Finding:
-    return Finding(check=fact.check, level=fact.level, text=fact.text)
+        yield _finding("API", "error", f"it does not answer ({error}): see {folder.log('server')}")
 
 
 def _clock(answer: httpx.Response) -> Finding:
     apart = abs((datetime.now(UTC) - parsedate_to_datetime(answer.headers["date"])).total_seconds())
     if apart > _CLOCK_S:
-        return Finding(check="clocks", level="error", text=f"the server's is {apart:.0f} s apart: set both by NTP")
-    return Finding(check="clocks", level="ok", text="the server's agrees with ours")
+        return _finding("clocks", "error", f"the server's is {apart:.0f} s apart: set both by NTP")
+    return _finding("clocks", "ok", "the server's agrees with ours")
 
 
 def _heartbeats(client: SyncPrefectClient) -> Finding:
@@ -173,15 +220,15 @@ def _heartbeats(client: SyncPrefectClient) -> Finding:
     found = client.read_automations_by_name(wanted.name)
     if not found or not found[0].enabled or not isinstance(found[0].trigger, EventTrigger):
         text = f"automation {wanted.name!r} is missing or paused, so a dead flow run stays Running: `ratchet up`"
-        return Finding(check="heartbeats", level="error" if not found else "warning", text=text)
+        return _finding("heartbeats", "error" if not found else "warning", text)
     within = found[0].trigger.within.total_seconds()
     if within < _BEATS * HEARTBEAT_S:
         text = (
             f"automation {wanted.name!r} waits {within:.0f} s for a heartbeat that comes every {HEARTBEAT_S} s, so a "
             f"living flow run is declared dead: set it to {_BEATS * HEARTBEAT_S} s or more"
         )
-        return Finding(check="heartbeats", level="error", text=text)
-    return Finding(check="heartbeats", level="ok", text=f"every {HEARTBEAT_S} s, dead after {within:.0f} s")
+        return _finding("heartbeats", "error", text)
+    return _finding("heartbeats", "ok", f"every {HEARTBEAT_S} s, dead after {within:.0f} s")
 
 
 def _schedules(client: SyncPrefectClient) -> Finding:
@@ -190,5 +237,57 @@ def _schedules(client: SyncPrefectClient) -> Finding:
     )
     if late:
         text = f"{len(late)} flow runs are late: the worker is busy (`ratchet up --at-once`), or schedules overlap"
-        return Finding(check="schedules", level="warning", text=text)
-    return Finding(check="schedules", level="ok", text="no flow run is late")
+        return _finding("schedules", "warning", text)
+    return _finding("schedules", "ok", "no flow run is late")
+
+
+def told(client: SyncPrefectClient, now: datetime | None = None) -> Iterator[Finding]:
+    """Check the work pool, the deployments and the schedules of the server."""
+    yield _pool(client)
+    deployments = client.read_deployments(
+        deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG])), limit=_PAGE
+    )
+    old = [one.name for one in deployments if one.version != code_version()]
+    if not deployments:
+        yield _finding("deployments", "error", "none is registered: `ratchet up` does that")
+    elif old:
+        text = f"{', '.join(old)} were registered by another version of Ratchet: `ratchet up` registers them again"
+        yield _finding("deployments", "warning", text)
+    else:
+        yield _finding("deployments", "ok", ", ".join(sorted(one.name for one in deployments)))
+    yield _planned(client, deployments, now or datetime.now(UTC))
+
+
+def _pool(client: SyncPrefectClient) -> Finding:
+    try:
+        pool = client.read_work_pool(POOL)
+    except ObjectNotFound:
+        return _finding("work pool", "error", f"there is no work pool {POOL!r}: `ratchet up` makes it")
+    if pool.is_paused:
+        text = f"work pool {POOL!r} is paused, so no flow run starts: resume it in the UI under Work Pools"
+        return _finding("work pool", "warning", text)
+    if pool.concurrency_limit is not None:
+        text = f"work pool {POOL!r} has one limit of {pool.concurrency_limit}, so upkeep waits for training"
+        return _finding("work pool", "warning", f"{text}: remove it in the UI under Work Pools; its queues have limits")
+    limits = [f"{name} {one.concurrency_limit or 'any number'}" for name, one in queues_of(client).items()]
+    return _finding("work pool", "ok", f"{POOL}, flow runs at once by queue: {', '.join(limits)}")
+
+
+def _planned(client: SyncPrefectClient, deployments: Sequence[DeploymentResponse], now: datetime) -> Finding:
+    scheduled = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])))
+    idle, active = [], 0
+    for one in deployments:
+        due = [schedule for schedule in one.schedules if schedule.active and not one.paused]
+        active += len(due)
+        if not any(schedule.created and schedule.created < now - SETTLES for schedule in due):
+            continue
+        chosen = DeploymentFilter(id=DeploymentFilterId(any_=[one.id]))
+        if not client.read_flow_runs(flow_run_filter=scheduled, deployment_filter=chosen, limit=1):
+            idle.append(one.name)
+    if idle:
+        text = (
+            f"deployments {', '.join(idle)} have a schedule, but no flow run is planned: the server's scheduler does "
+            "not work (its log says why), or the schedule has no further time. `ratchet down`, then `ratchet up`"
+        )
+        return _finding("planned", "error", text)
+    return _finding("planned", "ok", f"{active or 'no'} active schedules")

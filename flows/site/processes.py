@@ -1,32 +1,157 @@
-"""Processes of a site: started without a terminal, recognised by id and start time, ended with all they started.
+"""The folder of a site, which only its owner can read, and its processes.
 
-A mark in their environment finds those that nothing recorded.
+Processes start without a terminal, are recognised by id and start time, and end with all they started. A mark in their
+environment finds those that nothing recorded.
 """
 
 import contextlib
 import errno
+import fcntl
 import os
+import secrets
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flows.site.folder import RunningProcess
+from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT, code_version
 from tasks.config.environment import site_mark
 
 HOST = "127.0.0.1"
-"""Where the server listens."""
+"""Address of the server."""
 
-_GRACE_S = 20.0
-"""How long a flow run may take to end cleanly: Ray, ranks and engines go with it."""
+_USER = "admin"
+_OWNER_ONLY = 0o600
+_FOLDER = 0o700
+_GRACE_S = 20.0  # for a flow run to end cleanly: Ray, ranks and engines go with it
 _SAME_S = 0.05
 
 
+class RunningProcess(BaseModel):
+    """A process that `ratchet up` has started."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: str
+    """server or worker."""
+    process: int
+    """Process id."""
+    started: float
+    """Its start time, seconds since the epoch, which tells it from a later process with the same id."""
+    version: str
+    """Version of Ratchet that it runs."""
+
+
+class SiteRecord(BaseModel):
+    """Processes and addresses of a site after the last `ratchet up`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int = 1
+    api: str
+    """URL of the server's API."""
+    database: str | None = None
+    """URL of the server's database, a secret in it by reference; None is SQLite in this folder."""
+    processes: tuple[RunningProcess, ...] = ()
+
+
+@dataclass(frozen=True)
+class SiteFolder:
+    """A folder that only its owner can read."""
+
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path) -> "SiteFolder":
+        """The folder, made if it does not exist.
+
+        Raises:
+            InputError: it cannot be made, belongs to another user, or others may read it.
+        """
+        folder = path.expanduser().absolute()
+        try:
+            folder.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
+            found = folder.stat()
+        except OSError as error:
+            raise InputError(f"the site's folder {folder} cannot be used ({error}): give another --folder") from None
+        if found.st_uid != os.getuid():
+            raise InputError(f"the site's folder {folder} belongs to user {found.st_uid}: give another --folder")
+        if found.st_mode & 0o077:
+            raise InputError(f"the site's folder {folder} can be read by others: chmod 700 {folder}")
+        return cls(folder)
+
+    @property
+    def prefect_home(self) -> Path:
+        """Prefect's home: database and settings of this site alone."""
+        return self.path / "prefect"
+
+    @property
+    def client_file(self) -> Path:
+        """Shell file with the settings for Prefect's own commands."""
+        return self.path / "client.env"
+
+    @property
+    def secret_file(self) -> Path:
+        """The server's auth string."""
+        return self.path / "secret"
+
+    def log(self, role: str) -> Path:
+        """Output of a process."""
+        return self.path / f"{role}.log"
+
+    def secret(self) -> str:
+        """The server's auth string, generated on first use."""
+        if not self.secret_file.exists():
+            self.write(self.secret_file, f"{_USER}:{secrets.token_urlsafe(32)}\n")
+        return self.secret_file.read_text(encoding="utf-8").strip()
+
+    def record(self) -> SiteRecord | None:
+        """The record of the last `ratchet up`; None if there is none.
+
+        Raises:
+            InputError: the record is damaged.
+        """
+        try:
+            return SiteRecord.model_validate_json(self._record_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise InputError(
+                f"{self._record_file} is damaged ({error.error_count()} errors): end the processes of the site by "
+                "hand, then remove that file"
+            ) from None
+
+    def keep(self, record: SiteRecord) -> None:
+        """Replace the record."""
+        self.write(self._record_file, f"{record.model_dump_json(indent=1)}\n")
+
+    def write(self, file: Path, text: str) -> None:
+        """Write a file that only its owner can read; whole or not at all."""
+        with tempfile.NamedTemporaryFile("w", dir=self.path, delete=False, encoding="utf-8") as draft:
+            draft.write(text)
+        Path(draft.name).chmod(_OWNER_ONLY)
+        Path(draft.name).replace(file)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Only one process changes the site at a time; others wait."""
+        with (self.path / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @property
+    def _record_file(self) -> Path:
+        return self.path / "site.json"
+
+
 def start(role: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> RunningProcess:
-    """Start a process that outlives this one; what it says is added to `log`."""
+    """Start a process that outlives this one; its output is added to `log`."""
     with log.open("ab") as output:
         log.chmod(0o600)
         process = subprocess.Popen(
@@ -53,7 +178,7 @@ def find(running: RunningProcess) -> psutil.Process | None:
 
 
 def strays(folder: Path, recorded: Iterable[RunningProcess], command: str | None = None) -> list[psutil.Process]:
-    """Processes of a site that no record names, topmost only: `up` was killed before it wrote one, or their parent was.
+    """Topmost processes of a site that are in no record: `up` was killed before it wrote one, or their parent was.
 
     Args:
         folder: of the site.
@@ -81,16 +206,11 @@ def _is_marked(process: psutil.Process, folder: Path) -> bool:
 
 
 def end(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
-    """End a process and everything it has started: asked first, killed after `grace_s`.
-
-    Returns:
-        Whether it was still running.
-    """
+    """End a process and everything it has started: asked first, killed after `grace_s`. True if it was running."""
     process = find(running)
-    if process is None:
-        return False
-    end_tree(process, grace_s)
-    return True
+    if process is not None:
+        end_tree(process, grace_s)
+    return process is not None
 
 
 def end_starter(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
@@ -134,7 +254,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def taken(port: int) -> str | None:
-    """Why no server can have TCP port `port` of the loopback interface; None if one can."""
+    """Reason why no server can have TCP port `port` of the loopback interface; None if one can."""
     for one in psutil.net_connections("tcp"):
         if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
             return f"is taken by process {one.pid or 'of another user'}"

@@ -1,11 +1,21 @@
-"""What a server is told: the work pool, every deployment of a file, the automations. Repeating it changes nothing."""
+"""Registration with a Prefect server: work pool, deployments, automations, a webhook. Repeating it changes nothing.
 
+The automation `silence` declares a flow run Crashed that has been silent for long, wherever its process was. A worker
+then tries it again (`flows.site.reconciling`). Two processes never drive one run, whatever the server believes: a flow
+run that is declared dead while it lives still holds its run's lease, and its successor waits for it.
+"""
+
+import contextlib
 import shlex
 import sys
 from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import httpx
 from prefect import Flow
+from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import (
     DeploymentScheduleCreate,
@@ -13,22 +23,47 @@ from prefect.client.schemas.actions import (
     DeploymentUpdate,
     WorkPoolCreate,
 )
-from prefect.client.schemas.objects import DeploymentSchedule, WorkQueue
+from prefect.client.schemas.objects import DeploymentSchedule, StateType, WorkQueue
 from prefect.client.schemas.schedules import IntervalSchedule
-from prefect.exceptions import ObjectNotFound
+from prefect.events.actions import CallWebhook, ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import get_current_settings
+from prefect.types import SecretDict
 from prefect.utilities.callables import parameter_schema
+from pydantic import SecretStr
 
 from flows.server.history import TAG
-from flows.site.automations import keep_automations
-from flows.site.entries import DeploymentEntry, Deployments, ScheduleEntry
-from flows.site.notification import keep_notification
+from flows.site.entries import DeploymentEntry, Deployments, ScheduleEntry, read_deployments
+from flows.site.reconciling import AGAIN
+from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT, code_version
+from tasks.config.credentials import has_credentials, shown_text
+from tasks.config.environment import HEARTBEAT_S, resolve
 
 POOL = "ratchet"
 TRAINING, UPKEEP = "default", "upkeep"
-"""Queues of the pool: what trains, and what does not wait for it, such as maintenance and evaluations."""
+"""Queues of the pool: for training, and for work that does not wait for it, such as maintenance and evaluations."""
+SILENCE_S = 3 * HEARTBEAT_S
+"""A flow run is declared dead after this long without a heartbeat."""
+OFF = "off"
+"""In place of a URL: no notification any more."""
+AUTOMATION = "ratchet: a flow run that failed notifies"
 
 _UPKEEP_AT_ONCE = 2
+_EVENT = "prefect.flow-run."
+_BEAT = f"{_EVENT}heartbeat"
+_ENDS = {f"{_EVENT}{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")}
+_AGAIN = {f"{_EVENT}{name}" for name in ("AwaitingRetry", "Scheduled", AGAIN)}
+_BLOCK, _BLOCK_TYPE = "ratchet-notification", "webhook"
+_MESSAGE = '(flow_run.state.message or "no message")'
+_TEXT = f'(flow_run.name ~ " of " ~ flow.name ~ " is " ~ flow_run.state.name ~ ": " ~ {_MESSAGE})'
+_PAYLOAD = (
+    f'{{"text": {{{{ {_TEXT} | tojson }}}}, "flow": {{{{ flow.name | tojson }}}}, '
+    '"flow_run": {{ flow_run.name | tojson }}, "state": {{ flow_run.state.name | tojson }}, '
+    '"url": {{ flow_run | ui_url | tojson }}}'
+)
+"""`text` is what Slack, Mattermost and others show."""
 
 
 def register(deployments: Deployments, at_once: int | None, webhook: str | None = None) -> tuple[str, ...]:
@@ -36,8 +71,8 @@ def register(deployments: Deployments, at_once: int | None, webhook: str | None 
 
     Args:
         deployments: each with its flow.
-        at_once: flow runs that may train at the same time; None keeps what the queue has, at first 1.
-        webhook: what is told of flow runs that end red, as `keep_notification` takes it; None changes nothing.
+        at_once: flow runs that may train at the same time; None keeps the queue's limit, at first 1.
+        webhook: URL that `keep_notification` takes; None changes nothing.
 
     Returns:
         The deployments, as flow/deployment.
@@ -45,10 +80,101 @@ def register(deployments: Deployments, at_once: int | None, webhook: str | None 
     with get_client(sync_client=True) as client:
         _keep_pool(client, at_once)
         names = tuple(_keep_deployment(client, entry, flow) for entry, flow in deployments)
-        keep_automations(client, TAG)
+        _keep_automation(client, silence(TAG))
         if webhook is not None:
             keep_notification(client, TAG, webhook)
     return names
+
+
+def register_elsewhere(file: Path, at_once: int | None, notify: str | None) -> tuple[str, ...]:
+    """Register the deployments of a file with the server of Prefect's own settings, as `ratchet up` does with its own.
+
+    Raises:
+        InputError: there is no such server, it does not answer or refuses, or the deployments cannot be read.
+    """
+    found = read_deployments(file)
+    webhook = None if notify is None else webhook_url(notify)
+    api = get_current_settings().api.url
+    if not api:
+        raise InputError("PREFECT_API_URL is not set: set it to the API of your Prefect server, or use `ratchet up`")
+    try:
+        return register(found, at_once, webhook)
+    except (httpx.TransportError, PrefectHTTPStatusError) as error:
+        raise InputError(
+            f"the Prefect server {shown_text(api)} does not answer or refuses ({error}): start it, or correct "
+            "PREFECT_API_URL and PREFECT_API_AUTH_STRING"
+        ) from None
+
+
+def queues_of(client: SyncPrefectClient) -> dict[str, WorkQueue]:
+    """The queues of the pool by name."""
+    return {one.name: one for one in client.read_work_queues(work_pool_name=POOL)}
+
+
+def silence(tag: str) -> AutomationCore:
+    """The automation for flow runs with that tag whose process is gone."""
+    crashed = ChangeFlowRunState(
+        state=StateType.CRASHED, name="Crashed", message=f"its process has been silent for {SILENCE_S} s", force=False
+    )
+    return AutomationCore(
+        name="ratchet: a flow run whose process is gone is crashed",
+        description=f"No heartbeat for {SILENCE_S} s; the process sends one every {HEARTBEAT_S} s.",
+        trigger=_trigger(
+            tag,
+            after={_BEAT},
+            expect={_BEAT, *_ENDS, *_AGAIN},  # what continues is watched again from its first heartbeat
+            posture=Posture.Proactive,
+            within=timedelta(seconds=SILENCE_S),
+        ),
+        actions=[crashed],
+    )
+
+
+def webhook_url(given: str) -> str:
+    """The URL that was given, or that of the variable in `env:NAME`; or OFF.
+
+    Raises:
+        InputError: it has a password in it, or is no URL.
+    """
+    if given == OFF:
+        return OFF
+    if has_credentials(given):
+        raise InputError("--notify has a password in it: give it as env:NAME, and export NAME")
+    url = resolve(given, "--notify")
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise InputError("--notify is no URL of a webhook: give https://..., env:NAME, or off")
+    return url
+
+
+def keep_notification(client: SyncPrefectClient, tag: str, url: str) -> None:
+    """Notify `url` of each flow run with that tag that fails or crashes; with OFF, nobody.
+
+    The server keeps the URL encrypted. An automation that exists stays as it is, changed or paused by a person.
+    """
+    if url == OFF:
+        for one in client.read_automations_by_name(AUTOMATION):
+            client.delete_automation(one.id)
+        with contextlib.suppress(ObjectNotFound):
+            client.delete_block_document(client.read_block_document_by_name(_BLOCK, _BLOCK_TYPE).id)
+        return
+    block = Webhook(url=SecretStr(url), headers=SecretDict({"Content-Type": "application/json"}))
+    identity: Any = block.save(_BLOCK, overwrite=True)
+    call = CallWebhook(block_document_id=identity, payload=_PAYLOAD)
+    red = _trigger(tag, expect={f"{_EVENT}Failed", f"{_EVENT}Crashed"}, posture=Posture.Reactive)
+    text = "A webhook is called with the flow run's name, its state and a link. `ratchet up --notify off` removes this."
+    _keep_automation(client, AutomationCore(name=AUTOMATION, description=text, trigger=red, actions=[call]))
+
+
+def _trigger(tag: str, **more: Any) -> EventTrigger:
+    every: Any = {"prefect.resource.id": f"{_EVENT}*"}
+    tagged: Any = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{tag}"}
+    return EventTrigger(match=every, match_related=tagged, for_each={"prefect.resource.id"}, threshold=1, **more)
+
+
+def _keep_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:
+    """Create an automation if it is missing; one that exists is left as it is, changed or paused by a person."""
+    if not client.read_automations_by_name(wanted.name):
+        client.create_automation(wanted)
 
 
 def _keep_pool(client: SyncPrefectClient, at_once: int | None) -> None:
@@ -63,11 +189,6 @@ def _keep_pool(client: SyncPrefectClient, at_once: int | None) -> None:
         client.update_work_queue(queues[TRAINING].id, concurrency_limit=at_once)
     if UPKEEP not in queues:
         client.create_work_queue(UPKEEP, concurrency_limit=_UPKEEP_AT_ONCE, work_pool_name=POOL)
-
-
-def queues_of(client: SyncPrefectClient) -> dict[str, WorkQueue]:
-    """The queues of the pool by name."""
-    return {one.name: one for one in client.read_work_queues(work_pool_name=POOL)}
 
 
 def _keep_deployment(client: SyncPrefectClient, entry: DeploymentEntry, flow: Flow[..., Any]) -> str:

@@ -15,11 +15,22 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_curre
 from pydantic import BaseModel, ConfigDict
 
 from flows.site.entries import read_deployments
-from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
-from flows.site.notification import webhook_url
-from flows.site.processes import HOST, end, end_starter, end_tree, find, kill_tree, start, strays, taken
+from flows.site.processes import (
+    HOST,
+    RunningProcess,
+    SiteFolder,
+    SiteRecord,
+    end,
+    end_starter,
+    end_tree,
+    find,
+    kill_tree,
+    start,
+    strays,
+    taken,
+)
 from flows.site.reconciling import set_right
-from flows.site.registration import POOL, register
+from flows.site.registration import POOL, register, webhook_url
 from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import code_version
 from tasks.config.credentials import has_credentials
@@ -36,7 +47,7 @@ _LOOK_S = 2.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asks for."""
+    """Options of the command line."""
 
     deployments: Path
     """A file in the format of prefect.yaml."""
@@ -56,11 +67,11 @@ class Site(BaseModel):
 
     api: str
     ui: str
-    """What to open in a browser."""
+    """Address for a browser."""
     secret_file: str
-    """Where the text is that the browser asks for."""
+    """File with the text that the browser asks for."""
     client_file: str
-    """What a shell sources to use Prefect's own commands."""
+    """Shell file with the settings for Prefect's own commands."""
     deployments: tuple[str, ...]
     """Registered deployments, as flow/deployment."""
     started: tuple[str, ...]
@@ -68,7 +79,7 @@ class Site(BaseModel):
 
 
 class Ended(BaseModel):
-    """What `ratchet down` has ended."""
+    """Processes that `ratchet down` has ended."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -88,6 +88,7 @@ def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done
     page = next(one for one in client.read_artifacts(artifact_filter=of_this) if one.key == "ratchet-b-failure")
     for words in ("| stage | train of iteration 1 |", "learning rate", "### Last lines", "iteration 0: train"):
         assert words in str(page.data)
+    assert f"/artifacts/artifact/{page.id}" in str(state.message)
     assert client.read_flow_run(identity(state)).parameters["iterations"] == 1
     (tmp_path / "fail-train").unlink()
     rollout = need(root, "b", 1, Stage.ROLLOUT)

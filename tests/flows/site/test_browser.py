@@ -200,7 +200,7 @@ def fill(page: Any, name: str, value: Any) -> None:
             field.get_by_role("switch").click()
         return
     if isinstance(value, Choice):
-        field.locator(".p-select-button").first.click()
+        field.locator(".p-select-button__control").press("Space")
         page.locator(".p-select-option", has_text=re.compile(rf"^\s*{re.escape(value)}\s*$")).first.click()
         return
     if isinstance(value, list):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from flows.site.doctor import Diagnosis, _clock, _storage_clock, diagnose
-from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
+from flows.site.processes import RunningProcess, SiteFolder, SiteRecord
 from storage.backends.root import Root, Stored
 from storage.errors import InputError
 from tasks.config.code_version import code_version

@@ -10,8 +10,7 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.site.elsewhere import register_elsewhere
-from flows.site.registration import POOL
+from flows.site.registration import POOL, register_elsewhere
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
 

@@ -12,7 +12,7 @@ from prefect import flow, tags
 from prefect.client.orchestration import get_client
 
 from flows.server.temporary import drain
-from flows.site.notification import AUTOMATION, OFF, keep_notification, webhook_url
+from flows.site.registration import AUTOMATION, OFF, keep_notification, webhook_url
 from storage.errors import InputError
 
 TAG = "ratchet-notified"

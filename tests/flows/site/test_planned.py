@@ -12,10 +12,9 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
 from prefect.states import Scheduled
 
-from flows.site.elsewhere import register_elsewhere
-from flows.site.folder import RunningProcess
-from flows.site.planned import SETTLES, free_port, listeners, told
-from flows.site.registration import POOL, TRAINING, UPKEEP, queues_of
+from flows.site.doctor import SETTLES, free_port, listeners, told
+from flows.site.processes import RunningProcess
+from flows.site.registration import POOL, TRAINING, UPKEEP, queues_of, register_elsewhere
 from tasks.config.code_version import PROJECT_ROOT
 
 RUN = {"run": "a", "root": "/data/runs", "more": 1}

@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.site.folder import RunningProcess, SiteFolder, SiteRecord
-from flows.site.processes import end, find, kill_tree, start, strays
+from flows.site.processes import RunningProcess, SiteFolder, SiteRecord, end, find, kill_tree, start, strays
 from flows.site.up import down, stay
 from tasks.config.environment import site_environment
 from tests.flows.site.conftest import wait_for
@@ -75,7 +74,9 @@ def test_a_worker_that_is_asked_to_end_starts_nothing_any_more(folder: SiteFolde
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("killed", [("server",), ("worker",), ("server", "worker"), ("worker", "server", "worker")])
+@pytest.mark.parametrize(
+    "killed", [("server",), ("worker",), ("server", "worker"), ("worker", "server", "worker"), ("down", "worker")]
+)
 def test_what_ends_is_started_again_until_the_site_is_ended(folder: SiteFolder, killed: tuple[str, ...]):
     environment = site_environment(folder.path, folder.prefect_home, "http://127.0.0.1:1/api", "a:b")
 
@@ -88,17 +89,27 @@ def test_what_ends_is_started_again_until_the_site_is_ended(folder: SiteFolder, 
         ]
         folder.keep(SiteRecord(api="http://127.0.0.1:1/api", processes=tuple(made)))
 
+    def recorded(role: str) -> RunningProcess | None:
+        return next((one for one in (folder.record() or SiteRecord(api="")).processes if one.role == role), None)
+
     def process(role: str) -> RunningProcess:
-        return next(one for one in (folder.record() or SiteRecord(api="")).processes if one.role == role)
+        wait_for(lambda: recorded(role))
+        found = recorded(role)
+        assert found is not None
+        return found
 
     again()
     stopped = threading.Event()
     staying = threading.Thread(target=stay, args=(folder, again, stopped, lambda _: None, 0.02))
     staying.start()
     for role in killed:
-        before = process(role)
-        psutil.Process(before.process).kill()
-        wait_for(lambda role=role, before=before: process(role) != before)
+        if role == "down":  # `ratchet down` beside a site that stays
+            before, role = process("server"), "server"
+            assert set(down(folder).ended) == {"server", "worker"}
+        else:
+            before = process(role)
+            psutil.Process(before.process).kill()
+        wait_for(lambda role=role, before=before: recorded(role) not in (None, before))
     last = [process(role) for role in ("server", "worker")]
     assert all(find(one) for one in last)
     stopped.set()
