@@ -81,13 +81,14 @@ def test_what_ends_is_started_again_until_the_site_is_ended(folder: SiteFolder, 
     environment = site_environment(folder.path, folder.prefect_home, "http://127.0.0.1:1/api", "a:b")
 
     def again() -> None:
-        before = folder.record()
-        alive = {one.role: one for one in (before.processes if before else ()) if find(one)}
-        made = [
-            alive.get(role) or start(role, [sys.executable, "-c", CHILD], environment, folder.log(role))
-            for role in ("server", "worker")
-        ]
-        folder.keep(SiteRecord(api="http://127.0.0.1:1/api", processes=tuple(made)))
+        with folder.locked():  # as `up` does
+            before = folder.record()
+            alive = {one.role: one for one in (before.processes if before else ()) if find(one)}
+            made = [
+                alive.get(role) or start(role, [sys.executable, "-c", CHILD], environment, folder.log(role))
+                for role in ("server", "worker")
+            ]
+            folder.keep(SiteRecord(api="http://127.0.0.1:1/api", processes=tuple(made)))
 
     def recorded(role: str) -> RunningProcess | None:
         return next((one for one in (folder.record() or SiteRecord(api="")).processes if one.role == role), None)
