@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from flows import iteration as sampling
-from flows import retraining
-from flows.views.history import read_record
+from flows.iteration import Source, redo, source_of
+from flows.views.history import last_iteration, next_iteration, read_record, workflow_of
 from flows.views.progress import Progress
-from flows.views.retrained import last_iteration, next_iteration, workflow_of
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import Overtaken
@@ -32,77 +30,72 @@ Opener = Callable[[Lease, str], AbstractContextManager[RunContext]]
 ends with the block."""
 
 
-def complete(
-    name: str,
-    root: Root,
-    config: RunConfig,
-    progress: Progress,
-    opener: Opener,
-    owner: str = "ratchet run",
-    held: Lease | None = None,
-) -> None:
-    """Record the configuration and do the missing part of a run, both under its lease.
+@dataclass(frozen=True)
+class Drive:
+    """A run that this process drives."""
 
-    If the process that drove the run before still publishes a stage, with another result, that result counts, and the
-    run continues from it.
+    name: str
+    root: Root
+    config: RunConfig
+    progress: Progress
+    opener: Opener
+    owner: str = "ratchet run"
+    """Driver of the run, for display."""
+    held: Lease | None = None
+    """The run's lease, if the caller holds it already and has recorded the configuration under it."""
 
-    Args:
-        owner: what drives the run, for people.
-        held: the run's lease, if the caller holds it already and has recorded the configuration under it.
-    """
-    while next_iteration(root, name, config) <= last_iteration(root, name, config) or is_redoing(root, name):
-        with _driven(root, name, config, progress, opener, owner, held) as context:
-            settled = finish_rerun(context, progress)
-            advance(settled, progress, next_iteration(root, name, config))
+    def complete(self, one_stage: bool = False) -> None:
+        """Record the configuration and do the missing part of the run, both under its lease.
+
+        If the process that drove the run before still publishes a stage, with another result, that result counts, and
+        the run continues from it.
+
+        Args:
+            one_stage: only finish the rerun that was requested, if there is one; leave the iterations as they are.
+        """
+        while is_redoing(self.root, self.name) or not (one_stage or is_complete(self.root, self.name, self.config)):
+            with self._driven() as context:
+                settled = finish_rerun(context, self.progress)
+                if not one_stage:
+                    first = next_iteration(self.root, self.name, self.config)
+                    advance(settled, self.progress, first, source_of(settled.config))
+
+    @contextmanager
+    def _driven(self) -> Iterator[RunContext]:
+        """The context of the head, under the run's lease. A result that another process published meanwhile counts."""
+        root, name = self.root, self.name
+        try:
+            with hold(root, name, self.owner) if self.held is None else nullcontext(self.held) as lease:
+                keep_copies(root, name)
+                names(root, name)  # refuses to go on where the record of a rerun is lost
+                digest = self._recorded(lease) if self.held is None else read_config(root, name).digest
+                with self.opener(lease, digest) as context:
+                    yield on_head(persistent(context, self.progress.say))
+        except Overtaken as fact:
+            self.progress.say(f"{fact}")
+
+    def _recorded(self, lease: Lease) -> str:
+        there = self.root.exists(layout.run_config_key(self.name))
+        for line in corrections(self.root, self.name, self.config) if there else []:
+            self.progress.say(f"corrected, since nothing was made from it yet: {line}")
+        return record_config(self.root, self.name, self.config, lease)
 
 
 def rerun(root: Root, name: str, wanted: Wanted) -> Rerun:
-    """Record that a finished stage is to be done again; `complete` or `redo_stage` then does it. Raises as `ask`."""
+    """Record that a finished stage is to be done again; `Drive.complete` then does it. Raises as `ask`."""
     with hold(root, name, "ratchet rerun") as lease:
         return ask(root, WORKFLOW, name, wanted, lease)
 
 
-def redo_stage(
-    name: str,
-    root: Root,
-    config: RunConfig,
-    progress: Progress,
-    opener: Opener,
-    owner: str = "ratchet run",
-    held: Lease | None = None,
-) -> None:
-    """Only finish the rerun that was asked for, if it is not finished; the iterations are left as they are."""
-    while is_redoing(root, name):
-        with _driven(root, name, config, progress, opener, owner, held) as context:
-            finish_rerun(context, progress)
-
-
-@contextmanager
-def _driven(
-    root: Root, name: str, config: RunConfig, progress: Progress, opener: Opener, owner: str, held: Lease | None
-) -> Iterator[RunContext]:
-    """The context of the head, under the run's lease. A result that another process published meanwhile counts."""
-    try:
-        with hold(root, name, owner) if held is None else nullcontext(held) as lease:
-            keep_copies(root, name)
-            names(root, name)  # refuses to go on where the record of a rerun is lost
-            digest = _recorded(root, name, config, progress, lease) if held is None else read_config(root, name).digest
-            with opener(lease, digest) as context:
-                yield on_head(persistent(context, progress.say))
-    except Overtaken as fact:
-        progress.say(f"{fact}")
-
-
-def _recorded(root: Root, name: str, config: RunConfig, progress: Progress, lease: Lease) -> str:
-    there = root.exists(layout.run_config_key(name))
-    for line in corrections(root, name, config) if there else []:
-        progress.say(f"corrected, since nothing was made from it yet: {line}")
-    return record_config(root, name, config, lease)
-
-
 def is_redoing(root: Root, name: str) -> bool:
-    """Whether a finished stage was asked to be done again, and that is not finished."""
+    """True while a finished stage is to be done again and is not finished."""
     return unfinished(root, name, read_revisions(root, name)) is not None
+
+
+def is_complete(root: Root, name: str, config: RunConfig) -> bool:
+    """True if a run has nothing to do under a configuration."""
+    left = next_iteration(root, name, config) <= last_iteration(root, name, config)
+    return not (left or is_redoing(root, name))
 
 
 def on_head(context: RunContext) -> RunContext:
@@ -136,7 +129,7 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
         f"`ratchet choose {run} {context.revisions.head} --reason TEXT` withdraws it"
     )
     with context.page.iteration(rerun.iteration):
-        sampling.redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
+        redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
     context.outbox.settle()
     if rerun.cascade:
         assert context.fence is not None
@@ -149,37 +142,22 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
     return on_head(context)
 
 
-def advance(context: RunContext, progress: Progress, first: int) -> None:
+def advance[P](context: RunContext, progress: Progress, first: int, source: Source[P]) -> None:
     """Do the iterations from `first` to the last; their results are durable on return."""
     shared = SharedParts(context.root, context.run)
     tidy(context, shared)  # before a stage can find an old part and use it
-    if context.config.retrain is None:
-        _loop(context, progress, shared, first, sampling.begin, sampling.iterate, sampling.position_after)
-    else:
-        _loop(context, progress, shared, first, retraining.begin, retraining.iterate, retraining.position_after)
-    context.outbox.settle()
-
-
-def _loop[P](
-    context: RunContext,
-    progress: Progress,
-    shared: SharedParts,
-    first: int,
-    begin: Callable[[RunContext], P],
-    iterate: Callable[[RunContext, int, P], P],
-    position_after: Callable[[RunContext, int], P],
-) -> None:
-    position = position_after(context, first - 1) if first else None
+    position = source.position_after(context, first - 1) if first else None
     if position is None:
         with context.page.iteration(0):
-            position = begin(context)
+            position = source.begin(context)
             conclude(context, progress, shared, 0)
     last = last_iteration(context.root, context.run, context.config)
     progress.expect(last)
     for iteration in range(max(first, 1), last + 1):
         with context.page.iteration(iteration):
-            position = iterate(context, iteration, position)
+            position = source.iterate(context, iteration, position)
             conclude(context, progress, shared, iteration)
+    context.outbox.settle()
 
 
 def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
@@ -189,24 +167,21 @@ def conclude(context: RunContext, progress: Progress, shared: SharedParts, itera
     """
     root, run = context.root, context.run
     context.outbox.add(lambda: progress.finished(read_record(root, run, iteration, context.revisions)))
-    concluded = context.outbox.add(partial(_give_up, context, shared, iteration))
+    concluded = context.outbox.add(partial(_retain, context, shared, iteration))
     context.page.storing(iteration, "retention", concluded)
-
-
-def _give_up(context: RunContext, shared: SharedParts, iteration: int) -> None:
-    for retention in _retention(context):
-        fence, seen, workflow = context.fence, context.revisions, workflow_of(context.config)
-        give_up(context.root, workflow, context.run, retention, iteration, fence=fence, shared=shared, revisions=seen)
 
 
 def tidy(context: RunContext, shared: SharedParts) -> None:
     """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
-    for retention in _retention(context):
-        fence, seen, workflow = context.fence, context.revisions, workflow_of(context.config)
-        catch_up(context.root, workflow, context.run, retention, fence=fence, shared=shared, revisions=seen)
+    _retain(context, shared, None)
 
 
-def _retention(context: RunContext) -> Iterator[Retention]:
-    section = context.config.storage
-    if section.keep_newest is not None:
-        yield Retention(newest=section.keep_newest, every=section.keep_every)
+def _retain(context: RunContext, shared: SharedParts, iteration: int | None) -> None:
+    """Delete what is no longer kept after an iteration, or of all iterations."""
+    section, workflow = context.config.storage, workflow_of(context.config)
+    if section.keep_newest is None:
+        return
+    retention = Retention(newest=section.keep_newest, every=section.keep_every)
+    work = catch_up if iteration is None else partial(give_up, served=iteration)
+    fence, seen = context.fence, context.revisions
+    work(context.root, workflow, context.run, retention, fence=fence, shared=shared, revisions=seen)

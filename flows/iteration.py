@@ -1,24 +1,28 @@
-"""The loop: what a run consists of, stage by stage. Only manifests pass between stages, as typed views."""
+"""The loop: the stages of a run, over two sources of samples. Only manifests pass between stages, as typed views."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from flows.views.history import evaluation_due
 from storage.errors import InputError
+from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.evaluate import evaluate
 from tasks.stages.names import Stage
 from tasks.stages.prepare import prepare
+from tasks.stages.rescore import rescore
 from tasks.stages.reward import reward
 from tasks.stages.rollout import rollout
-from tasks.stages.train import train
-from tasks.stages.views import Prepared, Rewards, Rollouts, Served, Trained, View
+from tasks.stages.select import select
+from tasks.stages.train import retrain, retrain_rescored, train
+from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Served, Trained, View
 from tasks.stages.warm_up import warm_up
 from tasks.stages.weight_sync import weight_sync
 
 
 @dataclass(frozen=True)
 class Position:
-    """What one iteration hands to the next; all of it is committed, or waits in the outbox."""
+    """The results that one iteration hands to the next; all are committed, or wait in the outbox."""
 
     prepared: Prepared
     trained: Trained
@@ -60,8 +64,65 @@ def position_after(run: RunContext, iteration: int) -> Position:
     )
 
 
+@dataclass(frozen=True)
+class StoredPosition:
+    """The position of a run on stored samples, whose iteration 0 holds the first state and the samples."""
+
+    prepared: Prepared
+    selected: Selected
+    rescored: Rescored | None
+    trained: Trained
+
+
+def begin_stored(run: RunContext) -> StoredPosition:
+    """Iteration 0: samples are selected and, if requested, scored again. The state is part of the run already."""
+    prepared = Prepared(run.need(0, Stage.PREPARE))
+    selected = select(run, 0, prepared)
+    again = run.config.retrain is not None and run.config.retrain.rescore
+    rescored = rescore(run, 0, prepared, selected) if again else None
+    return StoredPosition(prepared, selected, rescored, Trained(run.need(0, Stage.TRAIN)))
+
+
+def iterate_stored(run: RunContext, iteration: int, before: StoredPosition) -> StoredPosition:
+    """Train on one share of the selection."""
+    if before.rescored is None:
+        trained = retrain(run, iteration, before.prepared, before.selected, before.trained)
+    else:
+        trained = retrain_rescored(run, iteration, before.prepared, before.selected, before.rescored, before.trained)
+    return replace(before, trained=trained)
+
+
+def stored_position_after(run: RunContext, iteration: int) -> StoredPosition:
+    """The same as `position_after` for a run on stored samples."""
+    rescored = run.find(0, Stage.RESCORE)
+    return StoredPosition(
+        prepared=Prepared(run.need(0, Stage.PREPARE)),
+        selected=Selected(run.need(0, Stage.SELECT)),
+        rescored=None if rescored is None else Rescored(rescored),
+        trained=Trained(run.need(iteration, Stage.TRAIN)),
+    )
+
+
+@dataclass(frozen=True)
+class Source[P]:
+    """A source of samples: the beginning of a run, its next iteration, and its position from what is stored."""
+
+    begin: Callable[[RunContext], P]
+    iterate: Callable[[RunContext, int, P], P]
+    position_after: Callable[[RunContext, int], P]
+
+
+SAMPLED = Source(begin, iterate, position_after)
+STORED = Source(begin_stored, iterate_stored, stored_position_after)
+
+
+def source_of(config: RunConfig) -> Source[Position] | Source[StoredPosition]:
+    """The source of a run's samples: its engines, or what other runs have stored."""
+    return SAMPLED if config.retrain is None else STORED
+
+
 def redo(run: RunContext, iteration: int, stage: Stage) -> View:
-    """One stage alone, in the revision that is worked on, from what is committed before it.
+    """Repeat one stage alone, in the current revision, from the committed stages before it.
 
     Raises:
         NotCommitted: an input is not there.

@@ -12,15 +12,15 @@ import httpx
 from prefect import flow, get_run_logger
 from prefect.exceptions import PrefectException
 
-from flows.driving import complete, is_redoing, redo_stage
+from flows.driving import Drive, is_complete
 from flows.preflight import check_start
 from flows.proof.faults import injected
 from flows.subflows import Subflows
 from flows.views.artifacts import examples_publisher, publish
+from flows.views.history import last_iteration
 from flows.views.page import LivePage
 from flows.views.progress import Progress
 from flows.views.reports import Reports, write_report
-from flows.views.retrained import last_iteration, next_iteration
 from flows.views.status import read_status
 from storage.backends.root import Root, open_root
 from storage.digest import value_digest
@@ -69,7 +69,7 @@ def perform(
     one_stage: bool = False,
     held: Lease | None = None,
 ) -> None:
-    """Do what the flow does, within any flow; arguments as those of `run`, `owner` and `held` as of `complete`."""
+    """Do what the flow does, within any flow; arguments as those of `run`, `owner` and `held` as of `Drive`."""
     store = ready(name, root, config, held)
     for sentence in advice(config):
         progress.say(sentence)
@@ -83,9 +83,8 @@ def perform(
         progress.follow(page)
         progress.on_finished(page.finished)
         progress.on_finished(reports.add)
-        work = redo_stage if one_stage else complete
         opener = functools.partial(open_context, name, store, config, progress)
-        work(name, store, config, progress, opener, owner, held)
+        Drive(name, store, config, progress, opener, owner, held).complete(one_stage)
     progress.say("drawing the curves")
     png = write_report(store, name)
     try:
@@ -124,8 +123,7 @@ def ready(name: str, root: str, config: RunConfig, held: Lease | None = None) ->
     check_root_url(root)
     store = open_root(root).waiting(config.run.outage_s)
     check_start(name, store, config)
-    left = next_iteration(store, name, config) <= last_iteration(store, name, config) or is_redoing(store, name)
-    if left and held is None:
+    if held is None and not is_complete(store, name, config):
         check_free(store, name)
     return store
 

@@ -139,7 +139,7 @@ ENGINE = (
         "engines-do-not-sleep",
         "engines keep the card's memory while the trainer trains, whatever `engine.sleep` says",
         "tasks/stages/train.py",
-        "    rest(context, prepared)\n",
+        "    rest(work.context, prepared)\n",
         "",
         ("tests/tasks/stages/test_train.py",),
     ),

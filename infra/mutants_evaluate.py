@@ -59,7 +59,7 @@ EVALUATE = (
     Mutant(
         "change-over-two-functions",
         "the last lines compare the first value of another reward function",
-        "flows/views/changes.py",
+        "flows/views/status.py",
         "there[keys.index(keys[-1])]",
         "there[0]",
         _CHANGES,
@@ -67,7 +67,7 @@ EVALUATE = (
     Mutant(
         "change-of-a-long-run-over-two-functions",
         "of a long run the comparison begins anywhere",
-        "flows/views/newest.py",
+        "flows/views/status.py",
         "numbers[place : place + 1]",
         "numbers[:1]",
         _CHANGES,

@@ -86,7 +86,7 @@ UPKEEP = (
     Mutant(
         "status-reads-everything",
         "the status of a long run reads all of it",
-        "flows/views/newest.py",
+        "flows/views/status.py",
         "    if whole or begun <= SHORT or",
         "    if whole or begun > -1 or",
         _COST,
@@ -94,8 +94,8 @@ UPKEEP = (
     Mutant(
         "status-trusts-the-newest-folder",
         "the status of a long run does not see a gap",
-        "flows/views/newest.py",
-        "    return synced_iterations(root, run, begun)\n",
+        "flows/views/status.py",
+        "    return ended_iterations(root, run, begun)\n",
         "    return begun - 1\n",
         _COST,
     ),

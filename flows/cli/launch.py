@@ -10,15 +10,14 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.cli.memory import MemoryMeter
 from flows.cli.signals import Signals
-from flows.driving import is_redoing
+from flows.driving import is_complete
 from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
-from flows.views.changes import Changes
+from flows.views.history import last_iteration, next_iteration
 from flows.views.output import Output
 from flows.views.progress import closing_lines
 from flows.views.reports import finish_report
-from flows.views.retrained import last_iteration, next_iteration
-from flows.views.status import RunStatus, read_status
+from flows.views.status import Changes, RunStatus, read_status
 from storage.backends.root import Root
 from storage.errors import InputError, RatchetError, WorkerLost, told
 from tasks.config.run import RunConfig
@@ -100,19 +99,18 @@ def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
     """
     _quieten_prefect()
     with MemoryMeter() as meter:
-        first = next_iteration(root, order.run, order.config)
-        last = last_iteration(root, order.run, order.config)
-        complete = first > last and not is_redoing(root, order.run)
-        if complete:
+        if complete := is_complete(root, order.run, order.config):
             _release(order.run, say)
             finish_report(root, order.run, order.config, say)
         else:
+            first = next_iteration(root, order.run, order.config)
             begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
             say(f"run {order.run} begins {begins}; starting Ray and Prefect")
             _run_flow_to_its_end(order, root, say)
     status = read_status(root, order.run)
     if complete:
-        say(nothing_done(status, last, order.config.retrain is not None))
+        asked = last_iteration(root, order.run, order.config)
+        say(nothing_done(status, asked, order.config.retrain is not None))
     return status, summarise(status, meter)
 
 
@@ -146,8 +144,7 @@ def _run_flow_to_its_end(order: Order, root: Root, say: Say) -> None:
     try:
         _run_flow(order)
     except WorkerLost as lost:
-        left = next_iteration(root, order.run, order.config) <= last_iteration(root, order.run, order.config)
-        if left or is_redoing(root, order.run):
+        if not is_complete(root, order.run, order.config):
             raise
         say(f"{lost}. The run is complete; the page of its flow run is not")
 

@@ -10,12 +10,11 @@ from prefect.states import Cancelled, Completed
 from pydantic import WithJsonSchema
 
 from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, fix, form, log_console, owner
-from flows.driving import is_redoing
+from flows.driving import is_complete
 from flows.rerun import Request, ask_again
 from flows.run import perform, ready
-from flows.views.history import synced_iterations
+from flows.views.history import ended_iterations, last_iteration
 from flows.views.progress import Progress
-from flows.views.retrained import last_iteration, next_iteration
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, RatchetError
@@ -251,13 +250,7 @@ def begin_counted(store: Root, run: str, more: int, resolve: Callable[[int], Run
 
 def complete_iterations(store: Root, run: str) -> int:
     """Number of complete iterations of a run, without iteration 0."""
-    return max(synced_iterations(store, run, _LIMIT) - 1, 0)
-
-
-def is_complete(store: Root, run: str, config: RunConfig) -> bool:
-    """Whether a run has nothing to do under a configuration."""
-    left = next_iteration(store, run, config) <= last_iteration(store, run, config)
-    return not (left or is_redoing(store, run))
+    return max(ended_iterations(store, run, _LIMIT) - 1, 0)
 
 
 def begin(run: str, root: str, config: RunConfig, held: Lease | None = None) -> State[Any]:

@@ -13,12 +13,11 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext
 
-from flows.views.changes import Change
 from flows.views.curves import data_uri
 from flows.views.history import IterationRecord
 from flows.views.progress import figures_of
 from flows.views.samples import Samples
-from flows.views.status import RunStatus
+from flows.views.status import Change, RunStatus
 from storage import layout
 from tasks.config.credentials import shown_text
 from tasks.stages.names import Stage

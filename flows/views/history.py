@@ -11,12 +11,15 @@ from pydantic import BaseModel, ConfigDict
 from flows.views.table import Row, row_of
 from flows.views.troubles import Trouble, troubles_of
 from storage.backends.root import Root
+from storage.ids import Workflow
 from storage.manifest import Manifest, find, load
 from storage.parallel import each
 from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import names
 from tasks.config.evaluation import PASS
-from tasks.stages.names import Stage
+from tasks.config.run import RunConfig
+from tasks.stages.names import RETRAINING, WORKFLOW, Stage
+from tasks.stages.views import Selected
 
 PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
 """Stages of iteration 0, in their order; its `train` is the supervised warm-up."""
@@ -26,6 +29,7 @@ ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.
 PLOT = "curves.png"
 """Name of the plot among the run's derived files."""
 
+_SELECTING = (Stage.SELECT, Stage.RESCORE)  # of a run on stored samples only
 _UNSCORED = ("errors", "timeouts", "non_finite")
 _READERS = 16
 _WARM = 3
@@ -73,52 +77,70 @@ class IterationRecord(BaseModel):
 
 
 def stages_of(iteration: int) -> tuple[Stage, ...]:
-    """The stages of an iteration, in their order."""
+    """The stages of an iteration of a run that samples for itself, in their order."""
     return ITERATION if iteration else PREPARATION
 
 
-def synced_iterations(root: Root, run: str, at_most: int) -> int:
-    """How many iterations, counted from 0, have their weight-sync committed; found in O(log at_most) look-ups.
-
-    Each weight-sync is made from the one before it, so there is no gap before the first missing one.
-    """
-    head = read_revisions(root, run)
-    return bisect.bisect_left(
-        range(at_most), True, key=lambda iteration: find(root, run, iteration, Stage.WEIGHT_SYNC, head) is None
-    )
+def wanted_stages(config: RunConfig, iteration: int) -> tuple[Stage, ...]:
+    """The stages of an iteration of a run, in their order."""
+    if config.retrain is None:
+        return stages_of(iteration)
+    if iteration:
+        return (Stage.TRAIN,)
+    return (Stage.PREPARE, Stage.TRAIN, Stage.SELECT, *([Stage.RESCORE] if config.retrain.rescore else []))
 
 
-def first_incomplete(root: Root, run: str, iterations: int, evaluated_every: int) -> int:
-    """The iteration a run continues with; `iterations` + 1 if all are complete. Takes a few look-ups and no listing.
-
-    An iteration is complete if its weights are synced and its evaluation, if due, is done. Evaluations that an earlier
-    configuration did not ask for are not done later.
-    """
-
-    def evaluated(iteration: int) -> bool:
-        return find(root, run, iteration, Stage.EVALUATE) is not None
-
-    return continues_with(synced_iterations(root, run, iterations + 2), evaluated, iterations, evaluated_every)
-
-
-def first_incomplete_of(history: Sequence[IterationRecord], iterations: int, evaluated_every: int) -> int:
-    """Like `first_incomplete`, from a history."""
-    done = [record.done for record in history[: iterations + 2]]
-    synced = next((number for number, stages in enumerate(done) if Stage.WEIGHT_SYNC not in stages), len(done))
-    return continues_with(synced, lambda iteration: Stage.EVALUATE in done[iteration], iterations, evaluated_every)
-
-
-def continues_with(synced: int, evaluated: Callable[[int], bool], iterations: int, evaluated_every: int) -> int:
-    """The first iteration that is not complete, given how many have their weights synced."""
-    if synced > iterations + 1 or synced == 0:
-        return min(synced, iterations + 1)
-    last = synced - 1
-    return last if evaluation_due(last, iterations, evaluated_every) and not evaluated(last) else synced
+def workflow_of(config: RunConfig) -> Workflow:
+    """The role of each stage of a run in storage."""
+    return WORKFLOW if config.retrain is None else RETRAINING
 
 
 def evaluation_due(iteration: int, iterations: int, every: int) -> bool:
-    """Whether an evaluation is due after this iteration: after every `every`-th, and after the last."""
+    """True after every `every`-th iteration, and after the last."""
     return every > 0 and (iteration % every == 0 or iteration == iterations)
+
+
+def last_iteration(root: Root, run: str, config: RunConfig) -> int:
+    """The last iteration that a run is to have; 0 for one whose samples are not selected yet."""
+    if config.retrain is None:
+        return config.run.iterations
+    selection = find(root, run, 0, Stage.SELECT)
+    return 0 if selection is None else config.retrain.iterations(len(Selected(selection).shares))
+
+
+def ended_iterations(root: Root, run: str, at_most: int, ends: str = WORKFLOW.ends_iteration) -> int:
+    """Number of iterations, counted from 0, whose last stage but the evaluation is committed.
+
+    It takes O(log at_most) look-ups: each such stage is made from the one before it, so there is no gap.
+    """
+    head = read_revisions(root, run)
+    return bisect.bisect_left(
+        range(at_most), True, key=lambda iteration: find(root, run, iteration, ends, head) is None
+    )
+
+
+def next_iteration(root: Root, run: str, config: RunConfig) -> int:
+    """The iteration that a run continues with; one past the last if it is complete. Takes a few look-ups, no listing.
+
+    An iteration is complete if its weights are synced (or its state, on stored samples, is trained) and its evaluation,
+    if due, is done. Evaluations that an earlier configuration did not ask for are not done later.
+    """
+    last = last_iteration(root, run, config)
+    ended = ended_iterations(root, run, last + 2, workflow_of(config).ends_iteration)
+    return next_after(ended, last, config, lambda iteration, stage: find(root, run, iteration, stage) is not None)
+
+
+def next_after(ended: int, last: int, config: RunConfig, done: Callable[[int, Stage], bool]) -> int:
+    """The first iteration that is not complete, given how many have ended, and which stages of 0 and of that are done.
+
+    Args:
+        last: the last iteration that the run is to have.
+    """
+    if ended == 0 or not all(done(0, stage) for stage in wanted_stages(config, 0) if stage in _SELECTING):
+        return 0
+    newest = ended - 1
+    due = newest <= last and evaluation_due(newest, last, config.evaluate.every) and config.retrain is None
+    return newest if due and not done(newest, Stage.EVALUATE) else min(ended, last + 1)
 
 
 def read_history(root: Root, run: str, revisions: Revisions | None = None) -> list[IterationRecord]:
@@ -154,7 +176,7 @@ def read_iteration(root: Root, run: str, iteration: int, revisions: Revisions | 
 
 def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple[int, str]]:
     """Which stages of an iteration are committed, in the order of work."""
-    stages = (*stages_of(iteration), Stage.SELECT, Stage.RESCORE)  # the last two in a run on stored samples only
+    stages = (*stages_of(iteration), *_SELECTING)
     return [(iteration, stage) for stage in stages if (iteration, stage) in newest]
 
 

@@ -12,9 +12,8 @@ from typing import Self
 
 from flows.views.curves import store_plot
 from flows.views.events import TensorBoard
-from flows.views.history import IterationRecord, read_history, read_record
+from flows.views.history import IterationRecord, last_iteration, read_history, read_record
 from flows.views.lane import Lane, Say
-from flows.views.retrained import last_iteration
 from flows.views.samples import Choice, Samples, chosen
 from flows.views.table import MetricsFile, Row, Series, warmup_csv
 from flows.views.trackers import Makes, TrackedRun, Tracker, trackers

@@ -1,22 +1,118 @@
-"""What a run has done, from storage alone: imports no torch, Ray, vLLM or Prefect."""
+"""The state of a run, from storage alone: imports no torch, Ray, vLLM or Prefect.
 
-from collections.abc import Sequence
+Of a long run the newest iterations and the first comparable values are read: beyond a listing of the iterations (one
+request for a thousand of them) some forty requests for any run.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from flows.views.changes import Changes, apart_lines
-from flows.views.history import PLOT, IterationRecord, evaluation_due, seconds_per_iteration
-from flows.views.newest import read_newest
-from flows.views.retrained import last_iteration, wanted_stages
+from flows.views.history import (
+    PLOT,
+    IterationRecord,
+    ended_iterations,
+    evaluation_due,
+    last_iteration,
+    next_after,
+    read_history,
+    read_iteration,
+    record_of,
+    seconds_per_iteration,
+    wanted_stages,
+)
+from flows.views.table import EVALUATED_BY
 from flows.views.troubles import run_troubles
 from storage import layout
 from storage.backends.root import Root
 from storage.ids import check_run_name
-from storage.revisions import read_revisions
+from storage.manifest import Manifest, find
+from storage.parallel import each
+from storage.revisions import Revisions, read_revisions
 from storage.upkeep.redoing import unfinished
+from tasks.config.evaluation import EXACT, PASS, SCORED_BY
 from tasks.config.run import RunConfig
 from tasks.config.stored import read_config
 from tasks.stages.names import Stage
+
+SHORT = 20
+"""A run with at most so many iterations is read as a whole."""
+_NEWEST = 4
+_READERS = 4
+
+
+class Change(BaseModel):
+    """The first and the last value that one reward, and one way of asking, have given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first: float | None = None
+    last: float | None = None
+    since: int | None = None
+    """Iteration of `first`."""
+    apart: bool = False
+    """Whether there are earlier values that another reward, or another way of asking, has given."""
+
+
+class Changes(BaseModel):
+    """The figures of a run that are compared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reward: Change
+    """Mean reward of the samples."""
+    held_out_reward: Change
+    """Mean reward of greedy answers to held-out prompts."""
+    pass_rate: Change
+    """Share of these answers that pass."""
+    passing: str | None
+    """The condition by which they pass."""
+
+
+def changes_of(records: Sequence[IterationRecord]) -> Changes:
+    """The changes over records in their order, which need not be those of all iterations."""
+    evaluated = [one for one in records if one.held_out_reward is not None]
+    passing = evaluated[-1].passing if evaluated else None
+    unknown = passing is None or _by_chance(evaluated)
+    return Changes(
+        reward=_change(records, lambda one: one.reward, SCORED_BY),
+        held_out_reward=_change(evaluated, lambda one: one.held_out_reward, EVALUATED_BY),
+        pass_rate=Change() if unknown else _change(evaluated, lambda one: one.pass_rate, EVALUATED_BY, PASS),
+        passing=passing,
+    )
+
+
+def judged_by(record: IterationRecord, by: Sequence[str]) -> list[str | None]:
+    """What values of a record may be compared with, by columns of text: equal for those that may."""
+    return [record.row.texts.get(name) for name in by]
+
+
+def apart_lines(changes: Changes) -> list[str]:
+    """What is not compared, a sentence each."""
+    named = {"mean reward": changes.reward, "held-out evaluation": changes.held_out_reward}
+    return [
+        f"{name}: earlier values than that of iteration {change.since} are of another reward function, or of other "
+        "prompts; they are not compared"
+        for name, change in named.items()
+        if change.apart
+    ]
+
+
+def _change(records: Sequence[IterationRecord], value: Callable[[IterationRecord], float | None], *by: str) -> Change:
+    there = [(one, found) for one in records if (found := value(one)) is not None]
+    if not there:
+        return Change()
+    keys = [judged_by(one, by) for one, _ in there]
+    first, last = there[keys.index(keys[-1])], there[-1]
+    return Change(first=first[1], last=last[1], since=first[0].iteration, apart=first is not there[0])
+
+
+def _by_chance(evaluated: Sequence[IterationRecord]) -> bool:
+    """Whether rewards that can be others than 0 and 1 were only these once: then it is not known which answers pass."""
+    by = [judged_by(one, (EVALUATED_BY,)) for one in evaluated]
+    return {one.passing for one, key in zip(evaluated, by, strict=True) if key == by[-1]} >= {None, EXACT}
 
 
 class StageStatus(BaseModel):
@@ -106,3 +202,106 @@ def _stages(
     stages = wanted_stages(config, iteration)
     wanted = [stage for stage in stages if stage != Stage.EVALUATE or evaluation_due(iteration, last, every)]
     return tuple(StageStatus(stage=stage, done=stage in done) for stage in wanted)
+
+
+@dataclass(frozen=True)
+class Newest:
+    """What is known of a run without reading all of it."""
+
+    records: tuple[IterationRecord, ...]
+    """The newest iterations that have begun, or all."""
+    first: int
+    """The first iteration that is not complete."""
+    last: int
+    """The last iteration that was asked for, or that has begun."""
+    changes: Changes
+    """Its figures, from the first values to the last."""
+
+
+def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, whole: bool = False) -> Newest:
+    """Read the newest iterations of a run, and its first figures. One on stored samples is read as a whole.
+
+    Args:
+        config: says how many iterations there are to be, and when an evaluation is due.
+        revisions: of the run.
+        whole: read all iterations, however many there are.
+    """
+    asked, every = last_iteration(root, run, config), config.evaluate.every
+    begun = max(_begun(root, run), default=-1) + 1
+    if whole or begun <= SHORT or config.retrain is not None:
+        history = read_history(root, run, revisions)
+        last = max(asked, len(history) - 1)
+        return Newest(tuple(history), _next_of(history, last, config), last, changes_of(history))
+    ended, last = _ended(root, run, begun, revisions), max(asked, begun - 1)
+    records = _window(root, run, range(ended - _NEWEST, min(ended + 1, begun)), revisions)
+    done = {(one.iteration, stage) for one in records for stage in one.done}
+    first = next_after(ended, last, config, lambda iteration, stage: (iteration, stage) in done)
+    begun_at = _Earlier(root, run, revisions, records)
+    earlier = [*begun_at.alike(Stage.REWARD, range(1, records[0].iteration), (SCORED_BY,))]
+    if every:
+        evaluations = range(0, records[0].iteration, every)
+        earlier += begun_at.alike(Stage.EVALUATE, evaluations[-1:], ())
+        for by in ((EVALUATED_BY,), (EVALUATED_BY, PASS)):
+            earlier += begun_at.alike(Stage.EVALUATE, evaluations, by)
+    earlier.sort(key=lambda one: one.iteration)
+    return Newest(tuple(records), first, last, changes_of([*earlier, *records]))
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """Iterations before the newest ones."""
+
+    root: Root
+    run: str
+    revisions: Revisions
+    newest: list[IterationRecord]
+
+    def alike(self, stage: Stage, numbers: range, by: Sequence[str]) -> list[IterationRecord]:
+        """The first of some iterations, and if the newest is judged by something else, the first that is judged alike.
+
+        That takes O(log(iterations)) requests. Of each the record has this stage only.
+        """
+        found = [self.record(number, stage) for number in numbers[:1]]
+        last = next((judged_by(one, by) for one in reversed(self.newest) if stage in one.done), None)
+        if found and last is not None and (found[0] is None or judged_by(found[0], by) != last):
+            place = bisect.bisect_left(
+                numbers, True, key=lambda at: (one := self.record(at, stage)) is not None and judged_by(one, by) == last
+            )
+            found += [self.record(number, stage) for number in numbers[place : place + 1]]
+        return [one for one in found if one is not None]
+
+    def record(self, iteration: int, stage: Stage) -> IterationRecord | None:
+        """One stage of an iteration; None if it is not done."""
+        manifest = find(self.root, self.run, iteration, stage, self.revisions)
+        return None if manifest is None else record_of([manifest], None)
+
+
+def _begun(root: Root, run: str) -> list[int]:
+    found = (layout.iteration_of(name) for name in root.folders(layout.manifest_folder(run)))
+    return [number for number in found if number is not None]
+
+
+def _next_of(history: Sequence[IterationRecord], last: int, config: RunConfig) -> int:
+    done = {(one.iteration, stage) for one in history for stage in one.done}
+    ends = Stage.WEIGHT_SYNC if config.retrain is None else Stage.TRAIN
+    ended = next((number for number in range(len(history)) if (number, ends) not in done), len(history))
+    return next_after(ended, last, config, lambda iteration, stage: (iteration, stage) in done)
+
+
+def _ended(root: Root, run: str, begun: int, revisions: Revisions) -> int:
+    """Number of iterations with synced weights: nearly always all that have begun, or all but one."""
+    for number in (begun, begun - 1):
+        if find(root, run, number - 1, Stage.WEIGHT_SYNC, revisions) is not None:
+            return number
+    return ended_iterations(root, run, begun)
+
+
+def _window(root: Root, run: str, numbers: range, revisions: Revisions) -> list[IterationRecord]:
+    """The records of iterations, but of the first, from whose end the second is timed."""
+    found = each(lambda number: read_iteration(root, run, number, revisions), numbers, _READERS)
+    records: list[IterationRecord] = []
+    before: Manifest | None = found[0][-1] if found[0] else None
+    for manifests in filter(None, found[1:]):
+        records.append(record_of(manifests, before))
+        before = manifests[-1]
+    return records

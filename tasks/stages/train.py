@@ -1,32 +1,85 @@
-"""Stage `train`: from the previous state and one iteration's scored samples to the next state."""
+"""Stage `train`: policy steps on the samples of an iteration, from the previous train state to the next."""
 
 import time
+from collections.abc import Mapping
 
+from pydantic import JsonValue
+
+from storage.selection import SHARE
+from tasks.config.retrain import RetrainSection
+from tasks.config.run import RunConfig
 from tasks.stages.held_state import ensure_reference, ensure_state, saved
 from tasks.stages.names import Stage
 from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.turns import resume
-from tasks.stages.views import Prepared, Rewards, Rollouts, Trained
-from trainer_core.batches.reading import read_samples
+from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Trained
+from trainer_core.batches.reading import read_samples, read_selected
+from trainer_core.batches.sequences import Samples
 
 
 @stage(Stage.TRAIN, ("prepare", "rollout", "reward", "state"), Trained)
 def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, state: Trained) -> StageOutput:
-    """Take the policy steps of one iteration, starting from `state`, and save the result.
+    """Train on the samples of one rollout.
 
     The data cursor travels with the state: prompts count as consumed once they are trained on.
     """
+
+    samples = read_samples(work.root, rollouts.manifest, rewards.manifest)
+    rest(work.context, prepared)
+    return _trained(work, prepared, state, samples, work.config.rollout.temperature, {"cursor": rollouts.cursor}, {})
+
+
+@stage(Stage.TRAIN, ("prepare", "selection", "state"), Trained)
+def retrain(work: Work, prepared: Prepared, selected: Selected, state: Trained) -> StageOutput:
+    """Train on one share of a selection with the scores that its samples have."""
+    return _retrained(work, prepared, selected, None, state)
+
+
+@stage(Stage.TRAIN, ("prepare", "selection", "reward", "state"), Trained)
+def retrain_rescored(
+    work: Work, prepared: Prepared, selected: Selected, rescored: Rescored, state: Trained
+) -> StageOutput:
+    """Train on one share of a selection with the scores of stage `rescore`."""
+    return _retrained(work, prepared, selected, rescored, state)
+
+
+def _retrained(
+    work: Work, prepared: Prepared, selected: Selected, rescored: Rescored | None, state: Trained
+) -> StageOutput:
+    shares = selected.shares
+    number = _section(work.config).share(work.iteration, len(shares), work.config.run.seed)
+    samples = read_selected(work.root, shares[number], None if rescored is None else rescored.of(number))
+    usable = samples.rewards[samples.usable]
+    metrics = {"reward_mean": float(usable.mean())} if len(usable) else {}
+    metrics["epoch"] = float((work.iteration - 1) // len(shares) + 1)
+    facts: dict[str, JsonValue] = {"cursor": state.cursor, SHARE: number}
+    return _trained(work, prepared, state, samples, selected.temperature, facts, metrics)
+
+
+def _trained(
+    work: Work,
+    prepared: Prepared,
+    state: Trained,
+    samples: Samples,
+    temperature: float,
+    facts: Mapping[str, JsonValue],
+    more: Mapping[str, float],
+) -> StageOutput:
+    """Take the policy steps on the samples, starting from `state`, and save the result."""
     context = work.context
-    rest(context, prepared)
     group = ensure_state(context, prepared, state)
     generators = group.generators()
     resumed = resume(context, group)
     ensure_reference(context, prepared, group)
-    samples = read_samples(work.root, rollouts.manifest, rewards.manifest)
-    referenced = work.config.train.policy.needs_reference
-    metrics = {**group.train_policy(samples, work.config.rollout.temperature, referenced), **resumed}
+    metrics = group.train_policy(samples, temperature, work.config.train.policy.needs_reference)
+    metrics = {**metrics, **resumed, **more}
     if generators != "continued":
-        metrics = {**metrics, "process_to_gradient_s": time.time() - group.began}
+        metrics["process_to_gradient_s"] = time.time() - group.began
     rng = "reseeded" if generators == "reseeded" else "continued"
-    return saved(work, group, {"cursor": rollouts.cursor, "rng": rng}, metrics)
+    return saved(work, group, {**facts, "rng": rng}, metrics)
+
+
+def _section(config: RunConfig) -> RetrainSection:
+    assert config.retrain is not None, "a run without [retrain] has another loop"
+    return config.retrain

@@ -23,7 +23,7 @@ import pyarrow.compute  # noqa: F401 - otherwise each forked process imports the
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
-from flows.driving import complete
+from flows.driving import Drive
 from flows.proof.faults import FLOW, FaultFolder
 from flows.views.history import IterationRecord
 from flows.views.progress import Progress
@@ -177,7 +177,7 @@ def drive(plan: Plan) -> None:
         ):
             yield RunContext(RUN, root, config, digest, fleet, Path(scratch), lease, outbox, memory=Path(memory))
 
-    complete(RUN, root, config, NotedProgress(journal, config.run.iterations), opener)
+    Drive(RUN, root, config, NotedProgress(journal, config.run.iterations), opener).complete()
 
 
 class NotedProgress(Progress):

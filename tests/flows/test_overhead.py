@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.views.history import read_history
-from flows.views.newest import SHORT
-from flows.views.status import read_status
+from flows.views.status import SHORT, read_status
 from infra.bench import overhead
 from storage import layout
 from storage.backends.root import open_root

@@ -11,7 +11,7 @@ import pytest
 from flows.cli.printing import Shown, of_shown
 from flows.driving import is_redoing, rerun
 from flows.views.evaluations import evaluations
-from flows.views.history import synced_iterations
+from flows.views.history import ended_iterations
 from flows.views.samples import scored_samples
 from storage import layout
 from storage.backends.root import Root, open_root
@@ -112,7 +112,7 @@ def test_without_a_cascade_the_head_is_left_until_it_is_chosen(root, tmp_path, d
     assert drive(root, tmp_path) == []
     with hold(root, RUN, "test") as lease:
         choose(root, WORKFLOW, RUN, 1, "better", "tests", lease)
-    assert synced_iterations(root, RUN, 10) == 2
+    assert ended_iterations(root, RUN, 10) == 2
     rest = [(2, stage, stage is Stage.ROLLOUT) for stage in FULL] + [(3, stage, False) for stage in FULL]
     assert drive(root, tmp_path) == rest
     with hold(root, RUN, "test") as lease:

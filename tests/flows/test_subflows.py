@@ -18,7 +18,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from rich.console import Console
 
-from flows.driving import complete
+from flows.driving import Drive
 from flows.subflows import Subflows
 from flows.views.progress import Progress
 from storage import kill_points, layout
@@ -59,7 +59,7 @@ def drive(
 
     @flow(name="test", persist_result=False)
     def body() -> None:
-        complete("a", root, config, Progress("a", ITERATIONS, Console(file=io.StringIO())), opener)
+        Drive("a", root, config, Progress("a", ITERATIONS, Console(file=io.StringIO())), opener).complete()
 
     return body(return_state=True)
 

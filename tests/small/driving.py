@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.driving import complete, redo_stage
+from flows.driving import Drive
 from flows.views.history import IterationRecord
 from flows.views.progress import Progress
 from storage import kill_points, layout
@@ -44,13 +44,13 @@ class Driver:
 
     def drive(self) -> None:
         """Do what the run lacks."""
-        self._with(complete)
+        self._drive(one_stage=False)
 
     def redo(self) -> None:
         """Do only the stage that was asked to be done again."""
-        self._with(redo_stage)
+        self._drive(one_stage=True)
 
-    def _with(self, work: Callable[..., None]) -> None:
+    def _drive(self, one_stage: bool) -> None:
         progress = Progress(self.run, self.config.run.iterations, Console(file=io.StringIO()))
 
         if self.listener is not None:
@@ -65,7 +65,7 @@ class Driver:
                 with kill_points.observed(lambda point, key: self.at and self.at(context, point, key)):
                     yield context
 
-        work(self.run, self.root, self.config, progress, opener)
+        Drive(self.run, self.root, self.config, progress, opener).complete(one_stage)
 
     def _noted(self, stage: Stage, iteration: int, work: Callable[[], Performed], _inputs: tuple[View, ...]) -> View:
         performed = work()

@@ -21,7 +21,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Crashed
 
 from flows.site.reconciling import AGAIN
-from flows.views.history import synced_iterations
+from flows.views.history import ended_iterations
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
@@ -138,7 +138,7 @@ def test_a_schedule_that_was_missed_fires_once_for_each_time(site: SiteHere, cli
     wait_until_idle(site)
     assert [state.is_completed() for state in done] == [True, True], done
     completed = [one for one in client.read_flow_runs(limit=200) if one.auto_scheduled and one.state.is_completed()]
-    assert synced_iterations(open_root(root), "e", 1000) - 1 == len(completed) >= 2
+    assert ended_iterations(open_root(root), "e", 1000) - 1 == len(completed) >= 2
 
 
 @contextmanager

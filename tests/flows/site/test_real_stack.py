@@ -13,7 +13,7 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun, StateType
 
 from flows.proof.faults import Fault, FaultFolder
-from flows.views.history import synced_iterations
+from flows.views.history import ended_iterations
 from storage.backends.root import open_root
 from storage.manifest import need
 from storage.ownership.lease import check_free
@@ -87,7 +87,7 @@ def test_a_run_whose_engine_and_rank_are_killed(
     within = plan(site, ENGINE, RANK)
     with watched(site) as seen:
         press_retry(page, pictures / "real-2-dialog.png")
-        wait_for(lambda: synced_iterations(store, "tiny", ITERATIONS) > 3)
+        wait_for(lambda: ended_iterations(store, "tiny", ITERATIONS) > 3)
         assert {str(fault) for fault in within.delivered()} >= {ENGINE, RANK}
         assert client.read_flow_run(flow_run.id).run_count == 2
         assert "engine 0 died" in text_of(client, flow_run)
@@ -114,4 +114,4 @@ def test_a_run_whose_engine_and_rank_are_killed(
     page.get_by_text("Cancelled").first.wait_for()
     photograph(page, pictures / "cancel-2-cancelled.png")
     check_free(store, "tiny")  # and so it can be continued
-    assert synced_iterations(store, "tiny", ITERATIONS) < ITERATIONS
+    assert ended_iterations(store, "tiny", ITERATIONS) < ITERATIONS

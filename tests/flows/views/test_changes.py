@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from flows.views.changes import Change, apart_lines, changes_of
 from flows.views.curves import changes_of_reward, draw_curves, pieces
 from flows.views.history import IterationRecord, record_of
 from flows.views.progress import closing_lines, iteration_line
-from flows.views.status import read_status
+from flows.views.status import Change, apart_lines, changes_of, read_status
 from flows.views.table import Series, decode, encode
 from storage import layout
 from storage.backends.root import Root, open_root

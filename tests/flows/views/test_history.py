@@ -4,17 +4,23 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flows.views.history import first_incomplete, read_history, record_of, seconds_per_iteration, synced_iterations
+from flows.views.history import ended_iterations, next_iteration, read_history, record_of, seconds_per_iteration
 from storage.backends.root import Root
+from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
+from tests.small.config import small_config
+
+
+def asked(iterations: int, every: int = 1) -> RunConfig:
+    return small_config([f"run.iterations={iterations}", f"evaluate.every={every}"])
 
 
 @pytest.mark.parametrize("complete", [-1, 0, 1, 3, 6])
 @pytest.mark.parametrize("iterations", [0, 3, 6])
 def test_a_run_goes_on_after_its_last_complete_iteration(make_run: MakeRun, root: Root, complete: int, iterations: int):
     make_run("a", complete)
-    assert first_incomplete(root, "a", iterations, 1) == min(complete, iterations) + 1
+    assert next_iteration(root, "a", asked(iterations)) == min(complete, iterations) + 1
 
 
 @pytest.mark.parametrize(
@@ -24,7 +30,7 @@ def test_a_run_goes_on_after_its_last_complete_iteration(make_run: MakeRun, root
 )
 def test_a_begun_iteration_is_not_complete(make_run: MakeRun, root: Root, begun: tuple[Stage, ...]):
     make_run("a", 2, begun)
-    assert first_incomplete(root, "a", 5, 1) == 3
+    assert next_iteration(root, "a", asked(5)) == 3
 
 
 @pytest.mark.parametrize(
@@ -40,12 +46,12 @@ def test_an_evaluation_that_is_due_keeps_an_iteration_incomplete(
     make_run: MakeRun, root: Root, every: int, iterations: int, expected: int
 ):
     make_run("a", 3, unevaluated=(3,))
-    assert first_incomplete(root, "a", iterations, every) == expected
+    assert next_iteration(root, "a", asked(iterations, every)) == expected
 
 
 def test_a_run_that_went_further_is_complete(make_run: MakeRun, root: Root):
     make_run("a", 6, unevaluated=(4,))
-    assert first_incomplete(root, "a", 4, 1) == 5
+    assert next_iteration(root, "a", asked(4)) == 5
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class CountingRoot(Root):
 def test_finding_the_place_takes_few_look_ups(make_run: MakeRun, root: Root):
     make_run("a", 100)
     counting = CountingRoot(root.url, root.fs, root.path, root.protocol)
-    assert synced_iterations(counting, "a", 1_000_000) == 101
+    assert ended_iterations(counting, "a", 1_000_000) == 101
     assert len(counting.reads) < 60
 
 

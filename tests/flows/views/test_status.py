@@ -2,9 +2,8 @@
 
 import pytest
 
-from flows.views.changes import Change
 from flows.views.curves import store_plot
-from flows.views.status import read_status
+from flows.views.status import Change, read_status
 from storage.backends.root import Root
 from storage.errors import InputError
 from tasks.stages.names import Stage
