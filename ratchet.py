@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from storage.upkeep.verify import Verification
     from tasks.config.document import load_config
     from tasks.config.run import RunConfig
+    from tasks.environments.protocol import Environment
     from tasks.export.export import Exported
     from tasks.rewards.sample import Sample
 
 __all__ = [
+    "Environment",
     "EvaluationRecord",
     "Exported",
     "InputError",
@@ -54,6 +56,7 @@ DEFAULT_ROOT = "file://./runs"
 """Storage root of the runs of the working directory."""
 
 _LAZY = {
+    "Environment": "tasks.environments.protocol",
     "EvaluationRecord": "flows.views.evaluations",
     "Exported": "tasks.export.export",
     "InputError": "storage.errors",

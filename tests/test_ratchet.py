@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ratchet
 from flows.cli.options import DEFAULT_ROOT
 from storage.errors import InputError
+from tests.pages import examples
 
 PROJECT = Path(__file__).resolve().parent.parent
 GOLDEN = PROJECT / "tests" / "integration" / "golden" / "run.tar.gz"
@@ -128,3 +130,17 @@ def test_what_cannot_work_is_an_error_before_anything_starts(run, call, said):
     with pytest.raises(InputError, match=said):
         call(run)
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+
+
+def test_the_examples_of_the_page_that_look_at_a_run(run, tmp_path):
+    done = python(tmp_path, "-c", examples("python.md", "Look", {"my-run": run.name, "./runs": run.root}))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 False")
+    assert len(done.stdout.splitlines()) == 4
+
+
+def test_the_example_of_an_environment_is_played(monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    names: dict[str, Any] = {}
+    exec(examples("extending.md", "Environment", {}), names)
+    assert 1 <= len(names["turns"]) <= 7

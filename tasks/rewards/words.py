@@ -57,8 +57,9 @@ def described(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - the error's own __str__
         text = type(error).__name__
-    here = (Path(__file__).parent, Path(user_code.__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent not in here]
+    ours = (Path(__file__).parents[1], Path(user_code.__file__).parent)
+    found = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [frame for frame, file in found if not any(file.is_relative_to(folder) for folder in ours)]
     own = [frame for frame in frames if not any(library in frame.filename for library in _LIBRARIES)]
     places = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in own[-1:]]
     return storable(text) + "".join(places)

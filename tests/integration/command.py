@@ -19,6 +19,15 @@ TINY = Path(__file__).parent / "tiny.toml"
 DEADLINE_S = 280
 RUN = "proof"
 """Id of the shared runs, which is that of the runs of `ratchet prove-resume`, so that they can be compared."""
+NOTEBOOK = """
+import asyncio, runpy, sys
+
+async def cell():  # under a running event loop, as in a notebook
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+sys.argv = sys.argv[1:]
+asyncio.run(cell())
+"""
 PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that it can be killed in the middle
 
 
@@ -42,6 +51,17 @@ def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
         [sys.executable, "-m", "flows", *arguments],
         cwd=PROJECT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+def python(folder: Path, home: Path, *words: str) -> Finished:
+    """A Python process of a user, in a folder of theirs outside the checkout."""
+    environment = {**os.environ, "PREFECT_HOME": str(home), "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, *words]
+    return finish(
+        subprocess.Popen(
+            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    )
 
 
 def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Finished:

@@ -1,5 +1,7 @@
 """The whole loop on the real stack: Prefect, Ray, Megatron ranks over gloo, vLLM on CPU, files."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -7,10 +9,15 @@ from storage.backends.root import open_root
 from storage.manifest import need
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
+from tasks.config.code_version import PROJECT_ROOT
 from tasks.stages.names import Stage
-from tests.integration.command import PIECES, RUN, TINY, committed, ratchet, run_tiny
+from tests.integration.command import NOTEBOOK, PIECES, RUN, TINY, committed, python, ratchet, run_tiny
+from tests.pages import examples
 
 pytestmark = pytest.mark.slow
+EXAMPLES = PROJECT_ROOT / "infra" / "examples"
+NAMES = {"my-run": RUN, "my.toml": str(TINY)}
+"""Names of the examples of pages, and those that they have here."""
 KEYS = {
     "changes", "iterations", "seconds_total", "seconds_per_iteration", "peak_rss_gib", "run",
 }  # fmt: skip
@@ -57,12 +64,13 @@ def test_engine_and_trainer_agree_on_what_was_sampled(whole):
         assert metrics["grad_norm"] > 0
 
 
-def test_a_finished_run_does_nothing_again(whole, home):
+def test_a_finished_run_does_nothing_again(whole, home, tmp_path):
     root, _ = whole
     before = committed(root, 2, Stage.TRAIN)
-    again = run_tiny(root, home)
+    again = python(tmp_path, home, "-c", examples("python.md", "Train", {**NAMES, "./runs": str(root)}))
     assert again.code == 0, again.err
-    assert again.json["iterations"] == 2
+    assert again.out.startswith("2 changes")
+    assert again.err.count("nothing is done: run proof has all 2 iterations that are asked for") == 2
     assert committed(root, 2, Stage.TRAIN) == before
 
 
@@ -81,16 +89,22 @@ def test_a_changed_meaning_is_refused_with_both_values(whole, home):
     assert "Traceback" not in refused.err
 
 
-def test_a_fork_with_another_learning_rate_and_layout_goes_its_own_way(whole, home):
+def test_a_fork_with_another_learning_rate_and_layout_goes_its_own_way(whole, home, tmp_path):
     root, _ = whole
     change = ["--set", "train.optimizer.learning_rate=1.02e-3"]
     forked = ratchet("fork", f"{RUN}@1", "--run", "fork", "--root", str(root), *change, home=home)
     assert forked.code == 0, forked.err
     # as many samples share a step as in the run: on some processors that decides the last bits
-    arguments = ["--root", str(root), "--run", "fork", "--json", *change, "--set", "train.parallel.tensor=2", *PIECES]
-    continued = ratchet("run", str(TINY), *arguments, home=home)
+    settings = [change[1], "train.parallel.tensor=2", PIECES[1]]
+    words = [str(EXAMPLES / "script.py"), str(TINY), "fork", str(root), str(tmp_path / "model"), *settings]
+    continued = python(tmp_path, home, "-c", NOTEBOOK, *words)
     assert continued.code == 0, continued.err
-    assert continued.json["iterations"] == 2
+    lines = continued.out.splitlines()
+    assert lines[0].startswith("2 iterations, ")
+    assert len(lines) == 1 + 3 + 3 + 1
+    assert re.match(r"0\.\d\d \| \d+\+\d+= -> ", lines[4])
+    assert lines[-1] == f"25 tensors of iteration 2 are in {tmp_path / 'model'}"
+    assert (tmp_path / "model" / "config.json").exists()
     ours, theirs = (need(open_root(str(root)), run, 2, Stage.ROLLOUT) for run in (RUN, "fork"))
     # the same weights, prompts and seeds: the same samples; then other steps
     columns = ["prompt_id", "response_tokens", "logprobs"]

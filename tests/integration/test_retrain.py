@@ -5,23 +5,24 @@ import pytest
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
-from tests.integration.command import RUN, ratchet
+from tests.integration.command import RUN, python, ratchet
+from tests.pages import examples
 
 
 @pytest.mark.slow
 def test_stored_samples_are_trained_on_and_the_model_is_exported(whole, home, tmp_path):
     root, _ = whole
-    given = ["--from", f"{RUN}@1", "--select", RUN, "--where", "length(response_tokens) > 1", "--samples", "64"]
-    given += ["--set", "train.parallel.pipeline=2"]
-    done = ratchet("retrain", "again", *given, "--root", str(root), "--json", home=home)
+    code = examples("python.md", "Train on stored samples", {"my-run": RUN, "./runs": str(root)})
+    code = code.replace("epochs=1", "epochs=1, settings=['train.parallel.pipeline=2']")
+    done = python(tmp_path, home, "-c", code)
     assert done.code == 0, done.err
-    assert done.json["iterations"] >= 2
+    assert int(done.out) >= 2
     first, second = (need(open_root(str(root)), "again", iteration, Stage.TRAIN) for iteration in (1, 2))
     assert second.inputs["state"] == first.digest
     # the behaviour is another policy's, so importance weights are not all 1
     assert first.metrics["engine_logprob_diff_max"] > 0
-    exported = ratchet("export", "again", "--to", str(tmp_path / "model"), "--root", str(root), "--json", home=home)
+    exported = python(tmp_path, home, "-c", examples("python.md", "Use", {"my-run": "again", "./runs": str(root)}))
     assert exported.code == 0, exported.err
-    assert (tmp_path / "model" / "config.json").exists()
+    assert (tmp_path / "my-model" / "config.json").exists()
     checked = ratchet("verify", "again", "--root", str(root), "--json", home=home)
     assert checked.json["findings"] == []

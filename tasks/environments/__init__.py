@@ -1,0 +1,1 @@
+"""Environments: conversations in which a model is asked, answers and is rewarded."""

@@ -1,0 +1,130 @@
+"""A user's environment: loaded by name, and played with every answer to it checked."""
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.errors import InputError
+from tasks.environments.protocol import Environment, Observation
+from tasks.rewards.words import described, shown
+from trainer_core.user_code import find_function
+
+GROUP = "ratchet.environments"
+"""Entry points by which an installed package offers environments."""
+
+_CALLS = {"reset": "async def reset(self, record, seed)", "step": "async def step(self, action)"}
+_TRIPLE = "(observation, reward, done)"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer of the model and its consequences."""
+
+    observation: Observation
+    """The observation that the model answered."""
+    action: str
+    reward: float | None
+    """None if the answer could not be judged."""
+
+
+def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
+    """Import a user's class and make an environment with the arguments.
+
+    Args:
+        name: `file.py:Class`, `package.module:Class`, or an entry point of the group `ratchet.environments`.
+
+    Raises:
+        InputError: it cannot be found, imported or made, or lacks a method of the protocol.
+    """
+    found = find_function(name, "environment", GROUP)
+    try:
+        made = found.load().function(**(arguments or {}))
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
+    for method, form in _CALLS.items():
+        _check_method(made, method, form)
+    return made
+
+
+async def play(
+    environment: Environment, record: Mapping[str, Any], seed: int, act: Callable[[Observation], str], limit: int = 64
+) -> list[Turn]:
+    """Play one conversation to its end.
+
+    Args:
+        act: gives an answer to an observation.
+        limit: largest number of turns.
+
+    Raises:
+        InputError: the environment raises, returns another form, or is not done within the limit.
+    """
+    observation = _checked(environment, "reset", await _called(environment, environment.reset, record, seed))
+    turns: list[Turn] = []
+    while len(turns) < limit:
+        action = act(observation)
+        following, reward, done = _triple(environment, await _called(environment, environment.step, action))
+        turns.append(Turn(observation, action, reward))
+        if done:
+            return turns
+        observation = _checked(environment, "step", following)
+    raise InputError(f"{_place(environment, 'step')} is not done after {limit} turns")
+
+
+async def _called(environment: Environment, method: Callable[..., Awaitable[Any]], *values: object) -> Any:
+    try:
+        return await method(*values)
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        raise InputError(f"{_place(environment, method.__name__)} raised {described(error)}") from None
+
+
+def _checked(environment: Environment, method: str, value: object) -> Observation:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value and all(map(_is_message, value)):
+        return value
+    raise InputError(
+        f"{_place(environment, method)} gave the observation {shown(value)}: expected a text, or messages with role "
+        "and content"
+    )
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _triple(environment: Environment, value: object) -> tuple[object, float | None, bool]:
+    if not (isinstance(value, tuple) and len(value) == len(_TRIPLE.split(","))):
+        raise InputError(f"{_place(environment, 'step')} returned {shown(value)}: expected {_TRIPLE}")
+    observation, reward, done = value
+    if not isinstance(done, bool):
+        raise InputError(f"{_place(environment, 'step')} returned done = {shown(done)}: expected True or False")
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise InputError(
+            f"{_place(environment, 'step')} returned the reward {shown(reward)}: expected a finite number or None"
+        )
+    return observation, None if reward is None else float(reward), done
+
+
+def _check_method(made: object, method: str, form: str) -> None:
+    function = getattr(type(made), method, None)
+    if function is None:
+        raise InputError(f"environment {type(made).__name__} has no method {method!r}: expected `{form}`")
+    if not inspect.iscoroutinefunction(function):
+        raise InputError(f"{_place(made, method)} is not async: expected `{form}`")
+    values = form.partition("(")[2].rstrip(")").split(", ")
+    try:
+        inspect.signature(function).bind(*values)
+    except TypeError as error:
+        raise InputError(
+            f"{_place(made, method)} has the parameters {inspect.signature(function)} ({error}): expected `{form}`"
+        ) from None
+
+
+def _place(environment: object, method: str) -> str:
+    """The method with its file and line."""
+    function = inspect.unwrap(getattr(type(environment), method))
+    code = function.__code__
+    return f"{type(environment).__name__}.{method} ({Path(code.co_filename).name}:{code.co_firstlineno})"

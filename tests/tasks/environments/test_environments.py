@@ -1,0 +1,107 @@
+"""The protocol of environments: a single turn, a game of several turns, and what a user's code may do wrong."""
+
+import asyncio
+
+import pytest
+
+from storage.errors import InputError
+from tasks.config.code_version import PROJECT_ROOT
+from tasks.environments.playing import Turn, load_environment, play
+from tasks.environments.single_turn import SingleTurn
+from tasks.rewards.calling import Caller
+from tasks.rewards.match import exact_match
+
+EXAMPLE = f"{PROJECT_ROOT}/infra/examples/environment.py:GuessTheNumber"
+
+
+def halving(highest: int):
+    """The oracle: halves what is left."""
+    low, high = 1, highest
+    guess = 0
+
+    def act(observation) -> str:
+        nonlocal low, high, guess
+        said = observation[-1]["content"]
+        if said == "Higher.":
+            low = guess + 1
+        elif said == "Lower.":
+            high = guess - 1
+        guess = (low + high) // 2
+        return f"It is {guess}."
+
+    return act
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_oracle_always_wins_the_example(seed):
+    turns = asyncio.run(play(load_environment(EXAMPLE), {}, seed, halving(100)))
+    assert len(turns) <= 7
+    assert [turn.reward for turn in turns] == [0.0] * (len(turns) - 1) + [1.0]
+
+
+def test_a_game_is_the_same_again_and_ends_when_the_turns_are_over():
+    game = load_environment(EXAMPLE, {"highest": 3, "turns": 2})
+    plays = [asyncio.run(play(game, {"prompt": "Well?"}, 5, lambda _: "none")) for _ in range(2)]
+    first = [{"role": "user", "content": "Well?"}]
+    assert plays[0] == plays[1] == [
+        Turn(first, "none", 0.0),
+        Turn([{"role": "user", "content": "That is no number."}], "none", 0.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("4", 1.0), ("5", 0.0)])
+def test_a_single_turn_is_the_prompt_and_the_reward_of_a_run(answer, reward):
+    turn = SingleTurn(lambda record: record["prompt"], Caller(exact_match, {}, {}, batch=False))
+    played = asyncio.run(play(turn, {"prompt": "2+2=", "answer": "4"}, 0, lambda _: answer))
+    assert played == [Turn("2+2=", answer, reward)]
+
+
+def test_a_single_turn_without_a_score_has_no_reward():
+    turn = SingleTurn(lambda record: "?", Caller(lambda record, response: None, {}, {}, batch=False))
+    assert asyncio.run(play(turn, {}, 0, lambda _: "x"))[0].reward is None
+
+
+GOOD = """
+class Mine:
+    async def reset(self, record, seed):
+        return "hello"
+    async def step(self, action):
+        return None, 1.0, True
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise ValueError('no')", r"ValueError: no \(mine\.py, line 1\)"),
+        ("Mine = 3", "cannot be made: TypeError"),
+        ("class Other: pass", "has no 'Mine'"),
+        ("class Mine: pass", r"has no method 'reset': expected `async def reset\(self, record, seed\)`"),
+        (GOOD.replace("async def step", "def step"), r"Mine\.step \(mine\.py:5\) is not async"),
+        (GOOD.replace("record, seed", "record"), r"Mine\.reset \(mine\.py:3\) has the parameters \(self, record\)"),
+    ],
+)
+def test_what_is_no_environment_is_refused_when_it_is_loaded(tmp_path, text, said):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(InputError, match=said):
+        load_environment(f"{tmp_path}/mine.py:Mine")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('return "hello"', "return 3", r"Mine\.reset \(mine\.py:3\) gave the observation 3: expected a text"),
+        ('return "hello"', "return [{'role': 'user'}]", "gave the observation .*: expected a text, or messages"),
+        ('return "hello"', "return 1 / 0", r"raised ZeroDivisionError: division by zero \(mine\.py, line 4\)"),
+        ("None, 1.0, True", "1.0, True", r"Mine\.step \(mine\.py:5\) returned \(1\.0, True\): expected"),
+        ("None, 1.0, True", "None, 1.0, 'yes'", "returned done = 'yes': expected True or False"),
+        ("None, 1.0, True", "None, float('nan'), True", "returned the reward nan: expected a finite number or None"),
+        ("None, 1.0, True", "None, 0.0, False", "gave the observation None"),
+        ("None, 1.0, True", "'again', 0.0, False", "is not done after 64 turns"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_named_with_its_line(tmp_path, old, new, said):
+    (tmp_path / "mine.py").write_text(GOOD.replace(old, new))
+    mine = load_environment(f"{tmp_path}/mine.py:Mine")
+    with pytest.raises(InputError, match=said):
+        asyncio.run(play(mine, {}, 0, lambda _: "x"))
