@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -18,9 +17,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tasks.config.code_version import PROJECT_ROOT, code_version
+from tests.small.stored import stored_run
 
 PROJECT = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["project"]
-GOLDEN = PROJECT_ROOT / "tests" / "integration" / "golden" / "run.tar.gz"
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "prefect", "datasets", "math_verify", "sqlalchemy")
 """Packages of the extras that the base must do without."""
 TAKEN_IF_THERE = ("pandas", "pytz", "cloudpickle")
@@ -52,10 +51,9 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("stored") / "runs"
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    folder = tmp_path_factory.mktemp("stored")
+    assert stored_run(folder) == "small"
+    return folder / "runs"
 
 
 def python(code: str, packages: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -142,8 +140,8 @@ def shadowing(name: str, theirs: Path, packages: Path) -> str:
     return f"`import {name}` gives {theirs}, but Ratchet needs {ours}: rename that file or folder, or move it"
 
 
-LOOKING = ("ls", "status golden", "show golden", "samples golden", "report golden", "lineage golden@1", "verify golden",
-           "config golden", "gc golden")  # fmt: skip
+LOOKING = ("ls", "status small", "show small", "samples small", "report small", "lineage small@1", "verify small",
+           "config small", "gc small")  # fmt: skip
 
 
 def test_the_base_looks_at_runs(runs):
@@ -155,7 +153,7 @@ def test_the_base_looks_at_runs(runs):
 
 
 def test_a_command_that_needs_an_extra_names_it_and_the_two_commands(runs):
-    export = ["export", "golden", "--to", "model", "--root", str(runs)]
+    export = ["export", "small", "--to", "model", "--root", str(runs)]
     for code, out, err in executed([["demo"], export, ["up"]], PROJECT_ROOT, runs.parent, BLOCKED):
         assert (code, out) == (2, "")
         assert re.search(r"this needs (torch|ray|prefect|transformers|megatron), which is not installed", err)
@@ -165,7 +163,7 @@ def test_a_command_that_needs_an_extra_names_it_and_the_two_commands(runs):
 
 
 def test_the_public_module_says_it_too(runs):
-    code = f"{BLOCKED}\nimport ratchet\nratchet.Run('golden', {str(runs)!r}).train(settings=['run.iterations=3'])"
+    code = f"{BLOCKED}\nimport ratchet\nratchet.Run('small', {str(runs)!r}).train(settings=['run.iterations=3'])"
     done = python(code, PROJECT_ROOT, runs.parent)
     assert "InputError: this needs" in done.stderr
 
@@ -173,7 +171,7 @@ def test_the_public_module_says_it_too(runs):
 def test_looking_imports_only_what_the_base_requires(runs):
     code = f"""
 import sys, ratchet
-run = ratchet.Run("golden", {str(runs)!r})
+run = ratchet.Run("small", {str(runs)!r})
 run.curves(), run.samples(), run.verify(), run.status()
 import flows.cli.app
 from flows.views.reports import write_report

@@ -6,7 +6,6 @@ import importlib
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,16 @@ import ratchet
 from flows.cli.options import DEFAULT_ROOT
 from storage.errors import InputError
 from tests.pages import examples
+from tests.small.stored import stored_run
 
 PROJECT = Path(__file__).resolve().parent.parent
-GOLDEN = PROJECT / "tests" / "integration" / "golden" / "run.tar.gz"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> ratchet.Run:
-    """A stored run of the real stack."""
-    folder = tmp_path_factory.mktemp("stored") / "runs"
-    with tarfile.open(GOLDEN) as archive:
-        archive.extractall(folder, filter="data")
-    return ratchet.Run("golden", str(folder))
+    """A stored run."""
+    folder = tmp_path_factory.mktemp("stored")
+    return ratchet.Run(stored_run(folder), str(folder / "runs"))
 
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -93,9 +90,9 @@ def test_a_folder_of_data_with_our_name_does_no_harm(tmp_path):
 
 def test_a_stored_run_is_looked_at(run):
     records = run.iterations()
-    assert [record.iteration for record in records] == [0, 1]
+    assert [record.iteration for record in records] == [0, 1, 2]
     curves = run.curves()
-    assert curves["iteration"].to_pylist() == [0, 1]
+    assert curves["iteration"].to_pylist() == [0, 1, 2]
     assert curves["reward/reward_mean"].to_pylist()[1] == records[1].reward
     table = run.samples([1])
     assert table.num_rows == ratchet.samples(run.name, root=run.root, iterations=[1], texts=False).num_rows > 0
@@ -118,10 +115,10 @@ def test_within_a_running_event_loop_nothing_runs_in_it(run):
     ("call", "said"),
     [
         (lambda run: ratchet.Run("other", run.root).samples(), "no run 'other'"),
-        (lambda run: run.samples([7]), r"iterations \[7\] of run 'golden' have no samples"),
+        (lambda run: run.samples([7]), r"iterations \[7\] of run 'small' have no samples"),
         (lambda run: run.train(settings=["rollout.sample=3"]), r"did you mean 'rollout\.samples'"),
         (lambda run: run.train(run.root + "/no.toml"), "does not exist"),
-        (lambda run: run.export("anywhere", at=9), "iteration 9 of run 'golden' is not there"),
+        (lambda run: run.export("anywhere", at=9), "iteration 9 of run 'small' is not there"),
         (lambda run: run.evaluate(sample=3), "an evaluation has the settings table, prompts"),
         (lambda run: ratchet.retrain("new", root=run.root), "say with which state it begins"),
     ],
@@ -135,7 +132,7 @@ def test_what_cannot_work_is_an_error_before_anything_starts(run, call, said):
 def test_the_examples_of_the_page_that_look_at_a_run(run, tmp_path):
     done = python(tmp_path, "-c", examples("python.md", "Look", {"my-run": run.name, "./runs": run.root}))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 False")
+    assert done.stdout.startswith("2 True")
     assert len(done.stdout.splitlines()) == 4
 
 
