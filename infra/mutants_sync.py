@@ -295,8 +295,8 @@ SYNC = (
         "old-arenas-stay-open",
         "arenas of senders that are gone stay open",
         "trainer_core/weights/transports/card.py",
-        "    for handle in _opened.keys() - keep:\n",
-        "    for handle in keep & set():\n",
+        "        for handle in _opened.keys() - (",
+        "        for handle in set() & (",
         _OPEN,
     ),
     Mutant(
@@ -318,9 +318,9 @@ SYNC = (
     Mutant(
         "arenas-open-after-a-failure",
         "arenas stay open after an update that failed",
-        "trainer_core/weights/transports/shared.py",
-        "close_opened(keep=set() if failed else self._handles)",
-        "close_opened(keep=self._handles)",
+        "trainer_core/weights/transports/card.py",
+        "set() if failed else self._handles",
+        "self._handles",
         _OPEN,
     ),
     Mutant(

@@ -140,9 +140,9 @@ def timed_copies(worker: Any, channel: str, plan: str) -> list[float]:
 def opened(channel: Channel, plan: WeightPlan, sender: int, device: Any) -> Any:
     """A sender's first arena, in a worker."""
     if device.type == "cpu":
-        from trainer_core.weights.transports.shared import open_arenas
+        from trainer_core.weights.transports.shared import HostOpener
 
-        return open_arenas(channel, plan, sender).buffers[0]
+        return HostOpener(channel, plan, device).open(sender)[0][0]
     from trainer_core.weights.transports import card
 
-    return card.open_arenas(channel, plan, sender, device).buffers[0]
+    return card.CardOpener(channel, plan, device).open(sender)[0][0]

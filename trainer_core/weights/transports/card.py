@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +42,6 @@ class Shown(Frozen):
     """By which other processes open them; hexadecimal."""
 
 
-@dataclass(frozen=True)
-class CardArenas:
-    """The arenas of a sender in another process."""
-
-    buffers: list[torch.Tensor]
-    """(arena_bytes,) uint8 each. For torch they are on the card of the process that opened them."""
-    near: bool
-    """Whether they lie on that card; otherwise each reading crosses the link between two cards."""
-    handles: set[bytes]
-    """Of these arenas."""
-
-
 def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> list[torch.Tensor]:
     """This process's arenas, (arena_bytes,) uint8 each, whose handles are then in the channel's folder.
 
@@ -72,25 +59,32 @@ def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch
     return [tensor_at(address, plan.arena_bytes, torch.device("cuda", index)) for address in _exported[key]]
 
 
-def open_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> CardArenas:
-    """The arenas of a sender in this process.
+class CardOpener:
+    """Finds arenas on cards. They stay open for the next update, unless this one has failed."""
 
-    Raises:
-        StorageUnavailable: they cannot be opened from this card.
-    """
-    index, shown = _index(device), _shown(channel, sender)
-    card = _card(index)
-    handles = [bytes.fromhex(handle) for handle in shown.handles]
-    with _on(index):
-        addresses = [_address(handle, _opening(shown.card, card)) for handle in handles]
-    buffers = [tensor_at(address, plan.arena_bytes, torch.device("cuda", index)) for address in addresses]
-    return CardArenas(buffers, shown.card == card, set(handles))
+    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
+        self._channel, self._plan, self._device = channel, plan, device
+        self._handles: set[bytes] = set()
 
+    def open(self, sender: int) -> tuple[list[torch.Tensor], bool]:
+        """The arenas of a sender, and whether they lie on the card of this process; otherwise each reading crosses the
+        link between two cards.
 
-def close_opened(keep: set[bytes]) -> None:
-    """Close arenas of other processes, but not those with these handles."""
-    for handle in _opened.keys() - keep:
-        runtime.cudaIpcCloseMemHandle(_opened.pop(handle))
+        Raises:
+            StorageUnavailable: they cannot be opened from this card.
+        """
+        index, shown = _index(self._device), _shown(self._channel, sender)
+        card, handles = _card(index), [bytes.fromhex(handle) for handle in shown.handles]
+        with _on(index):
+            addresses = [_address(handle, _opening(shown.card, card)) for handle in handles]
+        self._handles |= set(handles)
+        own = torch.device("cuda", index)  # for torch they are on this card
+        return [tensor_at(address, self._plan.arena_bytes, own) for address in addresses], shown.card == card
+
+    def close(self, failed: bool) -> None:
+        """Close the arenas of other updates, and of this one if it has failed."""
+        for handle in _opened.keys() - (set() if failed else self._handles):
+            runtime.cudaIpcCloseMemHandle(_opened.pop(handle))
 
 
 def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:

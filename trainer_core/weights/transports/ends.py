@@ -5,11 +5,11 @@ from typing import Protocol
 
 import torch
 
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, idle
 from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from trainer_core.weights.transports.files import FilesReceiver, FilesSender
-from trainer_core.weights.transports.shared import card_receiver, card_sender, host_receiver, host_sender
+from trainer_core.weights.transports.shared import HostOpener, SharedReceiver, SharedSender, host_sender
 
 
 class Sender(Protocol):
@@ -94,7 +94,9 @@ def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.dev
         case "memory":
             return host_sender(channel, plan, rank, device)
         case "cuda":
-            return card_sender(channel, plan, rank, device)
+            from trainer_core.weights.transports.card import export_arenas  # its library comes with torch for CUDA only
+
+            return SharedSender(channel, plan, rank, export_arenas(channel, plan, rank, device), idle)
         case "collective":
             return CollectiveSender(channel, plan, rank, device)
         case "files":
@@ -110,9 +112,11 @@ def open_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch
     """
     match channel.transport:
         case "memory":
-            return host_receiver(channel, plan, number, device)
+            return SharedReceiver(channel, plan, number, device, HostOpener(channel, plan, device))
         case "cuda":
-            return card_receiver(channel, plan, number, device)
+            from trainer_core.weights.transports.card import CardOpener  # likewise
+
+            return SharedReceiver(channel, plan, number, device, CardOpener(channel, plan, device))
         case "collective":
             return CollectiveReceiver(channel, plan, number, device)
         case "files":

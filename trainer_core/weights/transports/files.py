@@ -18,7 +18,7 @@ from trainer_core.weights.signals import FAILED, UNKNOWN, fail
 _PAUSE_S = 0.05  # an object store is asked twenty times a second
 
 
-class BucketFiles:
+class _BucketFiles:
     """The files of one update, from either end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan) -> None:
@@ -28,38 +28,7 @@ class BucketFiles:
         self._planned = tensors_of(plan)
         self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
-    def write(self, bucket: Bucket, arena: torch.Tensor) -> None:
-        """Write a bucket.
-
-        Args:
-            arena: (bucket.nbytes,) uint8 in memory of the host.
-
-        Raises:
-            StorageUnavailable: that failed.
-        """
-        content = save({name: tensor.contiguous() for name, tensor in views(self._planned[bucket.number], arena)})
-        self._put(self._path(bucket), content)
-
-    def read(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
-        """A bucket, (bucket.nbytes,) uint8 on `device`; waits until it is there.
-
-        Raises:
-            SyncMismatch: the other end has failed, or has not written it until the deadline, or its file holds other
-                tensors than planned.
-        """
-        end = time.monotonic() + self._deadline_s
-        while not self._fs.exists(self._path(bucket)):
-            self.check()
-            if time.monotonic() > end:
-                raise SyncMismatch(
-                    f"{self._path(bucket)} did not appear within {self._deadline_s:g} s: the trainer rank "
-                    f"{bucket.sender} that writes it has died or hangs. Sync the weights again"
-                )
-            time.sleep(_PAUSE_S)
-        tensors = load(self._fs.cat_file(self._path(bucket)))
-        return packed(bucket, self._planned[bucket.number], tensors).to(device)
-
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise if the other end has failed.
 
         Raises:
@@ -93,46 +62,52 @@ class BucketFiles:
         return f"{self._folder}/bucket-{bucket.number:05d}.safetensors"
 
 
-class FilesSender:
+class FilesSender(_BucketFiles):
     """Writes each bucket as a file. Nobody waits for the readers: they cannot be seen from here."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
-        self._files = BucketFiles(channel, plan)
+        super().__init__(channel, plan)
         self._arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)  # (arena_bytes,)
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        self._files.check()
+        self._check()
         return self._arena[: bucket.nbytes]
 
     def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
-        self._files.write(bucket, self._arena[: bucket.nbytes].cpu())
+        found = views(self._planned[bucket.number], self._arena[: bucket.nbytes].cpu())
+        self._put(self._path(bucket), save({name: tensor.contiguous() for name, tensor in found}))
         meanwhile()
 
     def finish(self) -> None:
-        self._files.check()
-
-    def fail(self, reason: str) -> None:
-        self._files.fail(reason)
+        self._check()
 
     def close(self) -> None:
         self._arena = self._arena[:0]
 
 
-class FilesReceiver:
-    """Reads each bucket's file once it is there."""
+class FilesReceiver(_BucketFiles):
+    """Reads the file of each bucket once it is there. Files stay, for other engines."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
-        self._files, self._device = BucketFiles(channel, plan), device
+        super().__init__(channel, plan)
+        self._device = device
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        self._files.check()
-        return self._files.read(bucket, self._device)
+        self._check()
+        end = time.monotonic() + self._deadline_s
+        while not self._fs.exists(self._path(bucket)):
+            self._check()
+            if time.monotonic() > end:
+                raise SyncMismatch(
+                    f"{self._path(bucket)} did not appear within {self._deadline_s:g} s: the trainer rank "
+                    f"{bucket.sender} that writes it has died or hangs. Sync the weights again"
+                )
+            time.sleep(_PAUSE_S)
+        tensors = load(self._fs.cat_file(self._path(bucket)))
+        return packed(bucket, self._planned[bucket.number], tensors).to(self._device)
 
     def release(self, bucket: Bucket) -> None:
-        """The file stays, for other engines."""
-
-    def fail(self, reason: str) -> None:
-        self._files.fail(reason)
+        pass
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass

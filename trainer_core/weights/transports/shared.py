@@ -3,7 +3,6 @@
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -87,19 +86,28 @@ class SharedSender:
     """A sender whose arenas the receivers see."""
 
     def __init__(
-        self, channel: Channel, plan: WeightPlan, rank: int, buffers: list[torch.Tensor], close: Callable[[], None]
+        self,
+        channel: Channel,
+        plan: WeightPlan,
+        rank: int,
+        buffers: list[torch.Tensor],
+        close: Callable[[], object],
+        staging: torch.Tensor | None = None,
     ) -> None:
         """Args:
         buffers: the arenas, (arena_bytes,) uint8 each.
         close: releases them.
+        staging: (arena_bytes,) on the card of the weights, if the arenas are in memory of the host.
         """
-        self._signals, self._rank, self._buffers, self._close = Signals(channel, plan), rank, buffers, close
+        self._signals, self._rank = Signals(channel, plan), rank
+        self._buffers, self._close, self._staging = buffers, close, staging
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        self._signals.free(bucket)
-        return self._buffers[self._signals.place_of(bucket)][: bucket.nbytes]
+        return self._free(bucket) if self._staging is None else self._staging[: bucket.nbytes]
 
     def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+        if self._staging is not None:
+            self._free(bucket).copy_(self._staging[: bucket.nbytes])  # waits for the device
         if not self._buffers[0].is_cuda:
             self._signals.publish(bucket)
             meanwhile()
@@ -120,42 +128,29 @@ class SharedSender:
         self._buffers = []
         self._close()
 
-
-class StagedSender(SharedSender):
-    """A sender from a card through shared memory of the host: for engines that cannot open arenas on this card."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        plan: WeightPlan,
-        rank: int,
-        buffers: list[torch.Tensor],
-        close: Callable[[], None],
-        device: torch.device,
-    ) -> None:
-        super().__init__(channel, plan, rank, buffers, close)
-        self._staging = torch.empty_like(buffers[0], device=device)  # (arena_bytes,)
-
-    def arena(self, bucket: Bucket) -> torch.Tensor:
-        return self._staging[: bucket.nbytes]
-
-    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
-        super().arena(bucket).copy_(self._staging[: bucket.nbytes])  # waits for the device
-        super().publish(bucket, meanwhile)
+    def _free(self, bucket: Bucket) -> torch.Tensor:
+        """The arena of a bucket, as soon as every receiver has released it."""
+        self._signals.free(bucket)
+        return self._buffers[self._signals.place_of(bucket)][: bucket.nbytes]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Arenas of a sender."""
+def host_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
+    """A sender through shared memory of the host."""
+    arenas = make_arenas(channel, plan, rank)
+    if device.type == "cpu":
+        return SharedSender(channel, plan, rank, arenas.buffers, arenas.close)
+    arenas.pin(device)
+    staging = torch.empty_like(arenas.buffers[0], device=device)
+    return SharedSender(channel, plan, rank, arenas.buffers, arenas.close, staging)
 
-    buffers: list[torch.Tensor]
-    """(arena_bytes,) uint8 each."""
-    near: bool
-    """Whether they lie in the memory that the model is in, so that loaders may read them as often as they like."""
+
+Seen = tuple[list[torch.Tensor], bool]
+"""Arenas of a sender, (arena_bytes,) uint8 each; and whether they lie in the memory that the model is in, so that
+loaders may read them as often as they like."""
 
 
 class Opener(Protocol):
-    """What finds the arenas of senders."""
+    """Finds the arenas of senders."""
 
     def open(self, sender: int) -> Seen:
         """Those of a sender that has published something.
@@ -166,8 +161,25 @@ class Opener(Protocol):
         ...
 
     def close(self, failed: bool) -> None:
-        """Let go of all."""
+        """Release all arenas."""
         ...
+
+
+class HostOpener:
+    """Finds arenas in shared memory of the host."""
+
+    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
+        self._channel, self._plan, self._device = channel, plan, device
+        self._arenas: list[SharedArenas] = []
+
+    def open(self, sender: int) -> Seen:
+        self._arenas.append(arenas := open_arenas(self._channel, self._plan, sender))
+        arenas.pin(self._device)
+        return arenas.buffers, self._device.type == "cpu"
+
+    def close(self, failed: bool) -> None:
+        for arenas in self._arenas:
+            arenas.close()
 
 
 class SharedReceiver:
@@ -229,10 +241,10 @@ class SharedReceiver:
         """Where a bucket lies that can be read."""
         if bucket.sender not in self._seen:
             self._seen[bucket.sender] = self._opener.open(bucket.sender)
-        return self._seen[bucket.sender].buffers[self._signals.place_of(bucket)][: bucket.nbytes]
+        return self._seen[bucket.sender][0][self._signals.place_of(bucket)][: bucket.nbytes]
 
     def _is_near(self, bucket: Bucket) -> bool:
-        return bucket.sender in self._seen and self._seen[bucket.sender].near
+        return bucket.sender in self._seen and self._seen[bucket.sender][1]
 
     def _look_ahead(self, bucket: Bucket) -> None:
         """Begin to fetch the next bucket that lies elsewhere, if it can be read already, while this one is loaded."""
@@ -299,68 +311,3 @@ def _now(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-class HostOpener:
-    """Finds arenas in shared memory of the host."""
-
-    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
-        self._channel, self._plan, self._device = channel, plan, device
-        self._arenas: list[SharedArenas] = []
-
-    def open(self, sender: int) -> Seen:
-        arenas = open_arenas(self._channel, self._plan, sender)
-        if self._device.type == "cuda":
-            arenas.pin(self._device)
-        self._arenas.append(arenas)
-        return Seen(arenas.buffers, near=self._device.type == "cpu")
-
-    def close(self, failed: bool) -> None:
-        for arenas in self._arenas:
-            arenas.close()
-
-
-class CardOpener:
-    """Finds arenas on cards. They stay open for the next update, unless this one has failed."""
-
-    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
-        self._channel, self._plan, self._device = channel, plan, device
-        self._handles: set[bytes] = set()
-
-    def open(self, sender: int) -> Seen:
-        from trainer_core.weights.transports.card import open_arenas  # its library comes with torch for CUDA only
-
-        opened = open_arenas(self._channel, self._plan, sender, self._device)
-        self._handles |= opened.handles
-        return Seen(opened.buffers, opened.near)
-
-    def close(self, failed: bool) -> None:
-        from trainer_core.weights.transports.card import close_opened
-
-        close_opened(keep=set() if failed else self._handles)
-
-
-def host_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> SharedReceiver:
-    """A receiver through shared memory of the host."""
-    return SharedReceiver(channel, plan, number, device, HostOpener(channel, plan, device))
-
-
-def card_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> SharedReceiver:
-    """A receiver from arenas on the senders' cards."""
-    return SharedReceiver(channel, plan, number, device, CardOpener(channel, plan, device))
-
-
-def host_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
-    """A sender through shared memory of the host."""
-    arenas = make_arenas(channel, plan, rank)
-    if device.type == "cpu":
-        return SharedSender(channel, plan, rank, arenas.buffers, arenas.close)
-    arenas.pin(device)
-    return StagedSender(channel, plan, rank, arenas.buffers, arenas.close, device)
-
-
-def card_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
-    """A sender through arenas on its own card."""
-    from trainer_core.weights.transports.card import export_arenas  # its library comes with torch for CUDA only
-
-    return SharedSender(channel, plan, rank, export_arenas(channel, plan, rank, device), lambda: None)

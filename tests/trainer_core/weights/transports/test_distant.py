@@ -6,14 +6,14 @@ from tests.tasks.engine_update import CPU, Sending, plan_of
 from tests.trainer_core.weights.transports.test_transports import Receiving, assert_same, channel_of, weights
 from trainer_core.weights import signals
 from trainer_core.weights.transports.ends import open_receiver, open_sender
-from trainer_core.weights.transports.shared import HostOpener, Seen, SharedReceiver
+from trainer_core.weights.transports.shared import HostOpener, SharedReceiver
 
 
 class Distant(HostOpener):
     """Shows arenas as if they lay on another card."""
 
     def open(self, sender):
-        return Seen(super().open(sender).buffers, near=False)
+        return super().open(sender)[0], False
 
 
 def distant(channel, plan, number=0):

@@ -22,7 +22,6 @@ from trainer_core.weights.planned_digests import plan_digests
 from trainer_core.weights.transports import card
 from trainer_core.weights.transports.collective import BroadcastGroup
 from trainer_core.weights.transports.ends import open_receiver, open_sender
-from trainer_core.weights.transports.shared import CardOpener
 
 TRANSPORTS = ["memory", "collective", "files"]
 WAITING = ["memory", "collective"]  # the sender of files waits for nobody
@@ -312,7 +311,7 @@ def test_only_arenas_of_a_complete_update_stay_open(tmp_path, monkeypatch, faile
     closed = []
     monkeypatch.setattr(card, "runtime", SimpleNamespace(cudaIpcCloseMemHandle=closed.append))
     monkeypatch.setattr(card, "_opened", {b"a": 1, b"of a sender that is gone": 2})
-    opener = CardOpener(channel_of(tmp_path, "cuda"), plan_of(weights()), CPU)
+    opener = card.CardOpener(channel_of(tmp_path, "cuda"), plan_of(weights()), CPU)
     opener._handles = {b"a"}
     opener.close(failed)
     assert card._opened.keys() == left
