@@ -18,7 +18,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class ParallelConfig(Frozen):
-    """How the model is distributed over ranks. A runtime setting: it may change between two iterations of a run."""
+    """Layout of the model over ranks. A runtime setting: it may change between two iterations of a run."""
 
     tensor: int = Field(default=1, ge=1)
     """Ranks over which each weight matrix is split (TP)."""
@@ -37,7 +37,7 @@ class ParallelConfig(Frozen):
     """Layers of the last rank of `pipeline`, which also has the output layer; by default as many as the others."""
 
     sequence: bool = False
-    """Whether the ranks of `tensor` divide the positions between their matrices (SP). Models with experts need it."""
+    """Divide the positions between the ranks of `tensor` (SP) between their matrices. Models with experts need it."""
     expert: int = Field(default=1, ge=1)
     """Ranks over which the experts of a layer are divided (EP); taken from those of `tensor`, `context` and `data`."""
     expert_tensor: int | None = Field(default=None, ge=1)
@@ -151,7 +151,7 @@ _UNUSED: tuple[Unused[OptimizerConfig], ...] = (
 
 
 class MegatronConfig(Frozen):
-    """How Megatron runs a step. No result depends on it. What does not take effect stops the trainer at its start."""
+    """Megatron's settings of a step. No result depends on them. One that does not take effect stops the trainer."""
 
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks while the backward pass computes further ones."""
@@ -160,7 +160,7 @@ class MegatronConfig(Frozen):
     recompute: Recompute = "none"
     """Activations that the backward pass computes again instead of keeping them: none, attention's, whole layers'."""
     attention: Attention = "auto"
-    """Which of Transformer Engine's attention kernels may be used; without it there is no choice."""
+    """Attention kernels of Transformer Engine that may be used; without it there is no choice."""
     gradient_accumulation_fusion: bool | None = None
     """Linear layers add weight gradients to the gradient buffers themselves. Needs Transformer Engine, with which it is
     the default, or Apex."""
@@ -174,28 +174,28 @@ class MegatronConfig(Frozen):
 
 
 class ExpertsConfig(Frozen):
-    """What trains the routers of a mixture of experts beside the objective; megatron-bridge would switch both on."""
+    """Training of the routers of a mixture of experts beside the objective; megatron-bridge would switch both on."""
 
     auxiliary_loss: float = Field(default=0.0, ge=0)
     """Coefficient of the auxiliary loss that balances the load of experts. It is taken within each micro-batch: with it
     `train.parallel` and `micro_batch_*` change results."""
     bias_update_rate: float = Field(default=0.0, ge=0)
-    """How far each update moves the bias by which a router prefers experts with less load."""
+    """Step by which each update moves the bias with which a router prefers experts with less load."""
 
 
 class MemoryConfig(Frozen):
-    """What the trainer gives up while the engines sample, until it is needed again. No result depends on it."""
+    """Device memory that the trainer frees while the engines sample, until it needs it. No result depends on it."""
 
     offload_parameters: bool = False
     """Keep the weights in page-locked host memory meanwhile, frozen ones too."""
     drop_gradients: bool = False
-    """Give up the gradient buffers, which hold nothing between two updates."""
+    """Free the gradient buffers, which hold nothing between two updates."""
     offload_optimizer: bool = False
     """Keep moments, and fp32 main weights where they are not the weights themselves, in page-locked host memory."""
 
     @property
     def in_use(self) -> bool:
-        """Whether anything is given up."""
+        """True if any memory is freed."""
         return self.offload_parameters or self.drop_gradients or self.offload_optimizer
 
 
@@ -209,11 +209,11 @@ class TrainerConfig(Frozen):
     policy: Annotated[PolicyConfig, decides("select", "train")] = PolicyConfig()
     """Objective of the policy phase."""
     megatron: Annotated[MegatronConfig, RUNTIME] = MegatronConfig()
-    """How Megatron runs a step."""
+    """Megatron's settings of a step."""
     memory: Annotated[MemoryConfig, RUNTIME] = MemoryConfig()
-    """What the trainer gives up while the engines sample."""
+    """Device memory that the trainer frees while the engines sample."""
     experts: ExpertsConfig = ExpertsConfig()
-    """Of a model with experts."""
+    """Settings of a model with experts."""
     micro_batch_tokens: Annotated[int, RUNTIME] = Field(default=8192, ge=1)
     """Most tokens per rank in one micro-batch; a sequence of which a rank holds more goes alone. With
     `parallel.context` each rank holds its part of every sequence, so that a micro-batch has as many times more."""
@@ -247,7 +247,7 @@ class RankSpec(Frozen):
 
     @property
     def chooses_kernels(self) -> bool:
-        """Whether torch and Megatron must be told to be deterministic. On CPU that would change the order of sums."""
+        """True if torch and Megatron must be told to be deterministic. On CPU that would change the order of sums."""
         return self.deterministic and self.device == "cuda"
 
 

@@ -1,4 +1,4 @@
-"""How context-parallel ranks divide a sequence. Imports no torch.
+"""The division of a sequence between context-parallel ranks. Imports no torch.
 
 Its positions are filled up to a multiple of twice the number n of ranks, and cut into as many pieces, of which rank r
 holds the pieces r and 2 n - 1 - r: so each rank attends to equally much. Megatron and Transformer Engine divide a
@@ -15,7 +15,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Context:
-    """Which share of each sequence a rank holds."""
+    """The share of each sequence that a rank holds."""
 
     ranks: int = 1
     """Ranks that divide each sequence."""
@@ -27,7 +27,7 @@ class Context:
         return lengths if self.ranks == 1 else -(-lengths // (2 * self.ranks)) * 2
 
     def positions(self, places: Indices, held: Indices) -> Indices:
-        """Where in its sequence a position is.
+        """Positions in their sequences.
 
         Args:
             places: its place among those that this rank holds of that sequence.

@@ -15,7 +15,7 @@ class Unused[C: BaseModel]:
     setting: str
     """Its key below the section; between tables there are dots."""
     without: Callable[[C], str | None]
-    """What in the configuration leaves it without effect, in words; None if it has one."""
+    """The reason in the configuration why it has no effect, in words; None if it has one."""
 
 
 def without_effect[C: BaseModel](config: C, table: Iterable[Unused[C]], prefix: str = "") -> list[str]:
@@ -49,7 +49,7 @@ def _owner(config: BaseModel, path: Sequence[str]) -> tuple[BaseModel | None, st
 
 
 def _or_default(name: str, default: Any) -> str:
-    """How else a setting that a stored configuration has can be without effect."""
+    """Second repair, for a setting that a stored configuration has: its default."""
     if default is None:
         return ""
     if isinstance(default, BaseModel):

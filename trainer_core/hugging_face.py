@@ -40,9 +40,9 @@ class Entry:
     stored: str
     """Its name in the state."""
     region: Region
-    """Which part of it."""
+    """Part of the tensor."""
     axes: int
-    """How many of the first axes are the number of a layer or an expert."""
+    """Number of leading axes that count layers or experts."""
     names: tuple[str, ...]
     """Hugging Face names."""
     shapes: tuple[tuple[int, ...], ...]
@@ -51,9 +51,9 @@ class Entry:
     split: Callable[[torch.Tensor], Tensors]
     """Makes the tensors of these names."""
     in_fp32: bool
-    """Whether it is fp32 in any precision: the trainer moves the biases of routers by steps that bf16 would lose."""
+    """True if it is fp32 in any precision: the trainer moves the biases of routers by steps that bf16 would lose."""
     place: tuple[int, int]
-    """Where it belongs in the order of the layers: embedding, layers, norm, output."""
+    """Its place in the order of the layers: embedding, layers, norm, output."""
 
 
 class StoredWeights:

@@ -1,4 +1,4 @@
-"""How far a long call is, told by the process that does it. Whoever wants to know listens to the logger.
+"""Progress of long calls, sent through logging by the process that makes them.
 
 Nothing is emitted until a handler is set: in the processes of a run, by `listen`.
 """
@@ -17,7 +17,7 @@ logger = logging.getLogger("trainer_core.progress")
 
 
 class _Whole:
-    """Whether something is told as a whole, so that its parts are not."""
+    """True if something is told as a whole, so that its parts are not."""
 
     open = False
 
@@ -62,7 +62,7 @@ def _tell(number: int, of: int, unit: str, note: str) -> None:
 
 
 def understood(line: str) -> tuple[int, int, str, str] | None:
-    """What a line says: how many are done, of how many, of what, and the note, if any. None for any other line."""
+    """Parse a line: number done, total, unit, and the note, if any. None for any other line."""
     found = _LINE.fullmatch(line)
     return (int(found[1]), int(found[2]), found[3], found[4] or "") if found else None
 

@@ -1,4 +1,4 @@
-"""What one trainer rank does, as the task layer sees it. Importing this module imports neither torch nor Megatron."""
+"""Protocol of one trainer rank, for the task layer. Importing this module imports neither torch nor Megatron."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
 
 Generators = Literal["continued", "restored", "reseeded"]
-"""What happened to a rank's random generators since its last training: nothing, or what the last `load` did to them."""
+"""History of a rank's random generators since its last training: continued, or restored or reseeded by `load`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LoadedState:
     step: int
     """Updates since the model was imported."""
     rng: Generators
-    """Whether the random generators continue where the state left them."""
+    """True if the random generators continue where the state left them."""
     saved_parallel: ParallelConfig
     """Layout that saved it."""
     optimizer: OptimizerConfig
@@ -32,7 +32,7 @@ class LoadedState:
     optimizer_updates: int
     """Updates of that optimizer."""
     identity: StateIdentity
-    """Of what the ranks hold now, computed from their memory."""
+    """Identity of the state that the ranks hold now, computed from their memory."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Planned:
     """One rank's answer to `plan_weights`."""
 
     digest: str
-    """Of plan, configuration and version; equal on all ranks."""
+    """Digest of plan, configuration and version; equal on all ranks."""
     plan: str | None
     """The plan itself as JSON, on rank 0; None on the others."""
     exchanges: int
@@ -59,12 +59,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class SavedFiles:
-    """What one rank has saved."""
+    """Files and identity that one rank has saved."""
 
     names: tuple[str, ...]
     """Names of the files that this rank has written and that must be stored."""
     identity: StateIdentity
-    """Of the state, the same on every rank."""
+    """Identity of the state, the same on every rank."""
 
 
 class TrainerProtocol(Protocol):
@@ -83,7 +83,7 @@ class TrainerProtocol(Protocol):
         ...
 
     def generators(self) -> Generators:
-        """What happened to the random generators since the last training."""
+        """History of the random generators since the last training."""
         ...
 
     def import_model(self) -> None:

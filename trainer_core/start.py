@@ -1,4 +1,4 @@
-"""How a trainer rank starts: the platform first, then everything that imports Megatron. Imports neither itself."""
+"""Start of a trainer rank: the platform first, then everything that imports Megatron. Imports neither itself."""
 
 import gc
 from typing import TYPE_CHECKING

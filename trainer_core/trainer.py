@@ -56,19 +56,15 @@ class Trainer(TrainerProtocol):
         self._step = 0
 
     def identity(self) -> str | None:
-        """See `TrainerProtocol.identity`."""
         return self._identity
 
     def adopt(self, identity: str) -> None:
-        """See `TrainerProtocol.adopt`."""
         self._identity = identity
 
     def generators(self) -> Generators:
-        """See `TrainerProtocol.generators`."""
         return self._generators
 
     def import_model(self) -> None:
-        """See `TrainerProtocol.import_model`."""
         self._changes()
         with self._model.weights("writable"), quietly():
             self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
@@ -78,7 +74,6 @@ class Trainer(TrainerProtocol):
         self._step = 0
 
     def load(self, directory: Path) -> LoadedState:
-        """See `TrainerProtocol.load`."""
         self._changes()
         facts = self._checked_facts(directory)
         restore_rng = facts.parallel == self._config.parallel.ranks
@@ -94,7 +89,6 @@ class Trainer(TrainerProtocol):
         )
 
     def save(self, directory: Path) -> SavedFiles:
-        """See `TrainerProtocol.save`."""
         optimizer = self._live_optimizer()
         facts = StateFacts(
             step=self._step,
@@ -109,7 +103,6 @@ class Trainer(TrainerProtocol):
         return SavedFiles(tuple(names), identity)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
-        """See `TrainerProtocol.train_policy`."""
         self._changes()
         self._check_length(samples)
         phase = PolicyPhase(
@@ -130,7 +123,6 @@ class Trainer(TrainerProtocol):
     def train_supervised(
         self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None = None
     ) -> dict[str, float]:
-        """See `TrainerProtocol.train_supervised`."""
         self._changes()
         self._check_length(examples)
         if optimizer is not None:
@@ -143,7 +135,6 @@ class Trainer(TrainerProtocol):
         return report
 
     def logprobs(self, sequences: Sequence[NDArray[np.int32]], temperature: float = 1.0) -> list[NDArray[np.float32]]:
-        """See `TrainerProtocol.logprobs`."""
         whole = as_sequences(sequences)
         self._check_length(whole)
         with rng.undisturbed():
@@ -151,18 +142,15 @@ class Trainer(TrainerProtocol):
         return np.split(scores.logprobs, np.cumsum(whole.response_lengths)[:-1])
 
     def reference(self) -> str | None:
-        """See `TrainerProtocol.reference`."""
         return self._reference_identity
 
     def load_reference(self, directory: Path, identity: str) -> None:
-        """See `TrainerProtocol.load_reference`."""
         self._reference_identity = None
         check_modules(directory, read_facts(directory), self._transformer_engine)
         self._reference = Reference(directory, self._model)
         self._reference_identity = identity
 
     def plan_weights(self, version: int, arena_bytes: int) -> Planned:
-        """See `TrainerProtocol.plan_weights`."""
         self._update = None
         with paused(), self._model.weights("readable"):
             update = Update(self._model, self._mesh, self._config, version, arena_bytes)
@@ -170,7 +158,6 @@ class Trainer(TrainerProtocol):
         return Planned(update.digest, update.text if self._mesh.rank == 0 else None, update.exchanges)
 
     def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> Sent:
-        """See `TrainerProtocol.send_weights`."""
         update, self._update = self._update, None
         if stored is not None:
             return self._send_stored(update, digest, channel, stored)
@@ -178,15 +165,12 @@ class Trainer(TrainerProtocol):
             return self._send(update, digest, channel)
 
     def release(self, memory: MemoryConfig) -> int:
-        """See `TrainerProtocol.release`."""
         return self._model.release(memory)
 
     def resume(self) -> None:
-        """See `TrainerProtocol.resume`."""
         self._model.residence.resume()
 
     def close(self) -> None:
-        """See `TrainerProtocol.close`."""
         leave()
         gc.unfreeze()  # what this trainer leaves may go
 
@@ -239,7 +223,7 @@ class Trainer(TrainerProtocol):
             return error
 
     def _changes(self) -> None:
-        """What this rank holds is about to differ from any committed state, and from what was planned."""
+        """Forget the identity and the plan: the weights are about to change."""
         self._identity = None
         self._update = None
 

@@ -33,7 +33,7 @@ class UnseenBuckets(planned_digests.PlannedDigests):
 
 
 def _nothing(count: int) -> digest.BegunDigests:
-    return digest.BegunDigests([""] * count, digest.Known([0] * count))
+    return digest.BegunDigests([""] * count, lambda: [0] * count)
 
 
 _SEEN = digest.PreparedDigests, planned_digests.PlannedDigests

@@ -25,7 +25,7 @@ _CUDA_MEMORY = 2  # cudaErrorMemoryAllocation, outside of torch's own allocator
 _CHANGES_NOTHING = frozenset({"send_weights"})  # members that end such a call differently are still in step
 _DEADLINES = {_START: "start_deadline_s", "collect": "step_deadline_s"}
 TOKEN_CHARACTERS = 8
-"""Of the part of a group's name that no other group has."""
+"""Length of the part of a group's name that no other group has."""
 
 
 class WorkerDied(WorkerLost):
@@ -42,7 +42,7 @@ class Host:
         self._calls = 0
 
     def __repr__(self) -> str:
-        """What Ray puts before the lines that this process prints."""
+        """The label that Ray puts before the lines that this process prints."""
         return self._label
 
     def make(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -59,7 +59,7 @@ class Host:
         return os.getpid()
 
     def calls(self) -> int | None:
-        """How many calls were begun; None before the object is made."""
+        """Number of calls that were begun; None before the object is made."""
         return self._calls if self._held is not None else None
 
 
@@ -103,7 +103,7 @@ class WorkerGroup:
         return self._collect(references, what, deadline_s)
 
     def alive(self) -> bool:
-        """Whether no member is known to be dead. A group with a dead member is ended."""
+        """True if no member is known to be dead. A group with a dead member is ended."""
         if self._ended:
             return False
         pings = [actor.calls.remote() for actor in self._actors]
@@ -126,7 +126,7 @@ class WorkerGroup:
             return []
 
     def in_step(self) -> bool:
-        """Whether all members are idle and have begun the same number of calls, so that new calls can be made."""
+        """True if all members are idle and have begun the same number of calls, so that new calls can be made."""
         counts = [actor.calls.remote() for actor in self._actors]
         ready, late = ray.wait(counts, num_returns=len(counts), timeout=_ATTACH_S)
         try:
@@ -222,7 +222,7 @@ def fresh_names(prefix: str, count: int) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """What the actor with that name is called in logs: `trainer-RANK` or `engine-NUMBER`."""
+    """Label of an actor in logs, from its name: `trainer-RANK` or `engine-NUMBER`."""
     role, index = name.split("/")[1], name.rpartition("/")[2]
     return f"trainer-{index}" if role == "trainers" else role
 
@@ -257,7 +257,7 @@ def _explained(error: ray.exceptions.RayError, label: str, what: str) -> Ratchet
 
 
 def lacks_memory(cause: BaseException) -> bool:
-    """Whether an error is that memory of a host or card could not be had, by its type or code."""
+    """True if an error is that memory of a host or card could not be had, by its type or code."""
     if isinstance(cause, OSError):
         return cause.errno == errno.ENOMEM
     named = {kind.__name__ for kind in type(cause).__mro__}

@@ -60,7 +60,7 @@ class Cluster:
 
     @property
     def local(self) -> bool:
-        """Whether this Ray is our own and ends with this process."""
+        """True if this Ray is our own and ends with this process."""
         return self._settings.local
 
     @property

@@ -99,7 +99,7 @@ class Fleet:
 
     @property
     def device(self) -> Device:
-        """Where trainer and engines compute.
+        """The device of trainer and engines.
 
         Raises:
             InputError: the configuration requests CUDA but no card is visible.
@@ -107,7 +107,6 @@ class Fleet:
         return self._cluster.settings.device(self._config.device.kind)
 
     def placement(self) -> Placement:
-        """See `Workers.placement`."""
         return placement(self._config, self._cluster.settings)
 
     def check_alive(self) -> None:
@@ -198,7 +197,7 @@ class Fleet:
         self._cluster.start()
 
     def engine_spec(self, model_dir: Path) -> EngineSpec:
-        """What the engines are started with; raises as `device`."""
+        """Arguments that the engines are started with; raises as `device`."""
         section, deterministic = self._config.engine, self._config.device.deterministic
         fast = self.device == "cuda" and not deterministic
         sharing = engines_on_a_card(section, len(self._cluster.settings.gpus)) if self.device == "cuda" else 1

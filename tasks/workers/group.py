@@ -37,7 +37,7 @@ class Group(Protocol):
         ...
 
     def alive(self) -> bool:
-        """Whether no member is known to be dead. A group with a dead member is ended."""
+        """True if no member is known to be dead. A group with a dead member is ended."""
         ...
 
     def processes(self) -> list[int]:
@@ -68,7 +68,7 @@ class GroupHandle:
         """
         self._group, self.deadlines = group, deadlines
         self.awaited = False
-        """Whether it was waited for since it was started."""
+        """True if it was waited for since it was started."""
         self.began = time.time() if replaces else psutil.Process().create_time()
         """Since when it is waited for, in seconds since the epoch: the first since this process exists."""
 
@@ -84,7 +84,7 @@ class GroupHandle:
         return cast(Pending[list[R]], self._group.submit(method.__name__, *arguments, **options))
 
     def alive(self) -> bool:
-        """Whether no member is known to be dead."""
+        """True if no member is known to be dead."""
         return self._group.alive()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What stages require of the processes that compute, whether Ray runs them or the fault tests' small workers do."""
+"""The protocol that stages require of the processes that compute: Ray's, or the small workers of the fault tests."""
 
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +33,7 @@ class Workers(Protocol):
         ...
 
     def placement(self) -> Placement:
-        """Where they compute.
+        """The cards of ranks and engines.
 
         Raises:
             InputError: not on this machine.

@@ -1,4 +1,4 @@
-"""What the processes of a run print, line by line: each trainer rank and engine with its name, at a limited rate.
+"""Lines that the processes of a run print: each trainer rank and engine with its name, at a limited rate.
 
 Ray collects the output of the processes that this driver has started, on every host, and hands it to one thread here.
 Processes that an earlier driver left on a cluster belong to that driver's job: their lines stay in Ray's own logs.
@@ -79,7 +79,7 @@ class Lines:
 
 
 class _Budget:
-    """How many lines of a process may still be shown."""
+    """Number of lines of a process that may still be shown."""
 
     def __init__(self, now: float) -> None:
         self._left, self._at = float(BURST), now

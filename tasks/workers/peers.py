@@ -1,4 +1,4 @@
-"""Whether cards of this host can read each other's memory, as the driver says. Imports neither torch nor CUDA's
+"""True if cards of this host can read each other's memory, as the driver says. Imports neither torch nor CUDA's
 libraries before it is asked."""
 
 import ctypes
@@ -11,7 +11,7 @@ _DRIVER = "libcuda.so.1"
 
 @lru_cache
 def can_read(pairs: tuple[tuple[int, int], ...]) -> bool | None:
-    """Whether in each pair the first card can read the memory of the second; None if there is no driver to ask.
+    """True if in each pair the first card can read the memory of the second; None if there is no driver to ask.
 
     Args:
         pairs: places of cards among those that this process sees.
@@ -24,7 +24,7 @@ def can_read(pairs: tuple[tuple[int, int], ...]) -> bool | None:
 
 
 def asked(driver: Any, pairs: Sequence[tuple[int, int]]) -> bool | None:
-    """What `driver`, CUDA's driver as a C library, says to `can_read`. No card is taken for that."""
+    """Answer of `driver`, CUDA's driver as a C library, to `can_read`. It takes no memory on a card."""
     if driver.cuInit(0):
         return None
     return all(_can(driver.cuDeviceCanAccessPeer, *(_device(driver, card) for card in pair)) for pair in pairs)

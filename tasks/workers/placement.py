@@ -1,4 +1,4 @@
-"""Which cards the processes of a run compute on, and what that means for the way of weights between them."""
+"""Cards of the processes of a run, and the transports of weights that they allow."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from trainer_core.weights.channel import Transport
 
 
 class Placement(Frozen):
-    """Where trainer ranks and engines compute."""
+    """Cards of trainer ranks and engines."""
 
     device: Device
     """On CPU no process has cards."""
@@ -22,18 +22,18 @@ class Placement(Frozen):
     engines: tuple[tuple[str, ...], ...]
     """The cards of each engine, one for each of its workers."""
     one_host: bool = True
-    """Whether all cards are certainly those of one host; a Ray cluster that is attached to may have several."""
+    """True if all cards are certainly those of one host; a Ray cluster that is attached to may have several."""
     reads: bool | None = None
-    """Whether the engines' cards can read the memory of the trainer's cards; None if that is not known."""
+    """True if the engines' cards can read the memory of the trainer's cards; None if that is not known."""
 
     @property
     def one_card(self) -> bool:
-        """Whether all of them share a card."""
+        """True if all of them share a card."""
         return self.device == "cuda" and len({*self.ranks, *self._workers}) == 1
 
     @property
     def own_cards(self) -> bool:
-        """Whether each process has a card of its own; NCCL refuses two processes of a group on one."""
+        """True if each process has a card of its own; NCCL refuses two processes of a group on one."""
         cards = [*self.ranks, *self._workers]
         return self.device == "cuda" and len(set(cards)) == len(cards)
 
@@ -51,7 +51,7 @@ class Placement(Frozen):
 
 
 def placement(config: RunConfig, settings: Settings) -> Placement:
-    """Where the processes of a run compute on this machine.
+    """The cards of the processes of a run on this machine.
 
     Raises:
         InputError: CUDA is requested but no card is visible; or an engine needs more cards than there are, or than the

@@ -82,7 +82,7 @@ def meet(names: Sequence[str], settings: Settings) -> Path:
 
 
 def rendezvous(group: str) -> Path:
-    """Where the detached ranks of a group meet; the name says whose it is, so that it can be removed with them."""
+    """Folder in which the detached ranks of a group meet; its name contains theirs, to be removed with them."""
     run, token = group.partition("/")[0], group.rpartition("/")[2]
     return Path(tempfile.gettempdir(), f"{_MEETING}-{run}-{token}")
 
@@ -103,5 +103,5 @@ def rank_specs(world_size: int, store: Path, device: Device, deterministic: bool
 
 
 def rank_labels(world_size: int) -> list[str]:
-    """What ranks are called in messages."""
+    """Names of ranks in messages."""
     return [f"trainer rank {rank} of {world_size}" for rank in range(world_size)]

@@ -22,7 +22,7 @@ from tasks.workers.engines import EngineHandle
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5
-"""How long one call waits for an engine to finish a batch, seconds: what it is doing is known that often."""
+"""Seconds that one call waits for an engine to finish a batch: progress is known that often."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def spread(
 
 
 class _Shared:
-    """What the threads of the engines share."""
+    """State that the threads of the engines share."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Shared:
             self._changed.notify_all()
 
     def _next(self, place: int) -> list[int] | None:
-        """What to queue at an engine now; None once it has nothing more to do."""
+        """Batches to queue at an engine now; None once it has nothing more to do."""
         with self._changed:
             while self._left and not self._stopped:
                 self._deal()

@@ -86,13 +86,13 @@ class _Stream:
         pass
 
     def wait_stream(self, stream: object) -> None:
-        """Nothing runs concurrently with the caller."""
+        """No-op: nothing runs concurrently with the caller."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing runs concurrently with the caller."""
+        """No-op: nothing runs concurrently with the caller."""
 
     def synchronize(self) -> None:
-        """Nothing runs concurrently with the caller."""
+        """No-op: nothing runs concurrently with the caller."""
 
     def record_event(self) -> "_Stream":
         """An event that has happened: like a stream, it has nothing to wait for."""

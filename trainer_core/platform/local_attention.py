@@ -41,13 +41,13 @@ class LocalSegments(PackedSeqParams):
     """(T * ranks,) int64, where the positions of whole segments, in the order of the blocks, are among those of all
     context-parallel ranks; None if there is one rank."""
     visible: tuple[torch.Tensor, ...] = ()
-    """Of each block (length, length * ranks) bool, the positions to which this rank's attend; none if there is one."""
+    """Masks of blocks, (length, length * ranks) bool: positions to which this rank's attend. Empty with one rank."""
 
 
 def local_segments(
     lengths: NDArray[np.int64], positions: torch.Tensor, context: Context, group: dist.ProcessGroup | None
 ) -> LocalSegments:
-    """What the local layers need to know of segments.
+    """Segments as the local layers read them.
 
     Args:
         lengths: (S,) positions of each that this rank holds; they sum to T.

@@ -93,7 +93,7 @@ def local_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
 
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Whether the layer with this number, from 0, is a mixture of experts; as `get_gpt_decoder_layer_specs` decides."""
+    """True if the layer with this number, from 0, is a mixture of experts; as `get_gpt_decoder_layer_specs` decides."""
     if config.num_moe_experts is None:
         return False
     frequency = config.moe_layer_freq

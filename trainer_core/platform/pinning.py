@@ -16,7 +16,7 @@ _NOT_HERE = (1, 2, 801)
 
 @dataclass(frozen=True)
 class Pinning:
-    """What pins host memory for one device: the functions of its runtime."""
+    """Functions of a device's runtime that pin host memory."""
 
     register: Callable[[int, int], int]
     """Pins that many bytes from an address on. Returns CUDA's error code, 0 if they are pinned."""
@@ -60,7 +60,7 @@ class Pinning:
 
 
 def pinning_of(device: torch.device) -> Pinning | None:
-    """How memory is pinned for a device; None for a CPU, which needs none."""
+    """Functions that pin memory for a device; None for a CPU, which needs none."""
     if device.type != "cuda":
         return None
     runtime = _runtime()

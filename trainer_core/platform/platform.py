@@ -23,14 +23,14 @@ _prepared: dict[Device, "Platform"] = {}
 
 @dataclass(frozen=True)
 class Platform:
-    """What the rest of the trainer must know about the device."""
+    """Facts about the device that the rest of the trainer reads."""
 
     device: torch.device
-    """Where tensors live."""
+    """Device of the tensors."""
     backend: str
     """Backend of torch.distributed."""
     transformer_engine: bool
-    """Whether layers are built from Transformer Engine's modules."""
+    """True if layers are built from Transformer Engine's modules."""
 
 
 def prepare(device: Device, local_rank: int = 0) -> Platform:

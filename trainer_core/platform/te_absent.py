@@ -28,7 +28,7 @@ def uninstall() -> None:
 
 
 def is_absent() -> bool:
-    """Whether Transformer Engine is not installed."""
+    """True if Transformer Engine is not installed."""
     return importlib.util.find_spec("transformer_engine") is None
 
 

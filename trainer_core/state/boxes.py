@@ -22,11 +22,11 @@ class Box:
     content: tuple[int, ...]
     """Its shape without that padding."""
     region: Region
-    """Where the box is."""
+    """Place of the box."""
 
     @property
     def elements(self) -> int:
-        """How many elements are in the box."""
+        """Number of elements in the box."""
         return math.prod(self.region.shape)
 
     def positions(self, first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Shard:
 
     @property
     def padded(self) -> bool:
-        """Whether some of the elements may be padding of the vocabulary."""
+        """True if some of the elements may be padding of the vocabulary."""
         return self.box.size != self.box.content
 
     def regions(self) -> Iterator[tuple[Region, torch.Tensor]]:

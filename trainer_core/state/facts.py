@@ -59,7 +59,7 @@ class StateFacts(BaseModel):
     precision: Precision
     """Type of the weights."""
     transformer_engine: bool
-    """Whether Transformer Engine's modules saved it, or Megatron's own."""
+    """True if Transformer Engine's modules saved it, or Megatron's own."""
 
     def layout(self) -> dict[str, JsonValue]:
         """The ranks that the random generators belong to."""
@@ -130,7 +130,7 @@ def read_generators(directory: Path, rank: int) -> dict[str, Any]:
 
 
 def needed_for_weights(name: str) -> bool:
-    """Whether the file `name` of a state is needed to load its weights, for a reference."""
+    """True if the file `name` of a state is needed to load its weights, for a reference."""
     return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
 
 

@@ -34,7 +34,7 @@ class Region:
         return Region(start, shape) if all(length > 0 for length in shape) else None
 
     def inside(self, size: tuple[int, ...]) -> bool:
-        """Whether the box lies in a tensor of that shape."""
+        """True if the box lies in a tensor of that shape."""
         whole = Region((0,) * len(size), size)
         return len(self.start) == len(self.shape) == len(size) and self.overlap(whole) == self
 
@@ -106,7 +106,7 @@ class SavedState:
         return found
 
     def _within(self, name: str, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
-        """What a region has in common with each box, with its elements."""
+        """The intersection of a region with each box, and its elements."""
         for box, file in self.tensors[name].boxes.items():
             if common := region.overlap(box):
                 yield common, file.get_tensor(entry_key(name, box))[common.within(box)]

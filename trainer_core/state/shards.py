@@ -1,4 +1,4 @@
-"""Which elements of which whole tensors this rank holds, by names and positions that are the same under every layout.
+"""Elements of whole tensors that this rank holds, by names and positions that are the same under every layout.
 
 The names are those of megatron-core's sharded state dict: one tensor for all layers, the layer is its first index; a
 fused matrix is one tensor, whichever halves of it a rank holds. The distributed optimizer gives each data-parallel rank
@@ -36,9 +36,9 @@ class LocalTensor:
     boxes: tuple[tuple[int, Box], ...]
     """The boxes that it consists of, each with the number of the element at which it begins."""
     speaks: bool
-    """Whether no other tensor- or pipeline-parallel rank has the same elements, or this one speaks for them."""
+    """True if no other tensor- or pipeline-parallel rank has the same elements, or this one speaks for them."""
     first_replica: bool
-    """Whether this is the first of the data-parallel ranks."""
+    """True if this is the first of the data-parallel ranks."""
 
     def shards(self, values: torch.Tensor, begin: int, prefix: str = "") -> Iterator[Shard]:
         """The elements `begin` and those that follow, whose values (n,) are given, as shards of `prefix` + name."""
@@ -109,7 +109,7 @@ def _optimizer_states(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, tupl
 
 
 def _is_optimized(tensor: torch.Tensor) -> bool:
-    """Whether some data-parallel rank owns each element, though this one may own none."""
+    """True if some data-parallel rank owns each element, though this one may own none."""
     return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
@@ -125,7 +125,7 @@ def _leaves(state: object) -> Iterator[_Leaf]:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether the extra state of a module holds nothing, as that of Transformer Engine without fp8."""
+    """True if the extra state of a module holds nothing, as that of Transformer Engine without fp8."""
     if isinstance(value, list | tuple):
         return all(map(_is_empty, value))
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What one trainer rank sends of an update, bucket by bucket, with the digests and the time it took."""
+"""One trainer rank's part of an update, sent bucket by bucket, with digests and times."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ class BucketSender:
         self._failure: RatchetError | None = None
         self._names: dict[int, list[str]] = {}  # of what each bucket brought
         self.digests: dict[str, str] = {}
-        """Of what was sent, by name; complete after `finish`."""
+        """Digests of tensors that were sent, by name; complete after `finish`."""
         self.seconds = {"convert": 0.0, "wait": 0.0, "digest": 0.0}
         if any(bucket.sender == mesh.rank for bucket in plan.buckets):
             with self.noted():

@@ -1,4 +1,4 @@
-"""How the bytes of one weight update travel from trainer ranks to engine workers. Imports without torch."""
+"""The channel of one weight update, from trainer ranks to engine workers. Imports without torch."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ class Channel(Frozen):
     """One update's way; made by whoever drives the update, and the same object for every process that takes part."""
 
     transport: Transport
-    """How bytes move."""
+    """The way in which bytes move."""
     folder: str
     """New, empty local folder in which both sides meet and tell each other how far they are; for `files` the place of
     the files."""
@@ -23,7 +23,7 @@ class Channel(Frozen):
     arenas: int = 2
     """Buffers of `WeightPlan.arena_bytes` of each sender."""
     deadline_s: float = 600.0
-    """How long one side waits for the other before it gives up."""
+    """Seconds that one side waits for the other before it gives up."""
 
 
 def idle() -> None:

@@ -46,7 +46,7 @@ class Conversion:
     """One parameter or buffer of this rank, and what it becomes."""
 
     row: Row
-    """As the other ranks know it."""
+    """The tensor as the other ranks know it."""
     module: torch.nn.Module
     """Owns the tensor."""
     attribute: str
@@ -54,9 +54,9 @@ class Conversion:
     tensor: torch.Tensor
     """The live parameter or buffer."""
     gathers: bool
-    """Whether the shards of the tensor-parallel ranks are put together."""
+    """True if the shards of the tensor-parallel ranks are put together."""
     views: bool
-    """Whether it becomes nothing but views of itself."""
+    """True if it becomes nothing but views of itself."""
     convert: Callable[[torch.Tensor], Tensors]
     """The live tensor -> whole tensors by Hugging Face name, inside `gathered_by`."""
 
@@ -66,7 +66,7 @@ class Conversion:
         return self.tensor.detach()
 
     def changed(self) -> str | None:
-        """Why the live tensor is not the one that was planned; None if it is."""
+        """The reason why the live tensor is not the one that was planned; None if it is."""
         live = getattr(self.module, self.attribute)
         if live is not self.tensor:
             return f"{self.row.name} was replaced by another tensor after the update was planned"
@@ -118,7 +118,7 @@ class _Source:
     def conversion(
         self, stage: int, name: str, module: torch.nn.Module, attribute: str
     ) -> Conversion | Exported | None:
-        """How one tensor is converted: here, or by the bridge's export; None if it is not exported at all.
+        """The conversion of one tensor, here or by the bridge's export; None if it is not exported at all.
 
         Raises:
             SyncMismatch: it has no Hugging Face name, or is not in memory.
@@ -164,7 +164,7 @@ class _Source:
         )
 
     def _of_its_kind(self, task: WeightConversionTask[Any], known: Known) -> "_Tried":
-        """What the mapping alone makes of a tensor. It is tried once for all tensors that differ in numbers of their
+        """Result of the mapping alone for a tensor. It is tried once for all tensors that differ in numbers of their
         names alone, as layers and experts do, and one mapping converts all of them: so mappings choose their kind here
         and not while engines wait.
         """
@@ -181,7 +181,7 @@ class _Source:
         return _tried_mapping(task, torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta"))
 
     def _finisher(self, task: WeightConversionTask[Any]) -> Callable[[Tensors], Tensors]:
-        """What an export does to the result of a mapping."""
+        """The function that an export applies to the result of a mapping."""
         alias = self._bridge._get_tied_output_hf_name(task, self._registry) if self._tied else None
         alias = alias if alias in self._present else None
         rows, vocabulary = self._model.vocab_size, self._model.vocabulary
@@ -198,18 +198,18 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Tried:
-    """What a mapping makes of a tensor of its kind."""
+    """Results of a mapping for a tensor of its kind, tried without data."""
 
     found: Tensors
     """Without data."""
     gathers: bool | None
-    """Whether it gathers the tensor's shards; None if it gathers something else."""
+    """True if it gathers the tensor's shards; None if it gathers something else."""
     convert: Callable[[torch.Tensor, torch.nn.Module], Tensors]
-    """What does it, inside `gathered_by`."""
+    """The mapping's function; call it inside `gathered_by`."""
     views: bool
-    """Whether that makes nothing but views of the tensor."""
+    """True if that makes nothing but views of the tensor."""
     order: tuple[int, ...] | None
-    """Which of the mapping's names each has; None if it has another."""
+    """Places of the results' names among the mapping's; None if a result has another name."""
 
     def named(self, by_mapping: tuple[str, ...]) -> "_Tried":
         """The same for a tensor whose mapping has other names, in the same order."""

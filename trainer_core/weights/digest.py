@@ -1,10 +1,10 @@
 """A digest of tensors that costs about one read of the memory and is the same on every device."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,13 +39,8 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     for place, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(place)
     for places in by_device.values():
-        found |= zip(places, begin_digests([tensors[place] for place in places]).read(), strict=True)
+        found |= zip(places, prepare_digests([tensors[place] for place in places]).begin().read(), strict=True)
     return [found[place] for place in range(len(tensors))]
-
-
-def begin_digests(tensors: Sequence[torch.Tensor]) -> "BegunDigests":
-    """Begin with `tensor_digest` of tensors that are all on one device: see `PreparedDigests`."""
-    return prepare_digests(tensors).begin()
 
 
 def prepare_digests(tensors: Sequence[torch.Tensor]) -> "PreparedDigests":
@@ -69,32 +64,14 @@ class PreparedDigests:
     def begin(self) -> "BegunDigests":
         """Compute them; a card is not waited for."""
         if self._work is not None:
-            return BegunDigests(self._heads, bring(self._work.launch()))
-        return BegunDigests(self._heads, Known([_sum_on_cpu(tensor) for tensor in self._tensors]))
+            return BegunDigests(self._heads, bring(self._work.launch()).read)
+        found = [_sum_on_cpu(tensor) for tensor in self._tensors]
+        return BegunDigests(self._heads, lambda: found)
 
 
 def head(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """What a digest says of type and shape."""
+    """Text of type and shape in a digest."""
     return f"{dtype_name(dtype)} {tuple(shape)}"
-
-
-class Sums(Protocol):
-    """The sum of the mixed words of each of some tensors."""
-
-    def read(self) -> list[int]:
-        """They, as soon as they are known."""
-        ...
-
-
-@dataclass(frozen=True)
-class Known:
-    """Sums that are known already."""
-
-    sums: list[int]
-
-    def read(self) -> list[int]:
-        """See `Sums.read`."""
-        return self.sums
 
 
 @dataclass(frozen=True)
@@ -104,10 +81,10 @@ class Brought:
     here: torch.Tensor
     """(T,) int64, on the host."""
     arrived: torch.cuda.Event
-    """When they are there."""
+    """Event of their arrival."""
 
     def read(self) -> list[int]:
-        """See `Sums.read`."""
+        """The sums, as soon as they have arrived."""
         self.arrived.synchronize()
         return self.here.tolist()
 
@@ -132,12 +109,12 @@ class BegunDigests:
 
     heads: list[str]
     """Type and shape of each tensor."""
-    sums: Sums
-    """Sum of the mixed words of each."""
+    sums: Callable[[], list[int]]
+    """Sum of the mixed words of each, as soon as it is known."""
 
     def read(self) -> list[str]:
         """`tensor_digest` of each tensor; waits for the card as long as it is at these."""
-        return [_hashed(one, total) for one, total in zip(self.heads, self.sums.read(), strict=True)]
+        return [_hashed(one, total) for one, total in zip(self.heads, self.sums(), strict=True)]
 
 
 @lru_cache(maxsize=1 << 15)  # what has landed is mostly what has arrived

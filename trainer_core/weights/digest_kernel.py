@@ -18,7 +18,7 @@ _NARROW = 256  # words that it reads at a time byte by byte
 _SPAN = 32 * _BLOCK  # words of a program, 512 KiB
 
 Rows = tuple[int, int, int, int]
-"""How the kernel reads a tensor: see `_rows`."""
+"""A tensor's memory as the kernel reads it, described at `_rows`."""
 
 _K1 = tl.constexpr(-0x61C8864680B583EB)  # as in `digest`
 _K2 = tl.constexpr(-0x40A7B892E31B1A47)
@@ -49,7 +49,7 @@ class Work:
 
 
 class Table:
-    """Where the words of tensors lie, in several groups; made in advance, so that only a launch is left for each."""
+    """Places of the words of tensors, in groups; made in advance, so that only a launch is left for each."""
 
     def __init__(self, groups: Sequence[Sequence[Rows]], device: torch.device) -> None:
         """Args:
@@ -62,7 +62,7 @@ class Table:
         work = np.concatenate((rows.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
         self._rows = _sent(torch.from_numpy(work), device)  # (4 T + 2 P,) int64
         self.ends: list[int] = np.cumsum([0, *(len(group) for group in groups)]).tolist()
-        """Where each group's tensors begin among all, and how many there are."""
+        """Place among all of the first tensor of each group, and the number of tensors."""
         programs = np.concatenate(([0], np.cumsum(spans)))[self.ends].tolist()  # (groups + 1,) where each group's begin
         self._programs = [end - first for first, end in pairwise(programs)]
         self._work = self._rows[rows.size :].split_with_sizes([2 * count for count in self._programs])
@@ -71,11 +71,11 @@ class Table:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the table."""
         return self._rows.device
 
     def sums(self) -> torch.Tensor:
-        """What `add` adds to: 0 for each tensor, (T,) int64."""
+        """Zeros to which `add` adds, one for each tensor, (T,) int64."""
         return self._rows.new_zeros(self.ends[-1])
 
     def add(self, sums: torch.Tensor, group: int, base: int) -> None:

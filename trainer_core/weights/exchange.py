@@ -1,4 +1,4 @@
-"""How trainer ranks tell each other what they hold, without pickled objects."""
+"""Exchanges between trainer ranks, without pickled objects."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _HEAD = 8  # bytes of the length
 
 
 def exchange(payload: bytes, mesh: Mesh) -> tuple[list[bytes], int]:
-    """What every rank gives, in the order of ranks, and how many exchanges that took: 0 with one rank. Collective.
+    """The payloads of all ranks, in their order, and the number of exchanges: 0 with one rank. Collective.
 
     One all-gather of blocks of equal size is enough for all but the largest payloads.
     """

@@ -38,7 +38,7 @@ _UNCHANGED = ("build_conversion_tasks", "stream_weights_megatron_to_hf")
 
 
 def is_known(bridge: MegatronModelBridge[Any, Any, Any], mapping: object) -> bool:
-    """Whether the mapping alone, with what the bridge does to its result, is all that an export would do."""
+    """True if the mapping alone, with what the bridge does to its result, is all that an export would do."""
     return type(mapping) in KNOWN and not _has_steps_of_its_own(type(bridge))
 
 
@@ -72,7 +72,7 @@ class Settings:
 
 
 def absent(name: str, tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be sent; None if it is in memory."""
+    """The reason why a tensor cannot be sent; None if it is in memory."""
     if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
         return f"{name} is not in memory: it was moved away, and must be brought back before weights are sent"
     return None

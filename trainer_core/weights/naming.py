@@ -1,4 +1,4 @@
-"""What Megatron's tensors are called in the whole model, and by Hugging Face: megatron-bridge's own answers.
+"""Names of Megatron's tensors in the whole model and by Hugging Face: megatron-bridge's own answers.
 
 It is asked once where names differ in numbers alone, as those of layers and experts do. What it said is kept for one
 update, and dropped with it.
@@ -15,7 +15,7 @@ from megatron.bridge.models.conversion.model_bridge import (
 
 _LAYER = re.compile(r"^([^\d]+?\.layers\.)(\d+)(\..*)$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-"""What the wildcard `*` of the bridge's patterns stands for."""
+"""The text that matches the wildcard `*` of the bridge's patterns."""
 _MARK = 7_000_001
 """Numbers from here on stand for those of names, and are found again in what the bridge makes of them."""
 _TIED = "embedding.word_embeddings.weight"
@@ -23,7 +23,7 @@ _TIED = "embedding.word_embeddings.weight"
 
 
 class Known(NamedTuple):
-    """What is known of a tensor's name."""
+    """Facts about a tensor's name."""
 
     whole: str
     """The name with the numbers that layers and experts have in the whole model."""
@@ -32,12 +32,12 @@ class Known(NamedTuple):
     mapping: Any
     """The bridge's, of the first name of the kind; None if it has none."""
     names: tuple[str, ...]
-    """By Hugging Face."""
+    """Hugging Face names."""
 
 
 @dataclass(frozen=True)
 class _Rest:
-    """What stands behind the number of a layer, the same in many layers."""
+    """The rest of a name behind the number of a layer, the same in many layers."""
 
     whole: str
     """With the numbers that experts have in the whole model."""
@@ -65,7 +65,7 @@ class Names:
         self._rests: dict[tuple[str, str], _Rest] = {}
 
     def known(self, stage: int, name: str) -> Known:
-        """What is known of the name of a tensor in a chunk."""
+        """Facts about the name of a tensor in a chunk."""
         split = _LAYER.match(name)
         if split is None:
             return self._asked(self._renumbered(stage, name))
@@ -109,7 +109,7 @@ class Names:
         return Known(whole, kind if uniform else whole, mapping, names_of(mapping))
 
     def _templates(self, kind: str, whole: str, mapping: Any) -> tuple[str, ...] | None:
-        """What names of a kind become, with places for their numbers; None if each is to be asked for."""
+        """Hugging Face names of a kind, with places for numbers; None if the bridge must be asked for each."""
         if not self._uniform or kind in self._apart or whole.endswith(_TIED):
             return None
         marks = [str(_MARK + place) for place in range(kind.count("#"))]

@@ -1,4 +1,4 @@
-"""What one rank has of one bucket."""
+"""One rank's part of one bucket."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ class Parcel:
 
 
 class Positions:
-    """What mappings take rows by, and make anew for each weight: a dozen launches, which take longer than the rows do.
+    """Row indices of mappings, which would make them for each weight: a dozen launches, longer than the rows take.
     On the host it would have to be copied to the card, which waits for all that was launched before.
     """
 

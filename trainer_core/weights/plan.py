@@ -1,4 +1,4 @@
-"""What one weight update moves: every tensor by its Hugging Face name, who sends it, and where it lies in which bucket.
+"""Plan of one weight update: every tensor by its Hugging Face name, its sender, its bucket and its place there.
 
 A plan is made for each update from the live model, and forgotten with it. Imports without torch.
 """
@@ -51,7 +51,7 @@ class PlannedTensor(Frozen):
 
 
 class Bucket(Frozen):
-    """What is moved at once, through one arena of its sender."""
+    """Tensors that are moved at once, through one arena of their sender."""
 
     number: int
     """Place in the order of the plan; a sender sends its buckets in this order, and receivers read all in it."""
@@ -67,9 +67,9 @@ class WeightPlan(Frozen):
     version: int
     """Weight version that the update leads to."""
     tensors: tuple[PlannedTensor, ...]
-    """In the order of buckets, and in each by offset."""
+    """Tensors in the order of buckets, and in each by offset."""
     buckets: tuple[Bucket, ...]
-    """By number."""
+    """Buckets by number."""
     arena_bytes: int
     """Size of every arena: that of the largest bucket. It is above the limit that was asked for if a tensor is, which
     then travels alone."""
@@ -77,7 +77,7 @@ class WeightPlan(Frozen):
     """Digest of what names and shapes depend on besides the model: the trainer's configuration."""
 
     def __reduce__(self) -> tuple[Callable[[str], "WeightPlan"], tuple[str]]:
-        """It travels as JSON: in a third of the time that an object for each tensor takes."""
+        """Pickle as JSON, which takes a third of the time of an object for each tensor."""
         return WeightPlan.model_validate_json, (self.model_dump_json(),)
 
     @property

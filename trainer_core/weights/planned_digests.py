@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from trainer_core.weights.digest import BegunDigests, Brought, begin_digests, bring, head
+from trainer_core.weights.digest import BegunDigests, Brought, bring, head, prepare_digests
 from trainer_core.weights.packing import outlines, views
 from trainer_core.weights.plan import PlannedTensor
 
@@ -22,11 +22,11 @@ class Outline(Protocol):
     """A tensor in a buffer that comes later, (bytes,) uint8."""
 
     def head(self) -> str:
-        """What its digest says of type and shape."""
+        """Text of type and shape in its digest."""
         ...
 
     def rows(self) -> "Rows | None":
-        """How a card's kernel reads it from the buffer's first byte on; None if it must be copied or converted."""
+        """The rows that a card's kernel reads, from the buffer's first byte; None if it must be copied or converted."""
         ...
 
     def at(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -41,15 +41,12 @@ class Whole:
     planned: PlannedTensor
 
     def head(self) -> str:
-        """See `Outline.head`."""
         return f"{self.planned.dtype} {self.planned.shape}"
 
     def rows(self) -> "Rows | None":
-        """See `Outline.rows`."""
         return self.planned.offset, self.planned.nbytes, 0, int(self.planned.offset % _WORD == 0)
 
     def at(self, buffer: torch.Tensor) -> torch.Tensor:
-        """See `Outline.at`."""
         ((_, found),) = views([self.planned], buffer)
         return found
 
@@ -64,17 +61,14 @@ class Cut:
     """To which it is converted first."""
 
     def head(self) -> str:
-        """See `Outline.head`."""
         return head(self.of.shape, self.kind)
 
     def rows(self) -> "Rows | None":
-        """See `Outline.rows`."""
         from trainer_core.weights.digest_kernel import rows_in_buffer  # imports Triton
 
         return rows_in_buffer(self.of) if self.of.dtype == self.kind else None
 
     def at(self, buffer: torch.Tensor) -> torch.Tensor:
-        """See `Outline.at`."""
         size = self.of.element_size()
         elements = buffer[: buffer.numel() // size * size].view(self.of.dtype)
         first = elements.storage_offset() + self.of.storage_offset()
@@ -112,13 +106,13 @@ class PlannedDigests:
         not waited for.
         """
         if self._direct is None or not self._direct.begin(number, buffer):
-            self._others[number] = begin_digests([one.at(buffer) for one in self._buckets[number]])
+            self._others[number] = prepare_digests([one.at(buffer) for one in self._buckets[number]]).begin()
 
     def begun(self) -> dict[int, BegunDigests]:
-        """By number, all that were begun since the last call; from now on they may be begun again."""
+        """Digests that were begun since the last call, by number; from now on they may be begun again."""
         direct = {} if self._direct is None else self._direct.brought()
         others, self._others = self._others, {}
-        return others | {number: BegunDigests(self._heads[number], sums) for number, sums in direct.items()}
+        return others | {number: BegunDigests(self._heads[number], sums.read) for number, sums in direct.items()}
 
 
 class _Direct:

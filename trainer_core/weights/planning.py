@@ -120,7 +120,7 @@ def _held(row: Row | None) -> str:
 
 
 def _layers(owned: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, list[Named]]]:
-    """What each rank sends of each layer, in the order of layers; in it all that is fused stands together."""
+    """Tensors that each rank sends of each layer, in the order of layers; those that are fused are adjacent."""
     found: dict[tuple[int, bool, tuple[int, int]], list[Row]] = {}
     for sender, row in owned:
         found.setdefault((sender, row.expert, _layer(row.name)), []).append(row)
@@ -155,11 +155,11 @@ class _Packer:
 
     limit: int
     senders: list[int] = field(default_factory=list)
-    """Of each bucket."""
+    """Values by bucket."""
     sizes: list[int] = field(default_factory=list)
-    """Of each bucket."""
+    """Values by bucket."""
     _held: list[list[tuple[Named, int]]] = field(default_factory=list)
-    """Of each bucket: tensors and their first bytes in it."""
+    """Tensors of each bucket and their first bytes in it."""
     _open: dict[int, int] = field(default_factory=dict)
 
     def add(self, sender: int, layer: Sequence[Named]) -> None:
@@ -173,7 +173,7 @@ class _Packer:
             self._place(sender, tensor, room)
 
     def close(self) -> None:
-        """What comes now shares no bucket with what came before."""
+        """Close all buckets: later tensors go into new ones."""
         self._open.clear()
 
     def turns(self) -> list[int]:

@@ -11,7 +11,7 @@ from trainer_core.weights.plan import ALIGNMENT
 
 
 class Shards:
-    """What mappings ask for while the tensors of one bucket are converted."""
+    """Shards that mappings ask for while the tensors of one bucket are converted."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[torch.Tensor]] = {}

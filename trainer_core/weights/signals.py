@@ -1,4 +1,4 @@
-"""How the two ends of a channel tell each other how far they are: counters in a file that all of them map.
+"""Progress of the two ends of a channel: counters in a file that all of them map.
 
 Imports without torch.
 """
@@ -20,7 +20,7 @@ FAILED = "failed"
 """Name of the file, in the folder of a channel, that makes everybody stop; it says why."""
 
 UNKNOWN = "another process of the weight update failed, and its disk had no space left to say why"
-"""What an empty mark stands for."""
+"""Reason that an empty mark stands for."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _COUNTERS = "counters"
@@ -109,7 +109,7 @@ class Signals:
             pause = min(pause * _GROWTH, _LAST_PAUSE_S)
 
     def place_of(self, bucket: Bucket) -> int:
-        """Which of its sender's arenas carries a bucket."""
+        """Number of the arena of its sender that carries a bucket."""
         return self.turn[bucket.number] % self._arenas
 
     def free(self, bucket: Bucket) -> None:
@@ -134,7 +134,7 @@ class Signals:
         self.wait(lambda: counters[row] >= wanted, what)
 
     def is_published(self, bucket: Bucket) -> bool:
-        """Whether a bucket can be read."""
+        """True if a bucket can be read."""
         row = self.place[bucket.sender]
         return bool(self.counted[row] > self.turn[bucket.number])
 

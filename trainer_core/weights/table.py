@@ -1,4 +1,4 @@
-"""What one trainer rank holds of the weights, as it tells the others. Imports without torch."""
+"""Tables of the weights that a trainer rank holds, for the other ranks. Imports without torch."""
 
 import zlib
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ class Row(Frozen):
     name: str
     """Megatron's name, with the numbers of layers and experts that they have in the whole model."""
     expert: bool
-    """Whether it belongs to one expert, and is divided and replicated over the ranks as experts are."""
+    """True if it belongs to one expert, and is divided and replicated over the ranks as experts are."""
     tensors: tuple[Named, ...]
-    """What it becomes; empty if only the bridge's whole export knows (`trainer_core.weights.whole`)."""
+    """Hugging Face tensors that it becomes; empty if only the whole export knows (`trainer_core.weights.whole`)."""
 
 
 class Place(Frozen):
-    """Where a rank stands, and what it was asked for."""
+    """Place of a rank in the layout, and the update that it was asked for."""
 
     rank: int
     """Global rank."""
@@ -54,7 +54,7 @@ class Place(Frozen):
     config: str
     """Digest of what names and shapes depend on besides the model."""
     problem: str | None
-    """Why this rank cannot send its weights; None if it can."""
+    """The reason why this rank cannot send its weights; None if it can."""
 
 
 Rows = tuple[Row, ...]
@@ -62,12 +62,12 @@ _ROWS: TypeAdapter[Rows] = TypeAdapter(Rows)
 
 
 class Table(Frozen):
-    """What one rank tells the others."""
+    """Table that one rank sends to the others."""
 
     place: Place
-    """Who."""
+    """The rank."""
     rows: Rows
-    """What."""
+    """Its parameters and buffers."""
 
 
 def encode(place: Place, rows: Sequence[Row]) -> bytes:

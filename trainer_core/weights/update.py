@@ -61,7 +61,7 @@ class Update:
         return plan_digests(found, self._mesh.device)
 
     def problem(self) -> str | None:
-        """Why the live model no longer fits the plan; None if it does."""
+        """The reason why the live model no longer fits the plan; None if it does."""
         problems = (one.changed() for one in (*self._conversions.values(), *self._others, self._whole))
         return next((problem for problem in problems if problem is not None), None)
 
@@ -94,7 +94,7 @@ class Update:
             return sender
 
     def _parcel(self, bucket: Bucket) -> Parcel:
-        """What this rank has of a bucket."""
+        """This rank's part of a bucket."""
         planned = self._planned[bucket.number]
         held = {id(one): one for tensor in planned if (one := self._conversions.get(tensor.name)) is not None}
         return Parcel(planned, list(held.values()))
@@ -152,7 +152,7 @@ def _found(model: Model) -> tuple[list[Conversion], list[Exported], list[Row], s
 
 
 def _has_more(tables: Iterable[Table]) -> bool:
-    """Whether there is something that only the bridge's export converts, and no rank has a problem."""
+    """True if there is something that only the bridge's export converts, and no rank has a problem."""
     lacking = any(not row.tensors for table in tables for row in table.rows)
     return lacking and all(table.place.problem is None for table in tables)
 

@@ -47,7 +47,7 @@ class Exported:
         return cls(row, cast(torch.nn.Module, task.megatron_module), attribute, tensor, named(name, tensor))
 
     def changed(self) -> str | None:
-        """Why the live tensor is not the one that was planned; None if it is."""
+        """The reason why the live tensor is not the one that was planned; None if it is."""
         live, name = getattr(self.module, self.attribute), self.row.name
         if live is not self.tensor:
             return f"{name} was replaced by another tensor after the update was planned"
@@ -71,7 +71,7 @@ class WholeExport:
         self._names = sorted(names, key=extract_sort_key)
 
     def changed(self) -> str | None:
-        """Why the export would no longer give what was planned; None if it does."""
+        """The reason why the export would no longer give what was planned; None if it does."""
         if self._names and Settings(self._model.config).digest() != self._config:
             return "the model's configuration changed after the update was planned"
         return None

@@ -34,12 +34,12 @@ _opened: dict[bytes, int] = {}
 
 
 class Shown(Frozen):
-    """What a sender tells of its arenas, in a file."""
+    """File in which a sender describes its arenas."""
 
     card: str
     """UUID of the card that they lie on."""
     handles: tuple[str, ...]
-    """By which other processes open them; hexadecimal."""
+    """Handles by which other processes open them; hexadecimal."""
 
 
 def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> list[torch.Tensor]:

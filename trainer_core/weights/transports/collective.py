@@ -55,7 +55,7 @@ class BroadcastGroup:
 
 
 def _connected(signals: Signals, make: Callable[[], Any], what: str) -> Any:
-    """What `make` returns, which waits for processes that may have died meanwhile; then its thread is abandoned.
+    """The result of `make`, which waits for processes that may have died meanwhile; then its thread is abandoned.
 
     Raises:
         SyncMismatch: a process has failed, or this one cannot connect.

@@ -16,7 +16,7 @@ class Sender(Protocol):
     """The end of a channel at a trainer rank. It sends its own buckets, in the order of the plan."""
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        """Where to write a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until that is free.
+        """The arena for a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until it is free.
 
         Raises:
             SyncMismatch: another end has failed, or does not answer until the deadline.

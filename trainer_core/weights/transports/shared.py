@@ -153,7 +153,7 @@ class Opener(Protocol):
     """Finds the arenas of senders."""
 
     def open(self, sender: int) -> Seen:
-        """Those of a sender that has published something.
+        """Open the arenas of a sender that has published something.
 
         Raises:
             StorageUnavailable: they cannot be opened from here.
@@ -238,7 +238,7 @@ class SharedReceiver:
             self._reading = None
 
     def _shown(self, bucket: Bucket) -> torch.Tensor:
-        """Where a bucket lies that can be read."""
+        """The arena of a bucket that can be read."""
         if bucket.sender not in self._seen:
             self._seen[bucket.sender] = self._opener.open(bucket.sender)
         return self._seen[bucket.sender][0][self._signals.place_of(bucket)][: bucket.nbytes]
@@ -285,7 +285,7 @@ class Fetcher:
         self._ahead = bucket
 
     def fetched(self, bucket: Bucket, arena: torch.Tensor) -> torch.Tensor:
-        """What a bucket holds, as soon as it was copied."""
+        """The bytes of a bucket, as soon as they were copied."""
         self.begin(bucket, arena)
         assert self._ahead == bucket, "buckets are read in the order of the plan"
         if self._stream is not None:
@@ -298,14 +298,14 @@ class Fetcher:
         self._read[0 if self._ahead is None else 1] = _now(self._device)
 
     def close(self) -> None:
-        """Let go of the buffers."""
+        """Release the buffers."""
         if self._stream is not None:
             self._stream.synchronize()  # what is copied may be given up
         self._buffers, self._ahead = [], None
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
-    """When a card has done what it was given until now; None if it is no card, where nothing is left to do."""
+    """Event of a card, behind the work that it was given until now; None if the device is no card."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
