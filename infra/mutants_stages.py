@@ -20,8 +20,8 @@ STAGES = (
         "stop-tokens-of-today",
         "a stored run stops at what its files name today, not at what it was prepared with",
         "tasks/stages/prepared.py",
-        "configured_stop_tokens(directory) if stop is None else stop",
-        "None",
+        "    stop = prepared.stop_tokens if stop is None else stop\n",
+        "    stop = None\n",
         _PROMPTS,
     ),
     Mutant(

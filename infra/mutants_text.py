@@ -210,8 +210,8 @@ TEXT = (
         "rewards-see-what-is-hidden",
         "a run's stages do not leave out what it was prepared to leave out",
         "tasks/stages/prepared.py",
-        "TextCodec.from_directory(directory, stop, prepared.left_out_tokens)",
-        "TextCodec.from_directory(directory, stop)",
+        "TextCodec.from_directory(model_directory(context, prepared), stop, prepared.left_out_tokens)",
+        "TextCodec.from_directory(model_directory(context, prepared), stop)",
         _STORED,
     ),
     Mutant(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, computed_field
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import weights_digest
@@ -15,10 +15,8 @@ from tasks.stages.views import Prepared, Served
 from tasks.workers.engines import EngineHandle
 
 
-class CheckedEngine(BaseModel):
+class CheckedEngine(BaseModel, frozen=True, extra="forbid"):
     """One engine, compared with the stored weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     weight_version: int | None
@@ -31,10 +29,8 @@ class CheckedEngine(BaseModel):
     """Why it does not serve the stored weights; None if it does."""
 
 
-class CheckedSync(BaseModel):
+class CheckedSync(BaseModel, frozen=True, extra="forbid"):
     """The engines of a run, compared with the stored weights of an iteration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     iteration: int

@@ -1,5 +1,6 @@
 """The command line. Heavy imports wait until a command needs them, so `ratchet status` answers at once."""
 
+import importlib
 import secrets
 import shlex
 import signal
@@ -12,12 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
-from flows.cli import check_sync, evaluate, report, rerun, retrain, reward, samples, site, store, upkeep
-from flows.cli.check import check_command
 from flows.cli.continuing import names_a_run, of_file, of_stored
-from flows.cli.export import export_command
-from flows.cli.init import init_command
-from flows.cli.maintain import maintain_command
 from flows.cli.mistakes import explained, missing_extra
 from flows.cli.options import DEFAULT_ROOT, Iterations, Json, RootUrl, RunName, Settings, root_url
 from flows.cli.printing import of_configuration
@@ -49,13 +45,6 @@ app = App(
     exit_on_error=False,
     result_action="return_value",
 )
-
-for commands in (store, samples, report, retrain, reward, evaluate, check_sync, upkeep, site, rerun):
-    commands.register(app)
-app.command(export_command, name="export")
-app.command(check_command, name="check")
-app.command(init_command, name="init")
-app.command(maintain_command, name="maintain")
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
@@ -243,22 +232,33 @@ def completion(shell: Literal["bash", "zsh", "fish"] = "bash", /) -> int:
 
 
 _GROUPS = {
-    "Begin": ("demo", "init", "check", "config"),
-    "Train": ("run", "retrain", "import", "fork", "rerun", "choose", "stop"),
-    "Look": ("ls", "status", "show", "samples", "report", "lineage", "verify"),
-    "Use": ("evaluate", "reward", "export", "compact", "check-sync"),
-    "Keep in order": ("maintain", "gc", "rm", "unlock"),
-    "A site": ("up", "down", "register", "doctor"),
-    "Prove and measure": ("prove-resume", "bench"),
-    "This program": ("completion", "--help", "--version"),
-}
-"""Every command, by what it is for."""
+    "Begin": {"demo": None, "init": "init", "check": "check", "config": None},
+    "Train": {
+        "run": None, "retrain": "retrain", "import": "retrain", "fork": "store", "rerun": "rerun", "choose": "rerun",
+        "stop": "upkeep",
+    },
+    "Look": {
+        "ls": "store", "status": None, "show": "store", "samples": "samples", "report": "report", "lineage": "store",
+        "verify": "store",
+    },
+    "Use": {
+        "evaluate": "evaluate", "reward": "reward", "export": "export", "compact": "store", "check-sync": "check_sync",
+    },
+    "Keep in order": {"maintain": "maintain", "gc": "store", "rm": "upkeep", "unlock": "store"},
+    "A site": {"up": "site", "down": "site", "register": "site", "doctor": "site"},
+    "Prove and measure": {"prove-resume": None, "bench": None},
+    "This program": {"completion": None, "--help": None, "--version": None},
+}  # fmt: skip
+"""Every command, by its purpose, with the module of `flows.cli` that has it; None for this one."""
 
 for number, (title, members) in enumerate(_GROUPS.items()):
     group = Group(title, sort_key=number)
-    for member in members:
+    for member, module in members.items():
         if member == "bench":  # imported only when it is called: no product module imports a bench
             app.command("infra.bench.commands:app", name=member, help=_BENCHES, group=group)
+        elif module is not None:
+            functions = vars(importlib.import_module(f"flows.cli.{module}"))
+            app.command(functions[f"{member.replace('-', '_')}_command"], name=member, group=group)
         else:
             app[member].group = (group,)
 

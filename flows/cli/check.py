@@ -1,6 +1,6 @@
 """`ratchet check`: the checks of `run` without the run."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.cli.continuing import names_a_run, of_stored
 from flows.cli.options import DEFAULT_ROOT, Iterations, Json, RootUrl, RunName, Settings
@@ -13,10 +13,8 @@ from tasks.config.environment import prepare_process
 from tasks.config.run import RunConfig
 
 
-class Continuable(BaseModel):
+class Continuable(BaseModel, frozen=True, extra="forbid"):
     """A run that can be continued with a configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     root: str

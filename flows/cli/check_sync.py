@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from cyclopts import App
-
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
 from storage.errors import StageFailed
@@ -13,11 +11,6 @@ if TYPE_CHECKING:
     from tasks.sync_check import CheckedEngine, CheckedSync
 
 _SHOWN = 8  # names of a long list
-
-
-def register(app: App) -> None:
-    """Add the command to the command line."""
-    app.command(check_sync_command, name="check-sync")
 
 
 def check_sync_command(which: str, /, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
@@ -14,11 +14,6 @@ from tasks.config.numbers import COLDEST
 
 _DEFAULTS = EvaluationSettings()
 _POSITIVE = Parameter(validator=Number(gt=0))
-
-
-def register(app: App) -> None:
-    """Add the command to the command line."""
-    app.command(evaluate_command, name="evaluate")
 
 
 def evaluate_command(

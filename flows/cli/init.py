@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.cli.options import Json
 from flows.views.output import Output
@@ -14,10 +14,8 @@ from storage.errors import InputError
 FILES = ("run.toml", "reward.py", "prompts.jsonl")
 
 
-class FirstRun(BaseModel):
+class FirstRun(BaseModel, frozen=True, extra="forbid"):
     """What was written."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: str
     """Absolute path."""

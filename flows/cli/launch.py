@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.cli.memory import MemoryMeter
 from flows.cli.signals import Signals
@@ -38,10 +38,8 @@ class Order:
     """Do only the stage that was asked to be done again."""
 
 
-class RunResult(BaseModel):
+class RunResult(BaseModel, frozen=True, extra="forbid"):
     """The result of `ratchet run` and `ratchet demo`, as JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     """Id of the run."""

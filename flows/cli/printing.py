@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, computed_field
 
 from flows.views.table import STEP
 from storage import layout
@@ -19,19 +19,15 @@ from tasks.config.reference import Table, default_of
 from tasks.config.stored import continued_by
 
 
-class Listing(BaseModel):
+class Listing(BaseModel, frozen=True, extra="forbid"):
     """The runs of a root."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str
     runs: tuple[RunSummary, ...]
 
 
-class ShownStage(BaseModel):
+class ShownStage(BaseModel, frozen=True, extra="forbid"):
     """A committed stage and the identity of its manifest."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     digest: str
     """Identity of the manifest."""
@@ -42,10 +38,8 @@ class ShownStage(BaseModel):
     manifest: Manifest
 
 
-class Shown(BaseModel):
+class Shown(BaseModel, frozen=True, extra="forbid"):
     """Committed stages of a run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str
     run: str
@@ -74,10 +68,8 @@ class Shown(BaseModel):
         return cls(root=root, run=stored.run, stages=tuple(stages), **asked)
 
 
-class Verifications(BaseModel):
+class Verifications(BaseModel, frozen=True, extra="forbid"):
     """What the verification of every run of a root has found."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str
     runs: tuple[Verification, ...]
@@ -89,10 +81,8 @@ class Verifications(BaseModel):
         return all(one.sound for one in self.runs)
 
 
-class Unlocked(BaseModel):
+class Unlocked(BaseModel, frozen=True, extra="forbid"):
     """Whether a run is free, and who held it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     free: bool

@@ -1,7 +1,6 @@
 """`ratchet report`: the files for people, made again from what is stored."""
 
-from cyclopts import App
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.history import PLOT
@@ -11,10 +10,8 @@ from storage.backends.root import open_root
 from storage.upkeep.catalog import require_run
 
 
-class Report(BaseModel):
+class Report(BaseModel, frozen=True, extra="forbid"):
     """Where the report of a run is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     metrics: str
@@ -23,11 +20,6 @@ class Report(BaseModel):
     """URL of the folder for `tensorboard --logdir`, a program of its own: `pip install tensorboard`."""
     plot: str
     """URL of the curves."""
-
-
-def register(app: App) -> None:
-    """Add the command to the command line."""
-    app.command(report_command, name="report")
 
 
 def report_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:

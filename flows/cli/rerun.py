@@ -3,8 +3,8 @@
 import shlex
 from typing import Annotated
 
-from cyclopts import App, Parameter
-from pydantic import BaseModel, ConfigDict
+from cyclopts import Parameter
+from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.cli.places import place_in
@@ -20,21 +20,13 @@ from tasks.config.environment import prepare_process
 from tasks.stages.names import WORKFLOW, Stage
 
 
-class Chosen(BaseModel):
+class Chosen(BaseModel, frozen=True, extra="forbid"):
     """Which revision became the head."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     before: int
     """The head before."""
     head: int
-
-
-def register(app: App) -> None:
-    """Add the commands to the command line."""
-    app.command(rerun_command, name="rerun")
-    app.command(choose_command, name="choose")
 
 
 def rerun_command(

@@ -3,7 +3,7 @@
 import shlex
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
@@ -15,12 +15,6 @@ from tasks.config.credentials import shown_text
 from tasks.config.environment import prepare_process
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import Imported, import_samples
-
-
-def register(app: App) -> None:
-    """Add the commands to the command line."""
-    app.command(retrain_command, name="retrain")
-    app.command(import_command, name="import")
 
 
 def retrain_command(

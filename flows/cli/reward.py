@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.cli.places import place_in
@@ -20,11 +20,6 @@ from tasks.stages.trial import Trial, try_reward
 from trainer_core.user_code import located_function, without_folder
 
 _EXCERPT = 60
-
-
-def register(app: App) -> None:
-    """Add the command to the command line."""
-    app.command(reward_command, name="reward")
 
 
 def reward_command(

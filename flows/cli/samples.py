@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
@@ -12,11 +12,6 @@ from flows.views.samples import Choice, read_chosen, sample_lines
 from storage.backends.root import open_root
 
 _FEW = 3
-
-
-def register(app: App) -> None:
-    """Add the command to the command line."""
-    app.command(samples_command, name="samples")
 
 
 def samples_command(

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from cyclopts.validators import Number
 from pydantic import BaseModel, ConfigDict
 
@@ -35,14 +35,6 @@ class Registered(BaseModel):
 
     deployments: tuple[str, ...]
     """As flow/deployment."""
-
-
-def register(app: App) -> None:
-    """Add the commands to the command line."""
-    app.command(up_command, name="up")
-    app.command(register_command, name="register")
-    app.command(down_command, name="down")
-    app.command(doctor_command, name="doctor")
 
 
 def up_command(

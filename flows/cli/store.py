@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from flows.cli import printing as lines
 from flows.cli.options import DEFAULT_ROOT, Json, Revision, RootUrl
@@ -24,18 +24,6 @@ from storage.upkeep.verify import verify
 from tasks.config.stored import ConfigRecord, forked_config
 from tasks.data.stored_texts import StoredTexts
 from tasks.stages.names import RETRAINING, WORKFLOW, Stage
-
-
-def register(app: App) -> None:
-    """Add the commands to the command line."""
-    app.command(ls_command, name="ls")
-    app.command(show_command, name="show")
-    app.command(lineage_command, name="lineage")
-    app.command(verify_command, name="verify")
-    app.command(gc_command, name="gc")
-    app.command(fork_command, name="fork")
-    app.command(unlock_command, name="unlock")
-    app.command(compact_command, name="compact")
 
 
 def ls_command(*, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:

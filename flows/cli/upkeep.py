@@ -3,7 +3,7 @@
 import sys
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
@@ -34,12 +34,6 @@ class Stopped(BaseModel):
     """Whether no process of this machine drives the run now."""
     released: int | None
     """Processes that were ended on the cluster; None without a cluster."""
-
-
-def register(app: App) -> None:
-    """Add the commands to the command line."""
-    app.command(rm_command, name="rm")
-    app.command(stop_command, name="stop")
 
 
 def rm_command(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.views.history import evaluation_due, stages_of
 from storage import layout
@@ -23,10 +23,8 @@ _OF_ONE_PROCESS = ("seconds", "per_second", "_s")
 """Name endings of metrics that measure the work and not its result."""
 
 
-class Difference(BaseModel):
+class Difference(BaseModel, frozen=True, extra="forbid"):
     """Something that differs between the runs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     iteration: int
     stage: Stage
@@ -37,10 +35,8 @@ class Difference(BaseModel):
         return f"{self.stage} of iteration {self.iteration}: {self.what}"
 
 
-class Comparison(BaseModel):
+class Comparison(BaseModel, frozen=True, extra="forbid"):
     """What was compared, and what differs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     manifests: int = 0
     """Committed stages, by the identity of their content."""

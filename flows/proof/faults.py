@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage import kill_points, layout
 from storage.errors import InputError
@@ -61,10 +61,8 @@ class Fault:
         return cls(Stage(found["stage"]), int(found["iteration"]), Point(found["point"]), victim)
 
 
-class Reached(BaseModel):
+class Reached(BaseModel, frozen=True, extra="forbid"):
     """A point that a process of the run reached."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     stage: Stage
     iteration: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, computed_field
 
 from flows.proof.compare import Comparison, Pair, lend_rollouts
 from flows.proof.faults import Fault, FaultFolder
@@ -53,10 +53,8 @@ class ProofOrder:
     """Flip one bit, to see the proof fail."""
 
 
-class ProofReport(BaseModel):
+class ProofReport(BaseModel, frozen=True, extra="forbid"):
     """The result of `ratchet prove-resume`, as JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     whole: str
     """Root of the run that was not interrupted."""

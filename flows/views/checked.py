@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.text import Text
 
 from flows.views.needs import Needs, needs_of
@@ -27,19 +27,15 @@ _FIRST_TOKENS, _LAST_TOKENS = 300, 100
 _PROMPT, _TRAINED = "cyan", "green"
 
 
-class Token(BaseModel):
+class Token(BaseModel, frozen=True, extra="forbid"):
     """A token and its text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: int
     text: str
 
 
-class Example(BaseModel):
+class Example(BaseModel, frozen=True, extra="forbid"):
     """One prompt as the model is given it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt_id: str
     prompt: str
@@ -50,10 +46,8 @@ class Example(BaseModel):
     """What the warm-up trains on, after the prompt."""
 
 
-class SourceCount(BaseModel):
+class SourceCount(BaseModel, frozen=True, extra="forbid"):
     """Prompts of one source of a table."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     table: str
     """train, held_out or warmup."""
@@ -63,10 +57,8 @@ class SourceCount(BaseModel):
     """Prompts that were too long."""
 
 
-class Checked(BaseModel):
+class Checked(BaseModel, frozen=True, extra="forbid"):
     """A configuration that can be run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     example: Example
     """The first training prompt."""

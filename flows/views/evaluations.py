@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, JsonValue
 
 from storage.backends.root import Root
 from storage.errors import DigestMismatch, SchemaMismatch
@@ -17,10 +17,8 @@ _READERS = 8
 _DURATIONS = "seconds"  # end of their names
 
 
-class EvaluationRecord(BaseModel):
+class EvaluationRecord(BaseModel, frozen=True, extra="forbid"):
     """One evaluation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     """Id of the run whose weights answered."""

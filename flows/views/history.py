@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.views.table import Row, row_of
 from flows.views.troubles import Trouble, troubles_of
@@ -36,10 +36,8 @@ _WARM = 3
 """First iteration that counts for the median duration: earlier ones also start processes and fill caches."""
 
 
-class IterationRecord(BaseModel):
+class IterationRecord(BaseModel, frozen=True, extra="forbid"):
     """One iteration for people; a figure is None if its stage is not done or does not report it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     iteration: int
     """0 is the preparation."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tasks.config.run import RunConfig
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU
@@ -15,10 +15,8 @@ _GRADIENT = 4  # kept in fp32
 _OPTIMIZER: Mapping[Precision, int] = {"fp32": 8, "bf16": 12}  # two moments, and fp32 weights if there are others
 
 
-class Needs(BaseModel):
+class Needs(BaseModel, frozen=True, extra="forbid"):
     """Processes, and bytes. Activations, and what libraries take for themselves, are not counted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: Device
     ranks: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
@@ -29,10 +29,8 @@ _NAMED = 8  # ids in a message
 Rows = NDArray[np.int64]
 
 
-class Sample(BaseModel):
+class Sample(BaseModel, frozen=True, extra="forbid"):
     """One sample."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt_id: str
     sample_id: int
@@ -59,10 +57,8 @@ class Sample(BaseModel):
     """Iteration whose weights sampled it."""
 
 
-class Samples(BaseModel):
+class Samples(BaseModel, frozen=True, extra="forbid"):
     """Chosen samples of one iteration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str
     run: str

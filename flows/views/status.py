@@ -8,7 +8,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.views.history import (
     PLOT,
@@ -43,10 +43,8 @@ _NEWEST = 4
 _READERS = 4
 
 
-class Change(BaseModel):
+class Change(BaseModel, frozen=True, extra="forbid"):
     """The first and the last value that one reward, and one way of asking, have given."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     first: float | None = None
     last: float | None = None
@@ -56,10 +54,8 @@ class Change(BaseModel):
     """Whether there are earlier values that another reward, or another way of asking, has given."""
 
 
-class Changes(BaseModel):
+class Changes(BaseModel, frozen=True, extra="forbid"):
     """The figures of a run that are compared."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     reward: Change
     """Mean reward of the samples."""
@@ -115,19 +111,15 @@ def _by_chance(evaluated: Sequence[IterationRecord]) -> bool:
     return {one.passing for one, key in zip(evaluated, by, strict=True) if key == by[-1]} >= {None, EXACT}
 
 
-class StageStatus(BaseModel):
+class StageStatus(BaseModel, frozen=True, extra="forbid"):
     """One stage of the iteration in progress."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     stage: Stage
     done: bool
 
 
-class RunStatus(BaseModel):
+class RunStatus(BaseModel, frozen=True, extra="forbid"):
     """A run as its storage shows it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     """Id of the run."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, JsonValue
 
 from storage import layout
 from storage.backends.root import Root
@@ -39,10 +39,8 @@ _READABLE = 40  # characters of the functions' names
 _DURATIONS = ("seconds", "_s")
 
 
-class Row(BaseModel):
+class Row(BaseModel, frozen=True, extra="forbid"):
     """One iteration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     iteration: int
     finished: datetime

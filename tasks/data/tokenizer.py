@@ -153,11 +153,6 @@ def without(tokens: Sequence[int], left_out: Collection[int]) -> list[int]:
     return [token for token in tokens if token not in left_out]
 
 
-def configured_stop_tokens(directory: Path) -> tuple[int, ...]:
-    """Those of config.json alone, which runs of the first version were stored with."""
-    return _ids(_json(directory, "config.json").get("eos_token_id"))
-
-
 def _from_files(directory: Path, identity: str) -> TextCodec:
     config = _json(directory, "config.json")
     backend = read_backend(directory)

@@ -71,7 +71,7 @@ def _loaded_from_memory(context: RunContext, group: TrainerGroup, state: Trained
     They may have been ended while they wrote, and the process that drove the run too; what was loaded decides.
     """
     folder = context.memory / _FOLDER if context.memory is not None else None
-    if folder is None or state.identity is None or _saved_in(folder) != state.digest:
+    if folder is None or _saved_in(folder) != state.digest:
         return False
     try:
         _compare(state, group.load(folder))
@@ -106,8 +106,6 @@ def _stored(context: RunContext, state: Trained) -> Trained:
 
 def _compare(state: Trained, loaded: LoadedState) -> None:
     recorded = state.identity
-    if recorded is None:
-        return  # of an earlier version, which identified a state by its files; those were verified
     differing = recorded.differences(loaded.identity, generators=loaded.rng == "restored")
     if differing:
         raise DigestMismatch(

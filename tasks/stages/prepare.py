@@ -31,7 +31,7 @@ def prepare(work: Work) -> StageOutput:
             "stop_tokens": list(codec.stop_tokens),
             "left_out_tokens": [*sorted(codec.left_out)],
             "data_digests": {name: list(digests) for name, digests in prompts.digests.items()},
-            "train_sources": [[one.name, one.rows] for one in prompts.counts["train"]],
+            "train_rows": [one.rows for one in prompts.counts["train"]],
         },
         metrics=_metrics(prompts),
     )

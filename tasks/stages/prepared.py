@@ -15,7 +15,7 @@ from storage.schema import PROMPTS
 from tasks.config.data import DataSection
 from tasks.data.drawing import Share
 from tasks.data.model_files import is_weights
-from tasks.data.tokenizer import TextCodec, configured_stop_tokens
+from tasks.data.tokenizer import TextCodec
 from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
 
@@ -36,10 +36,8 @@ def model_directory(context: RunContext, prepared: Prepared) -> Path:
 
 def text_codec(context: RunContext, prepared: Prepared, stop: tuple[int, ...] | None = None) -> TextCodec:
     """The tokenizer of the run's base model, with other stop tokens or those that the run was prepared with."""
-    directory = model_directory(context, prepared)
     stop = prepared.stop_tokens if stop is None else stop
-    stop = configured_stop_tokens(directory) if stop is None else stop
-    return TextCodec.from_directory(directory, stop, prepared.left_out_tokens)
+    return TextCodec.from_directory(model_directory(context, prepared), stop, prepared.left_out_tokens)
 
 
 def stored_codec(root: Root, prepared: Prepared) -> TextCodec:
@@ -65,7 +63,7 @@ def records_of(table: pa.Table) -> Mapping[str, dict[str, object]]:
 def shares(prepared: Prepared, config: DataSection) -> tuple[Share, ...]:
     """The sources that training prompts are drawn from by weight; none if they are one stream."""
     sources = config.sources("train")
-    if all(source.weight is None for source in sources) or prepared.train_rows is None:
+    if all(source.weight is None for source in sources):
         return ()
     pairs = zip(prepared.train_rows, sources, strict=True)
     return tuple(Share(rows, 1.0 if source.weight is None else source.weight) for rows, source in pairs)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage.backends.root import Root
 from storage.errors import InputError
@@ -26,10 +26,8 @@ _NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason"]
 _EXAMPLES = 5
 
 
-class Example(BaseModel):
+class Example(BaseModel, frozen=True, extra="forbid"):
     """One response."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt_id: str
     sample_id: int
@@ -44,10 +42,8 @@ class Example(BaseModel):
     """Why there is no score."""
 
 
-class Trial(BaseModel):
+class Trial(BaseModel, frozen=True, extra="forbid"):
     """What a reward gives the stored samples of an iteration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     iteration: int

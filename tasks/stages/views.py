@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 
 from storage.errors import SchemaMismatch, StorageError
 from storage.manifest import Manifest, Part
@@ -35,9 +35,10 @@ class View:
             raise self._unexpected(fact, "a text")
         return value
 
-    def _numbers(self, fact: str, found: JsonValue) -> list[int]:
-        numbers = [one for one in found if isinstance(one, int)] if isinstance(found, list) else []
-        if not isinstance(found, list) or len(numbers) != len(found):
+    def _numbers(self, fact: str) -> list[int]:
+        found = self.manifest.facts.get(fact)
+        numbers = [one for one in found if isinstance(one, int)] if isinstance(found, list) else None
+        if numbers is None or not isinstance(found, list) or len(numbers) != len(found):
             raise self._unexpected(fact, "a list of whole numbers")
         return numbers
 
@@ -64,26 +65,19 @@ class Prepared(View):
     """Model directory and prompt tables, as parts."""
 
     @property
-    def stop_tokens(self) -> tuple[int, ...] | None:
-        """Token ids that end a response; None if the run was stored before these were recorded."""
-        found = self.manifest.facts.get("stop_tokens")
-        return None if found is None else tuple(self._numbers("stop_tokens", found))
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Token ids that end a response."""
+        return tuple(self._numbers("stop_tokens"))
 
     @property
-    def left_out_tokens(self) -> tuple[int, ...] | None:
-        """Token ids that texts of responses lack; None for all special ones, as in runs that did not record them."""
-        found = self.manifest.facts.get("left_out_tokens")
-        return None if found is None else tuple(self._numbers("left_out_tokens", found))
+    def left_out_tokens(self) -> tuple[int, ...]:
+        """Token ids that texts of responses lack."""
+        return tuple(self._numbers("left_out_tokens"))
 
     @property
-    def train_rows(self) -> tuple[int, ...] | None:
-        """Training prompts of each source, in the order of the table; None if these were not recorded."""
-        found = self.manifest.facts.get("train_sources")
-        if found is None:
-            return None
-        if not isinstance(found, list) or not all(isinstance(one, list) and len(one) == 2 for one in found):
-            raise self._unexpected("train_sources", "a list of names with numbers of rows")
-        return tuple(self._numbers("train_sources", [one[1] for one in found if isinstance(one, list)]))
+    def train_rows(self) -> tuple[int, ...]:
+        """Training prompts of each source, in the order of the table."""
+        return tuple(self._numbers("train_rows"))
 
 
 @dataclass(frozen=True)
@@ -111,18 +105,15 @@ class Trained(View):
     """A train state."""
 
     @property
-    def identity(self) -> StateIdentity | None:
-        """What it holds; None if an earlier version made it, which identified a state by its files.
+    def identity(self) -> StateIdentity:
+        """Digests of what the state holds.
 
         Raises:
             SchemaMismatch: a later version made it, by other rules.
             StorageError: it is recorded in another way.
         """
-        recorded = self.manifest.facts.get(IDENTITY)
-        if recorded is None:
-            return None
         try:
-            found = StateIdentity.model_validate(recorded)
+            found = StateIdentity.model_validate(self.manifest.facts.get(IDENTITY))
         except ValidationError:
             raise self._unexpected(IDENTITY, "the identity of a state") from None
         if found.scheme > STATE_SCHEME:

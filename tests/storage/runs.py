@@ -74,7 +74,11 @@ def put(root, run, iteration, stage, inputs, table=None, schema=None, data=None)
             parts,
             run=run,
             inputs={role: one.digest for role, one in inputs.items()},
-            facts={"weight_version": iteration - (stage == Stage.ROLLOUT), "weights_digest": f"w{iteration}"},
+            facts={
+                "weight_version": iteration - (stage == Stage.ROLLOUT),
+                "weights_digest": f"w{iteration}",
+                **({"stop_tokens": [2], "left_out_tokens": [2]} if stage == Stage.PREPARE else {}),
+            },
             metrics={"seconds": 1.5, "reward_mean": 0.25} if stage == Stage.REWARD else {"seconds": 0.5},
             writer="host:1",
         ),

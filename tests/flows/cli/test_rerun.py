@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from cyclopts import App
 
-from flows.cli import again, store
+from flows.cli.app import app
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, LeaseHeld
 from storage.manifest import commit, need
@@ -33,10 +32,6 @@ def root(tmp_path: Path, config: RunConfig) -> Root:
 
 @pytest.fixture
 def call(root: Root, capfd: pytest.CaptureFixture[str]):
-    app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
-    for commands in (again, store):
-        commands.register(app)
-
     def carry_out(*words: str) -> str:
         assert app([*words, "--root", root.url]) == 0
         return capfd.readouterr().out

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cyclopts import App
 
-from flows.cli import store
-from flows.cli.reward import register
+from flows.cli.app import app
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import need
@@ -40,8 +38,6 @@ def root(tmp_path_factory) -> Root:
 
 @pytest.fixture
 def call(root: Root, tmp_path: Path, capfd, monkeypatch):
-    app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
-    register(app)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
 
@@ -110,8 +106,6 @@ def test_samples_that_are_not_scored_yet(call, root: Root):
 
 
 def test_a_fork_finds_a_function_in_the_working_directory(call, root: Root, tmp_path: Path):
-    app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
-    store.register(app)
     (tmp_path / "own.py").write_text(OWN)
     asked = ["fork", f"{RUN}@1", "--run", "forked", "--set", "reward.function=own.py:same", "--root", root.url]
     assert app(asked) == 0

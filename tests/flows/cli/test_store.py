@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cyclopts import App
 
-from flows.cli.store import register
+from flows.cli.app import app
 from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, LeaseHeld, LeaseLost
@@ -38,8 +37,6 @@ def root(tmp_path: Path, config: RunConfig) -> Root:
 @pytest.fixture
 def call(root: Root, capfd: pytest.CaptureFixture[str]):
     """Run a command; returns its exit code, its JSON and what it prints for people."""
-    app = App(name="ratchet", print_error=False, exit_on_error=False, result_action="return_value")
-    register(app)
 
     def carry_out(*words: str):
         code = app([*words, "--root", root.url])

@@ -15,7 +15,7 @@ from tasks.data.backends import Chat, Makers, Plain
 from tasks.data.generated import CHARACTERS, generate_tokenizer
 from tasks.data.sources import codec_of
 from tasks.data.stored_texts import StoredTexts
-from tasks.data.tokenizer import TextCodec, configured_stop_tokens
+from tasks.data.tokenizer import TextCodec
 from tests.tasks.data.chat_model import BEGIN, CLOSE, END, chat_model, write
 
 STOP = 999
@@ -107,9 +107,6 @@ def test_stop_tokens_are_those_of_all_files(tmp_path, config, generation, eos, s
     if generation is not None:
         write(tmp_path / "generation_config.json", {"eos_token_id": generation})
     assert TextCodec.from_directory(tmp_path).stop_tokens == stop
-    assert configured_stop_tokens(tmp_path) == (
-        () if config is None else tuple(config) if config != CLOSE else (CLOSE,)
-    )
 
 
 def test_stop_tokens_can_be_given(tmp_path):

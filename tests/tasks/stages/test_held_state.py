@@ -86,7 +86,8 @@ def state(root: Root, optimizer: OptimizerConfig, files: dict[str, int | None], 
         for name, size in files.items()
     ]
     named = tuple(part.model_copy(update={"name": STATE + part.name}) for part in parts)
-    return Trained(commit(root, manifest(Stage.TRAIN, 0, named, **fields)))
+    given = {"facts": {"cursor": 0, IDENTITY: IDENTITY_OF_STATE.model_dump(mode="json")}, **fields}
+    return Trained(commit(root, manifest(Stage.TRAIN, 0, named, format_version=2, content=IDENTITY, **given)))
 
 
 def of_a_fork(root: Root, optimizer: OptimizerConfig) -> Trained:
@@ -119,7 +120,7 @@ def test_a_state_is_fetched_as_a_whole(context, prepared, forked):
 
 def with_identity(root: Root, **differing: str) -> Trained:
     recorded = IDENTITY_OF_STATE.model_copy(update=differing).model_dump(mode="json")
-    return state(root, OTHER, WEIGHTS, format_version=2, content=IDENTITY, facts={"cursor": 0, IDENTITY: recorded})
+    return state(root, OTHER, WEIGHTS, facts={"cursor": 0, IDENTITY: recorded})
 
 
 @pytest.mark.parametrize("differing", ["tensors", "progress", "generators"])
@@ -344,6 +345,6 @@ def test_a_state_on_its_way_to_storage_is_waited_for(context, prepared):
 )
 def test_an_identity_by_other_rules_is_refused(context, prepared, recorded, error, message):
     facts = {"cursor": 0, IDENTITY: recorded}
-    stored = state(context.root, OTHER, WEIGHTS, format_version=2, content=IDENTITY, facts=facts)
+    stored = state(context.root, OTHER, WEIGHTS, facts=facts)
     with pytest.raises(error, match=message):
         ensure_state(context, prepared, stored)
