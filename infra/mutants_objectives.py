@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _OWN = ("tests/trainer_core/objectives/test_losses.py", "tests/trainer_core/objectives/test_advantages.py")
+_CUSTOM = ("tests/trainer_core/objectives/test_custom.py",)
 _SELECTION = ("tests/trainer_core/objectives/test_selection.py",)
 _OBJECTIVES = ("tests/trainer_core/phases/test_objectives.py",)
 _TRAINER = ("tests/trainer_core/test_trainer.py",)
@@ -152,5 +153,77 @@ OBJECTIVES = (
         "        table.clear()\n",
         "        pass\n",
         _CONFIG,
+    ),
+    Mutant(
+        "detached-loss-passes",
+        "a loss of the user's own without gradient passes",
+        "trainer_core/objectives/custom.py",
+        "if logprobs.requires_grad and not loss.requires_grad:",
+        "if False:",
+        _CUSTOM,
+    ),
+    Mutant(
+        "loss-of-another-shape-passes",
+        "a loss of the user's own of another shape passes",
+        "trainer_core/objectives/custom.py",
+        "(value.shape, value.device) != (like.shape, like.device)",
+        "value.device != like.device",
+        _CUSTOM,
+    ),
+    Mutant(
+        "advantages-of-tokens-for-samples",
+        "an advantage of the user's own may have another number of values",
+        "trainer_core/objectives/custom.py",
+        "or found.shape != (size,) or",
+        "or",
+        _CUSTOM,
+    ),
+    Mutant(
+        "loss-not-finite-passes",
+        "values of a loss of the user's own that are not finite pass",
+        "trainer_core/objectives/custom.py",
+        "    if not (finite := torch.isfinite(loss)).all():",
+        "    if not (finite := torch.isfinite(loss)).any() and False:",
+        _CUSTOM,
+    ),
+    Mutant(
+        "unnamed-inputs-are-zero",
+        "a loss reads inputs that its `needs` does not name as zeros",
+        "trainer_core/objectives/tokens.py",
+        "        if name not in self.values:\n",
+        "        if name not in self.values:\n            return torch.zeros_like(self.logprobs)\n        if False:\n",
+        _CUSTOM,
+    ),
+    Mutant(
+        "objective-source-not-compared",
+        "a changed source of an objective goes unnoticed",
+        "trainer_core/objectives/user_config.py",
+        '    if source not in ("", digest):\n',
+        "    if False:\n",
+        (*_CUSTOM, "tests/tasks/config/test_objective.py"),
+    ),
+    Mutant(
+        "objective-source-not-recorded",
+        "the source of an objective is no part of a run's meaning",
+        "tasks/config/document.py",
+        "    return _with_sources(placed(document, (RunConfig,), lambda",
+        "    return (placed(document, (RunConfig,), lambda",
+        ("tests/tasks/config/test_objective.py",),
+    ),
+    Mutant(
+        "imports-of-an-objective-not-digested",
+        "files that a user's file imports are no part of its source",
+        "trainer_core/user_code.py",
+        "            pending += _imports(texts[file], file, folder, package)\n",
+        "",
+        ("tests/trainer_core/test_user_code.py",),
+    ),
+    Mutant(
+        "objective-not-tried",
+        "an objective of the user's own is first called in the trainer",
+        "tasks/checks.py",
+        "    check_objective(config.train.policy)\n",
+        "",
+        ("tests/tasks/test_checks.py",),
     ),
 )

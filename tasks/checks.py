@@ -21,6 +21,7 @@ from tasks.data.generated import model_config
 from tasks.data.models import open_model
 from tasks.data.sources import text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
+from tasks.model_checks.objective import check_objective
 from tasks.preflight import check_continued, check_model
 from tasks.rewards.check import check_reward
 from tasks.rewards.passing import check_components, check_passing
@@ -169,6 +170,7 @@ def _call_stored(stored: _Stored) -> tuple[Call, ...]:
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
     check_reward(config.reward)
+    check_objective(config.train.policy)
     check_passing(config.reward, config.evaluate.passing, "evaluate.pass")
     samples = config.rollout.prompts * config.rollout.samples
     if config.retrain is None:

@@ -4,15 +4,18 @@ A name is `file.py:function`, `package.module:function`, or an entry point. Ligh
 before they fork.
 """
 
+import ast
 import functools
 import importlib
 import inspect
 import sys
 import sysconfig
 import tomllib
+import traceback
 import types
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,74 @@ def located_function(name: str, folder: Path | None, key: str) -> str:
             "the path of the one that is meant"
         )
     return f"{found[0]}:{function}"
+
+
+def source_digest(function: UserFunction) -> str:
+    """Digest of its file and of the files beside it that it imports, directly or through others; imports nothing.
+
+    Of a module these are the files of its package.
+
+    Raises:
+        InputError: there is no such module, or a file cannot be read.
+    """
+    package = function.place.partition(".")[0] if function.text is None else None
+    first = Path(function.place) if package is None else _module_file(function)
+    folder = first.parents[function.place.count(".") + (first.name == "__init__.py")] if package else first.parent
+    texts: dict[Path, bytes] = {}
+    pending = [first]
+    while pending:
+        file = pending.pop()
+        if file not in texts:
+            given = function.text if file == first else None
+            texts[file] = file.read_bytes() if given is None else given.encode()
+            pending += _imports(texts[file], file, folder, package)
+    digests = [xxhash.xxh3_128_hexdigest(text) for _, text in sorted(texts.items())]
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """Line of a file at which an error was raised, as ` (name.py, line 3)`; empty if it is of no line there."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return ""  # its text names file and line
+    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+
+
+def _module_file(function: UserFunction) -> Path:
+    path = None
+    for depth in range(function.place.count(".") + 1):
+        name = ".".join(function.place.split(".")[: depth + 1])
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.origin is None:
+            raise InputError(f"{function.name!r}: there is no module {name}. Install it, or give file.py:FUNCTION")
+        path, origin = spec.submodule_search_locations, Path(spec.origin)
+    return origin
+
+
+def _imports(text: bytes, file: Path, folder: Path, package: str | None) -> Iterator[Path]:
+    """Files below `folder` that a file imports; only those of the package if one is given."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError):
+        return  # its import reports it
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _beside(folder, alias.name, package)
+        elif isinstance(node, ast.ImportFrom):
+            above = file.parents[node.level - 1] if node.level else folder
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}" if node.module else alias.name
+                yield from _beside(above, name, None if node.level else package)
+
+
+def _beside(folder: Path, name: str, package: str | None) -> Iterator[Path]:
+    parts = name.split(".")
+    if parts[0] in _OURS or package not in (None, parts[0]):
+        return
+    for depth in range(len(parts)):
+        place = folder.joinpath(*parts[: depth + 1])
+        yield from (file for file in (place.with_name(f"{place.name}.py"), place / "__init__.py") if file.is_file())
 
 
 def _attribute(name: str, attribute: str, key: str) -> str:

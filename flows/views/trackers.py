@@ -5,10 +5,8 @@ import importlib.util
 import inspect
 import json
 import re
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -26,7 +24,7 @@ from tasks.config.environment import resolve
 from tasks.config.report import ReportSection
 from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
-from trainer_core.user_code import UserFunction, find_function
+from trainer_core.user_code import UserFunction, find_function, line_of
 
 _GROUP, _KEY = "ratchet.trackers", "report.trackers"
 _PROJECT = "ratchet"
@@ -178,14 +176,6 @@ class _Refusing:
                 f"{_KEY} {self._target.name!r} cannot be imported: {type(error).__name__}: {error}"
                 f"{line_of(error, self._target.place)}. Correct the file, or remove the key"
             ) from None
-
-
-def line_of(error: BaseException, file: str) -> str:
-    """The line of a file at which an error was raised, as ` (name.py, line 3)`; empty if it is of no line there."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return ""  # its text names file and line
-    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
 
 class WandbTracker:

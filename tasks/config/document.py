@@ -17,6 +17,7 @@ from tasks.config.keys import NONE, Models, models_in, placed, type_of
 from tasks.config.located import folder_of, located
 from tasks.config.run import RunConfig
 from trainer_core.marks import Mark
+from trainer_core.objectives.user_config import OBJECTIVE_TABLES, found_code
 from trainer_core.user_code import located_function
 
 _NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
@@ -155,23 +156,39 @@ def apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    return placed(document, (RunConfig,), lambda text, mark, key: _place(text, mark, key, folder), NONE)
+    return _with_sources(placed(document, (RunConfig,), lambda text, mark, key: _place(text, mark, key, folder), NONE))
 
 
 def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A parsed document in which the files of functions have absolute paths.
+    """A parsed document in which the files of functions have absolute paths, and objectives the digest of their source.
 
     Args:
         folder: of the configuration; None if that is no local file.
 
     Raises:
-        InputError: there is no such file, or beside the configuration is another one than in the working directory.
+        InputError: there is no such file, beside the configuration is another one than in the working directory, or the
+            source of an objective has another digest than the document gives.
     """
 
     def change(text: str, mark: Mark, key: str) -> str:
         return located_function(text, folder, key) if mark.place == "function" else text
 
-    return placed(document, (RunConfig,), change, NONE)
+    return _with_sources(placed(document, (RunConfig,), change, NONE))
+
+
+def _with_sources(document: dict[str, Any]) -> dict[str, Any]:
+    train = document.get("train")
+    policy = train.get("policy") if isinstance(train, dict) else None
+    if not isinstance(train, dict) or not isinstance(policy, dict):
+        return document
+    tables = {name: _with_source(policy[name], f"train.policy.{name}") for name in OBJECTIVE_TABLES if name in policy}
+    return {**document, "train": {**train, "policy": {**policy, **tables}}}
+
+
+def _with_source(table: Any, key: str) -> Any:
+    if not isinstance(table, dict) or not isinstance(table.get("function"), str):
+        return table
+    return {**table, "source": found_code(table["function"], str(table.get("source", "")), key)[1]}
 
 
 def _place(text: str, mark: Mark, key: str, folder: Path | None) -> str:

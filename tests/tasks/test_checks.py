@@ -1,6 +1,7 @@
 """What can be known to be wrong is refused before anything starts, with the fact and the repair."""
 
 import json
+import re
 
 import pytest
 
@@ -43,6 +44,25 @@ def given_data(tmp_path, lines, *more):
 
 def test_a_good_configuration_passes(tmp_path):
     check_config(config_with(tmp_path), open_root(str(tmp_path / "runs")))
+
+
+@pytest.mark.parametrize(
+    ("body", "fact"),
+    [
+        ("-tokens.advantages * tokens.logprobs", None),
+        ("tokens.logprobs.sum()", "returns Tensor () of torch.float32 as loss"),
+        ("os._exit(3)", "the trial of the objective in train.policy ended with code 3"),
+    ],
+)
+def test_an_objective_of_the_users_own_is_tried(tmp_path, body, fact):
+    (tmp_path / "mine.py").write_text(f"import os\ndef loss(tokens): print('noise'); return {body}\n")
+    config = config_with(tmp_path, "train.policy.loss.type=custom", "train.policy.loss.function=mine.py:loss")
+    root = open_root(str(tmp_path / "runs"))
+    if fact is None:
+        check_config(config, root)
+    else:
+        with pytest.raises(InputError, match=re.escape(fact)):
+            check_config(config, root)
 
 
 @pytest.mark.parametrize(

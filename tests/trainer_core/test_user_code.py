@@ -6,7 +6,7 @@ import pytest
 
 from storage.digest import bytes_digest
 from storage.errors import InputError
-from trainer_core.user_code import find_function, in_a_file, located_function, without_folder
+from trainer_core.user_code import find_function, in_a_file, located_function, source_digest, without_folder
 
 GROUP = "ratchet.rewards"
 
@@ -86,3 +86,57 @@ def test_the_digest_follows_the_files_that_the_import_reads(tmp_path, modules):
 def test_an_entry_point_is_a_function_of_its_module():
     found = find_function("exact_match", "key", GROUP)
     assert (found.place, found.attribute, found.text) == ("tasks.rewards.match", "exact_match", None)
+
+
+def digests(name, folder, changes):
+    """Digest of a source, and how many different ones there are with each change of a file."""
+    first = source_digest(find_function(name, "reward.function", GROUP))
+    found = {}
+    for file, text in changes.items():
+        before = (folder / file).read_bytes()
+        (folder / file).write_text(text)
+        found[file] = source_digest(find_function(name, "reward.function", GROUP)) != first
+        (folder / file).write_bytes(before)
+    assert source_digest(find_function(name, "reward.function", GROUP)) == first
+    return found
+
+
+FILES = {
+    "mine.py": "import helper, json\nfrom own import part\ndef f(): ...\n",
+    "helper.py": "from own.deep import more as less\n",
+    "own/__init__.py": "",
+    "own/part.py": "from . import beside\nfrom ..top import x\n",
+    "own/beside.py": "",
+    "own/deep.py": "more = 1\n",
+    "top.py": "x = 1\n",
+    "json.txt": "",
+    "other.py": "",
+}
+
+
+def test_the_digest_of_a_file_is_also_that_of_the_files_beside_it_that_it_imports(tmp_path, modules):
+    (tmp_path / "own").mkdir()
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    before = set(sys.modules)
+    found = digests(f"{tmp_path}/mine.py:f", tmp_path, dict.fromkeys(FILES, "changed = 1"))
+    assert [file for file, changed in found.items() if not changed] == ["json.txt", "other.py"]
+    assert set(sys.modules) == before
+
+
+def test_the_digest_of_a_module_is_that_of_its_package(tmp_path, modules):
+    files = {"pack/__init__.py": "", "pack/sub.py": "import pack.more, alone", "pack/more.py": "", "alone.py": ""}
+    (tmp_path / "pack").mkdir()
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    sys.path.insert(0, str(tmp_path))
+    found = digests("pack.sub:f", tmp_path, dict.fromkeys(files, "changed = 1"))
+    assert found == {"pack/__init__.py": True, "pack/sub.py": True, "pack/more.py": True, "alone.py": False}
+    with pytest.raises(InputError, match=r"'pack.none:f': there is no module pack.none"):
+        source_digest(find_function("pack.none:f", "reward.function", GROUP))
+
+
+def test_a_file_with_a_syntax_error_has_a_digest(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(:")
+    found = source_digest(find_function(f"{tmp_path}/mine.py:f", "reward.function", GROUP))
+    assert found == bytes_digest(b"def f(:")

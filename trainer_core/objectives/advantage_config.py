@@ -8,11 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from trainer_core.frozen import Frozen
+from trainer_core.objectives.user_config import UserTable
 
 
 class AdvantageTable(Frozen):
     """Properties of an advantage."""
 
+    runs_user_code: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
     """One value for each response token, not for each sample."""
 
@@ -56,7 +58,19 @@ class BatchAdvantage(AdvantageTable):
         return "advantage.baseline = true" if self.baseline else None
 
 
-Advantage = Annotated[GroupAdvantage | LeaveOneOutAdvantage | BatchAdvantage, Field(discriminator="type")]
+class UserAdvantage(UserTable):
+    """Advantages by a function or class of your own."""
+
+    type: Literal["custom"] = "custom"
+    """A function or class of your own, which is given the scored samples: see docs/extending.md."""
+    per_token: bool = False
+    """It returns a value for each response token, not for each sample."""
+    compares: ClassVar[str | None] = None
+
+
+Advantage = Annotated[
+    GroupAdvantage | LeaveOneOutAdvantage | BatchAdvantage | UserAdvantage, Field(discriminator="type")
+]
 
 
 class NoOverlong(Frozen):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from trainer_core.frozen import Frozen
+from trainer_core.objectives.user_config import UserTable
 
 Level = Literal["token", "sequence", "sequence_mean"]
 Need = Literal["advantages", "entropy", "reference", "behaviour"]
@@ -17,6 +18,7 @@ Need = Literal["advantages", "entropy", "reference", "behaviour"]
 class LossTable(Frozen):
     """Properties of a loss."""
 
+    runs_user_code: ClassVar[bool] = False
     needs: ClassVar[tuple[Need, ...]] = ("advantages",)
     paired: ClassVar[bool] = False
     """Mini-batches hold pairs of samples."""
@@ -98,8 +100,21 @@ class PreferenceLoss(LossTable):
         return {}
 
 
+class UserLoss(UserTable):
+    """A loss by a function or class of your own."""
+
+    type: Literal["custom"] = "custom"
+    """A function or class of your own, which is given the response tokens: see docs/extending.md."""
+    needs: tuple[Need, ...] = ("advantages",)
+    """Inputs that it reads beside the log-probabilities: "advantages", "entropy", "reference" (log-probabilities of the
+    weights before the first iteration), "behaviour" (log-probabilities of the policy that sampled)."""
+    paired: ClassVar[bool] = False
+    imitates: ClassVar[bool] = False
+
+
 PolicyLoss = Annotated[
-    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PreferenceLoss, Field(discriminator="type")
+    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PreferenceLoss | UserLoss,
+    Field(discriminator="type"),
 ]
 
 

@@ -10,7 +10,7 @@ from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
 from trainer_core.marks import RUNTIME
 from trainer_core.objectives.advantage_config import Advantage, GroupAdvantage, NoOverlong, Overlong
-from trainer_core.objectives.loss_config import ClipLoss, Correction, LossTable, NoCorrection, PolicyLoss
+from trainer_core.objectives.loss_config import ClipLoss, Correction, LossTable, NoCorrection, PolicyLoss, UserLoss
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "group", "constant"]
@@ -72,6 +72,11 @@ class PolicyConfig(Frozen):
         clips = isinstance(self.loss, ClipLoss)
         beside = {"clip_low": self.clip_low, "clip_high": self.clip_high} if clips else {}
         return self.loss.keywords | beside
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Code of the user's own is part of the objective."""
+        return self.advantage.runs_user_code or self.loss.runs_user_code
 
     @property
     def needs_reference(self) -> bool:
@@ -141,7 +146,7 @@ class PolicyConfig(Frozen):
         return self
 
 
-def _with_loss(without: Callable[[LossTable], bool]) -> Callable[[PolicyConfig], str | None]:
+def _with_loss(without: Callable[[LossTable | UserLoss], bool]) -> Callable[[PolicyConfig], str | None]:
     return lambda policy: f'loss.type = "{policy.loss.type}"' if without(policy.loss) else None
 
 
@@ -172,11 +177,13 @@ def _without_pairs(policy: PolicyConfig) -> str | None:
 
 
 _OF_CLIPPING = ("clip_low", "clip_high")
-_OF_SAMPLING = ("advantage", "normalize_by_std", "old_policy", "correction", "kl_in")
+_OF_ADVANTAGES = ("advantage", "normalize_by_std", "kl_in")
+_OF_SAMPLING = ("old_policy", "correction")
 _OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length")
 _UNUSED: tuple[Unused[PolicyConfig], ...] = (
     *(Unused(name, _with_loss(lambda loss: not isinstance(loss, ClipLoss))) for name in _OF_CLIPPING),
-    *(Unused(name, _with_loss(lambda loss: "advantages" not in loss.needs)) for name in _OF_SAMPLING),
+    *(Unused(name, _with_loss(lambda loss: "advantages" not in loss.needs)) for name in _OF_ADVANTAGES),
+    *(Unused(name, _with_loss(lambda loss: loss.imitates or loss.paired)) for name in _OF_SAMPLING),
     *(Unused(name, _with_loss(lambda loss: loss.paired)) for name in _OF_TOKENS),
     Unused("normalize_by_std", _without_group),
     Unused("kl_in", _without_kl),

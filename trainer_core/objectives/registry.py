@@ -1,4 +1,4 @@
-"""One table of the objectives that are built in. Imports no torch and no numpy.
+"""The objectives by their `type`, in one table. Imports no torch and no numpy.
 
 An advantage is a function of `Scored`, a loss one of `Tokens`; both take the settings of their table as keywords.
 """
@@ -34,29 +34,33 @@ class Loss(Protocol):
         ...
 
 
-BUILT_IN: Mapping[str, str] = {
+ADVANTAGES: Mapping[str, str] = {
     "grpo": "trainer_core.objectives.advantages:group_advantages",
     "rloo": "trainer_core.objectives.advantages:leave_one_out_advantages",
     "reinforce_pp": "trainer_core.objectives.advantages:batch_advantages",
+    "custom": "trainer_core.objectives.custom:user_advantage",
+}
+LOSSES: Mapping[str, str] = {
     "clip": "trainer_core.objectives.losses:clipped_surrogate",
     "gspo": "trainer_core.objectives.losses:sequence_surrogate",
     "cispo": "trainer_core.objectives.losses:clipped_weight_loss",
     "sft": "trainer_core.objectives.losses:likelihood_loss",
     "dpo": "trainer_core.objectives.losses:preference_loss",
+    "custom": "trainer_core.objectives.custom:user_loss",
 }
 """Functions by the `type` of `train.policy.advantage` and `train.policy.loss`."""
 
 
 def advantage_of(policy: PolicyConfig) -> Advantage:
     """Advantage of a configuration, with its settings bound."""
-    return _bound(policy.advantage.type, policy.advantage_keywords)
+    return _bound(ADVANTAGES[policy.advantage.type], policy.advantage_keywords)
 
 
 def loss_of(policy: PolicyConfig) -> Loss:
     """Loss of a configuration, with its settings bound."""
-    return _bound(policy.loss.type, policy.loss_keywords)
+    return _bound(LOSSES[policy.loss.type], policy.loss_keywords)
 
 
-def _bound(kind: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    module, _, name = BUILT_IN[kind].partition(":")
+def _bound(function: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
     return partial(vars(importlib.import_module(module))[name], **arguments)
