@@ -43,7 +43,8 @@ def test_secrets_and_places_are_marked():
     assert files == ["model.source", *(f"data.{table}{end}" for table in ("train", "held_out", "warmup")
                                        for end in ("", ".source"))]  # fmt: skip
     assert [path for path, key in PER_KEY.items() if key.mark.place == "function"] == [
-        "reward.function", "reward.functions.function", "report.trackers",
+        "reward.function", "reward.functions.function", "train.policy.advantage.function",
+        "train.policy.loss.function", "report.trackers",
     ]  # fmt: skip
 
 
