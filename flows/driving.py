@@ -16,7 +16,6 @@ from storage.revisions import Rerun, Revisions, keep_copies, read_revisions
 from storage.upkeep.catalog import names
 from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from storage.upkeep.retention import Retention, catch_up, give_up
-from storage.upkeep.shared import SharedParts
 from tasks.config.document import parse_config
 from tasks.config.identity import with_settings
 from tasks.config.run import RunConfig
@@ -144,39 +143,38 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
 
 def advance[P](context: RunContext, progress: Progress, first: int, source: Source[P]) -> None:
     """Do the iterations from `first` to the last; their results are durable on return."""
-    shared = SharedParts(context.root, context.run)
-    tidy(context, shared)  # before a stage can find an old part and use it
+    tidy(context)  # before a stage can find an old part and use it
     position = source.position_after(context, first - 1) if first else None
     if position is None:
         with context.page.iteration(0):
             position = source.begin(context)
-            conclude(context, progress, shared, 0)
+            conclude(context, progress, 0)
     last = last_iteration(context.root, context.run, context.config)
     progress.expect(last)
     for iteration in range(max(first, 1), last + 1):
         with context.page.iteration(iteration):
             position = source.iterate(context, iteration, position)
-            conclude(context, progress, shared, iteration)
+            conclude(context, progress, iteration)
     context.outbox.settle()
 
 
-def conclude(context: RunContext, progress: Progress, shared: SharedParts, iteration: int) -> None:
+def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
     """Report an iteration once it is published completely, and delete the train state that is no longer kept.
 
     These are two jobs behind the stages, as each may be repeated: an iteration is reported once.
     """
     root, run = context.root, context.run
     context.outbox.add(lambda: progress.finished(read_record(root, run, iteration, context.revisions)))
-    concluded = context.outbox.add(partial(_retain, context, shared, iteration))
+    concluded = context.outbox.add(partial(_retain, context, iteration))
     context.page.storing(iteration, "retention", concluded)
 
 
-def tidy(context: RunContext, shared: SharedParts) -> None:
+def tidy(context: RunContext) -> None:
     """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
-    _retain(context, shared, None)
+    _retain(context, None)
 
 
-def _retain(context: RunContext, shared: SharedParts, iteration: int | None) -> None:
+def _retain(context: RunContext, iteration: int | None) -> None:
     """Delete what is no longer kept after an iteration, or of all iterations."""
     section, workflow = context.config.storage, workflow_of(context.config)
     if section.keep_newest is None:
@@ -184,4 +182,4 @@ def _retain(context: RunContext, shared: SharedParts, iteration: int | None) -> 
     retention = Retention(newest=section.keep_newest, every=section.keep_every)
     work = catch_up if iteration is None else partial(give_up, served=iteration)
     fence, seen = context.fence, context.revisions
-    work(context.root, workflow, context.run, retention, fence=fence, shared=shared, revisions=seen)
+    work(context.root, workflow, context.run, retention, fence=fence, revisions=seen)

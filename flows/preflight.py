@@ -4,23 +4,27 @@ from flows.views.trackers import check_trackers
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
+from storage.upkeep.fork import Announce
 from tasks.checks import check_config, prepared_stage
 from tasks.config.run import RunConfig
 from tasks.config.stored import check_record
 from tasks.retraining import begin_retraining
 
 
-def begin_on_samples(name: str, root: Root, config: RunConfig, request: str | None = None) -> None:
+def begin_on_samples(
+    name: str, root: Root, config: RunConfig, request: str | None = None, announce: Announce = lambda _: None
+) -> None:
     """Make a run that trains on stored samples, unless it exists; what cannot work is refused first.
 
     Args:
         request: identity of the flow run that begins it.
+        announce: told of what will be copied.
 
     Raises:
         InputError: the configuration, the state to start from or the selection cannot be used.
     """
     check_trackers(config.report)
-    begin_retraining(root, name, config, request)
+    begin_retraining(root, name, config, request, announce)
 
 
 def check_start(name: str, root: Root, config: RunConfig) -> None:

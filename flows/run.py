@@ -121,7 +121,7 @@ def ready(name: str, root: str, config: RunConfig, held: Lease | None = None) ->
     check_run_name(name)
     check_folders()
     check_root_url(root)
-    store = open_root(root).waiting(config.run.outage_s)
+    store = open_root(root).with_patience(config.run.outage_s)
     check_start(name, store, config)
     if held is None and not is_complete(store, name, config):
         check_free(store, name)

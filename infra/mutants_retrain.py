@@ -5,7 +5,6 @@ from infra.mutants_known import Mutant
 _FILTERS = ("tests/storage/test_filters.py",)
 _SELECTING = ("tests/tasks/stages/test_selecting.py",)
 _LOOP = ("tests/flows/test_retraining.py",)
-_BRANCH = ("tests/storage/upkeep/test_branch.py",)
 _IMPORT = ("tests/tasks/importing",)
 
 RETRAIN = (
@@ -104,22 +103,6 @@ RETRAIN = (
         "    if context.config.retrain is None and not config.memory.in_use:\n",
         "    if not config.memory.in_use:\n",
         _LOOP,
-    ),
-    Mutant(
-        "branch-unseen-retention",
-        "a state that retention deletes while a run begins from it is not missed",
-        "storage/upkeep/branch.py",
-        "    _check_kept(source, workflow, originals[-1])\n    check_not_removed",
-        "    check_not_removed",
-        _BRANCH,
-    ),
-    Mutant(
-        "branch-shares-across-roots",
-        "a run names parts of another root",
-        "storage/upkeep/branch.py",
-        "    copied = source.url != root.url\n",
-        "    copied = False\n",
-        _BRANCH,
     ),
     Mutant(
         "import-other-lengths",

@@ -80,9 +80,9 @@ SITE = (
     Mutant(
         "doctor-clock-of-the-store",
         "a store's clock that differs is not noticed",
-        "storage/backends/clock.py",
-        "        return (written.modified - before).total_seconds()\n",
-        "        return 0.0\n",
+        "storage/backends/root.py",
+        "            return (written.modified - before).total_seconds()\n",
+        "            return 0.0\n",
         ("tests/flows/site/test_doctor.py",),
     ),
     Mutant(

@@ -22,7 +22,7 @@ class GrowingFile:
     @property
     def appends(self) -> bool:
         """Whether the store can append."""
-        return self._root.protocol == "file"
+        return self._root.backend.appends
 
     def read(self) -> bytes:
         """What was written so far; empty if nothing was."""

@@ -171,13 +171,8 @@ def copied(copy: str) -> str | None:
 
 
 def part_folder(run: str) -> str:
-    """All parts that a run wrote itself."""
+    """All parts of a run."""
     return f"{run}/parts"
-
-
-def is_part_of(key: str, run: str) -> bool:
-    """Whether a part was written by `run` itself, not by the run that it was forked from."""
-    return key.startswith(f"{part_folder(run)}/")
 
 
 def stage_parts(run: str, iteration: int, stage: str) -> str:
@@ -266,9 +261,14 @@ EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
 """Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""
 
 
+def probe_folder(token: str) -> str:
+    """The folder of a probe."""
+    return f".probe-{token}"
+
+
 def probe_key(token: str) -> str:
     """Written and removed by the check that a root is writable."""
-    return f".probe-{token}"
+    return f"{probe_folder(token)}/probe"
 
 
 TEMPORARY_PREFIX = ".tmp-"

@@ -88,7 +88,7 @@ def _is_finite(value: JsonValue) -> bool:
 
 
 class Origin(BaseModel):
-    """Where a forked run took a manifest from."""
+    """The manifest that a forked run has taken over."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -108,7 +108,7 @@ class Part(BaseModel):
     name: str
     """Name within the stage, such as `groups-00000.arrow` or `state/weights.0.safetensors`."""
     key: str
-    """Key below the storage root; it may belong to the run that this one was forked from."""
+    """Key below the storage root, in the folder of the stage."""
     bytes: NonNegativeInt
     """Size of the object in bytes."""
     digest: str
@@ -159,7 +159,7 @@ class Manifest(BaseModel):
     metrics: Annotated[dict[str, FiniteFloat | None], BeforeValidator(_without_older_texts)] = {}
     """Numbers for people: rewards, losses, seconds. Not part of the identity. Null is one that was not finite."""
     origin: Origin | None = None
-    """Set on what a fork shares with its parent."""
+    """Set on what a fork has taken over from its parent."""
     epoch: int | None = None
     """Fencing token of the lease under which it was committed."""
     attempt: int = 0
@@ -227,12 +227,15 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
         CommitConflict: it was committed with other content by any other process.
         LeaseLost: from the fence; nothing was written.
         StageFailed: a fact or a metric is not finite; nothing was written.
-        StorageError: it names parts of another stage or run and no origin; nothing was written.
+        StorageError: it names parts of another stage or run; nothing was written.
     """
     digest = manifest.digest
     if (name := _not_finite(manifest.metrics)) is not None:  # a copy with changed fields is not validated
         raise StageFailed(f"{manifest.key} is not committed: metric {name!r} is {manifest.metrics[name]}")
-    _check_parts(manifest)
+    if foreign := _foreign(manifest):
+        raise StorageError(
+            f"{manifest.key} {foreign}, and its cleaning looks at no others. Store the part with the stage"
+        )
     if fence is not None:
         fence.check()
         manifest = manifest.model_copy(update={"epoch": fence.epoch})
@@ -244,16 +247,11 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
     return winner
 
 
-def _check_parts(manifest: Manifest) -> None:
-    # retention looks for a run's parts in that run's manifests, and in other runs only in those with an origin
+def _foreign(manifest: Manifest) -> str | None:
+    """The part of another stage or run that a manifest names, in words; None if it names none."""
     own = layout.stage_parts(manifest.run, manifest.iteration, manifest.stage)
     foreign = [part.key for part in manifest.parts if not part.key.startswith(f"{own}/")]
-    if foreign and manifest.origin is None:
-        raise StorageError(
-            f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} names {foreign[0]}, which is "
-            f"not below {own}: only a manifest with an origin may share parts, because retention of the run that wrote "
-            "them checks no others. Store the part with the stage, or fork that run"
-        )
+    return f"names {foreign[0]}, which is not below {own}: a run is closed" if foreign else None
 
 
 def _conflict(manifest: Manifest, winner: Manifest) -> CommitConflict:
@@ -328,6 +326,8 @@ def load(root: Root, key: str) -> Manifest:
             f"{where} holds the manifest of {manifest.key}: it was copied or renamed by hand. "
             "Remove it, or restore the original"
         )
+    if foreign := _foreign(manifest):
+        raise SchemaMismatch(f"{where} {foreign}. Restore the manifest from a copy")
     return manifest
 
 

@@ -118,7 +118,7 @@ class PartWriter:
         It gets the age of a new part: until the manifest is published, nothing else protects it from gc. The content
         is compared after that, because gc may have been faster.
         """
-        return self.root.make_young(part.key) and is_intact(self.root, part)
+        return self.root.touch(part.key) and is_intact(self.root, part)
 
     def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
         if flaw := layout.name_flaw(name):

@@ -13,8 +13,8 @@ from storage.filters import parse_filter
 from storage.ids import check_run_name
 from storage.manifest import find
 from storage.selection import OFFERED
-from storage.upkeep.branch import Branched, branch
 from storage.upkeep.catalog import names, require_run
+from storage.upkeep.fork import Announce, Forked, branch
 from tasks.checks import check_branch
 from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
@@ -101,13 +101,16 @@ def start_of(root: Root, run: str, text: str) -> str:
     return f"{text}@{max(kept)}"
 
 
-def begin_retraining(root: Root, run: str, config: RunConfig, request: str | None = None) -> Branched | None:
+def begin_retraining(
+    root: Root, run: str, config: RunConfig, request: str | None = None, announce: Announce = lambda _: None
+) -> Forked | None:
     """Make the run, unless it exists; what cannot work is refused first, and nothing is stored then.
 
     All that is selected is read once for this, and once more by the stage.
 
     Args:
         request: identity of the flow run that begins it.
+        announce: told of what will be copied.
 
     Raises:
         InputError: the configuration, the state to start from or the selection cannot be used.
@@ -126,7 +129,7 @@ def begin_retraining(root: Root, run: str, config: RunConfig, request: str | Non
     for answered in selecting.answered.values():  # what is to be scored again
         call_reward(config.reward, answered.read(), stored_codec(source, Prepared(prepared)))
     record = ConfigRecord.of(config, request)
-    return branch(source, WORKFLOW, place.run, place.first, root, run, record.digest, record)
+    return branch(source, WORKFLOW, place.run, place.first, root, run, record.digest, record, announce)
 
 
 def _parsed(document: dict[str, Any], run: str) -> RunConfig:

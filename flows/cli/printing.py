@@ -217,10 +217,11 @@ def _by_place(garbage: Sequence[Garbage]) -> dict[tuple[str, str], list[Garbage]
 
 
 def of_fork(made: Forked, root: str) -> list[str]:
-    """What a fork shares, and how to continue it."""
+    """What a fork has taken over, and how to continue it."""
+    how = "linked" if made.linked else "copied"
     return [
-        f"run {made.run} shares iterations 0 to {made.iteration} with {made.parent}: {made.manifests} stages, "
-        f"{size(made.shared_bytes)} of parts, nothing copied",
+        f"run {made.run} has iterations 0 to {made.iteration} of {made.parent}: {made.manifests} stages, "
+        f"{size(made.bytes)} of parts, {how}",
         f"continue it with    {continued_by(root, made.run)}",
     ]
 
@@ -315,7 +316,7 @@ def _without_steps(metrics: Mapping[str, float | None]) -> dict[str, float | Non
 
 def _remarks(stage: ShownStage) -> str:
     origin = stage.manifest.origin
-    remarks = [f"shared with {origin.run}"] if origin else []
+    remarks = [f"taken from {origin.run}"] if origin else []
     remarks += [f"revision {stage.manifest.revision}"] if stage.manifest.revision else []
     remarks += ["of weights that were replaced"] if stage.replaced else []
     return ", ".join([*remarks, *(["parts deleted"] if stage.retired else [])])

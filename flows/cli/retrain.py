@@ -76,7 +76,8 @@ def retrain_command(
     given = {key: value for key, value in table.items() if value is not None}
     resolved = retrain_config(store, run, given, config, settings)
     prepare_process()
-    begin_on_samples(run, store, resolved)
+    with Output(json=json) as output:
+        begin_on_samples(run, store, resolved, announce=output.say)
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
     again = shlex.join(["ratchet", "retrain", run, f"--root={shown_text(root)}", *(["--json"] if json else [])])

@@ -171,19 +171,19 @@ def fork_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Make a new run that shares the past of another; nothing is copied.
+    """Make a new run that begins with the past of another, in parts of its own: hard links, or copies by the store.
 
     Parameters
     ----------
     which
-        RUN@ITERATION: the run to fork, and the last iteration that both runs share.
+        RUN@ITERATION: the run to fork, and the last iteration that the new run takes over.
     """
     place = place_in(which, "RUN@ITERATION")
     parent, at = place.run, place.iteration or 0
     store = _open(root, parent)
     record = ConfigRecord.of(forked_config(store, parent, check_run_name(run), settings, revision))
-    made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision)
     with Output(json=json) as output:
+        made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision, output.say)
         output.result(made, lines.of_fork(made, store.url))
     return 0
 

@@ -45,7 +45,7 @@ def rm_command(
 ) -> int:
     """Remove a run and everything it has stored. Repeated after a crash, it finishes.
 
-    A run that is driven, or whose parts other runs use (forks), is not removed.
+    A run that is driven is not removed. Forks of it have parts of their own, and stay as they are.
 
     Parameters
     ----------

@@ -23,6 +23,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.ids import check_run_name
 from storage.upkeep.catalog import names
+from storage.upkeep.fork import Announce
 from tasks.config.retrain import place_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by
@@ -92,7 +93,7 @@ def retrain(
                 say(f"run {name} is another's: this flow run has run {own}")
             found = fixed(own, root, start, since, newer_than, here.moment)
             try:
-                resolved = configured(own, root, given | found, config, settings, here)
+                resolved = configured(own, root, given | found, config, settings, here, say)
             except InputError:
                 if name == run or is_free(open_root(root), own, here):
                     raise
@@ -187,7 +188,13 @@ def fixed(
 
 
 def configured(
-    run: str, root: str, given: dict[str, Any], config: str | None, settings: list[str], here: Here
+    run: str,
+    root: str,
+    given: dict[str, Any],
+    config: str | None,
+    settings: list[str],
+    here: Here,
+    announce: Announce = lambda _: None,
 ) -> RunConfig:
     """The configuration of the run, which exists afterwards.
 
@@ -197,7 +204,7 @@ def configured(
     store = open_root(root)
     table = {key: value for key, value in given.items() if value is not None}
     resolved = retrain_config(store, run, table, config, settings)
-    begin_on_samples(run, store, resolved, here.identity)
+    begin_on_samples(run, store, resolved, here.identity, announce)
     if begun_by(store, run) != here.identity and (here.is_scheduled or is_complete(store, run, resolved)):
         raise InputError(f"run {run!r} in {store.url} is another's, and complete: give the new run another name")
     return resolved

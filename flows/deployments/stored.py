@@ -28,7 +28,7 @@ from storage.ids import check_run_name
 from storage.ownership.lease import hold
 from storage.revisions import read_revisions
 from storage.upkeep.catalog import require_run, runs
-from storage.upkeep.fork import fork
+from storage.upkeep.fork import Announce, fork
 from storage.upkeep.redoing import choose
 from storage.upkeep.verify import Verification, verify
 from tasks.config.credentials import shown_text
@@ -174,19 +174,23 @@ def fork_run(
     new: str,
     settings: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
 ) -> State[Any]:
-    """Make a new run that shares the past of another; nothing is copied. Deployment `train` continues it.
+    """Make a new run that begins with the past of another, in parts of its own. Deployment `train` continues it.
 
     Args:
         run: Id of the run to fork.
-        at: The last iteration that both runs share.
+        at: The last iteration that the new run takes over.
         new: Id of the new run.
         settings: Settings of the new run that differ, each as section.key=value.
     """
     will = f"fork run {run} after iteration {at} as run {new}"
-    return attempt(Asked(run, root, will, "completes the fork"), lambda: begin_fork(run, root, at, new, settings))
+    say = get_run_logger().info
+    work = functools.partial(begin_fork, run, root, at, new, settings, say)
+    return attempt(Asked(run, root, will, "completes the fork"), work)
 
 
-def begin_fork(run: str, root: str, at: int, new: str, settings: list[str]) -> State[Any]:
+def begin_fork(
+    run: str, root: str, at: int, new: str, settings: list[str], say: Announce = lambda _: None
+) -> State[Any]:
     """Fork, unless this flow run has done so.
 
     Raises:
@@ -194,11 +198,11 @@ def begin_fork(run: str, root: str, at: int, new: str, settings: list[str]) -> S
     """
     store, identity = open_root(root), flow_run.get_id()
     require_run(store, run)
-    done = f"run {new} shares iterations 0 to {at} of run {run}"
+    done = f"run {new} has iterations 0 to {at} of run {run}"
     if store.exists(layout.run_config_key(check_run_name(new))) and identity and begun_by(store, new) == identity:
         return Completed(message=done)
     record = ConfigRecord.of(forked_config(store, run, new, settings), identity)
-    fork(store, WORKFLOW, run, at, new, record.digest, record)
+    fork(store, WORKFLOW, run, at, new, record.digest, record, announce=say)
     return Completed(message=done)
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -32,7 +31,6 @@ from flows.server.history import TAG
 from flows.site.processes import RunningProcess, SiteFolder, SiteRecord, find, taken
 from flows.site.registration import POOL, queues_of, silence
 from flows.site.up import connected, running
-from storage.backends.clock import seconds_ahead
 from storage.backends.root import open_root
 from storage.errors import RatchetError
 from tasks.config.code_version import code_version
@@ -98,16 +96,15 @@ def _machine(root: str) -> Iterator[Finding]:
 
 
 def _storage_mode(url: str) -> Iterator[Finding]:
-    root = open_root(url)
-    folder = Path(root.path)
-    if root.protocol == "file" and folder.is_dir() and folder.stat().st_mode & 0o077:
+    folder = open_root(url).folder
+    if folder is not None and folder.is_dir() and folder.stat().st_mode & 0o077:
         text = f"other users can look into {folder}: `chmod 700 {shlex.quote(str(folder))}` keeps them out"
         yield _finding("storage mode", "warning", text)
 
 
 def _storage_clock(root: str) -> Iterator[Finding]:
     try:
-        ahead = seconds_ahead(open_root(root))
+        ahead = open_root(root).seconds_ahead()
     except RatchetError:
         return  # another finding says that it cannot be written
     text = "the store's agrees with ours" if abs(ahead) <= _CLOCK_S else (

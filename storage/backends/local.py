@@ -14,14 +14,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, BinaryIO
 
+import pyarrow as pa
+
 from storage import kill_points, layout
+from storage.backends.backend import Backend, Stored
 from storage.errors import StorageUnavailable
 from storage.kill_points import Point
 
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_NOT_LINKED = (*_NO_HARD_LINKS, errno.EXDEV)
 # of a network filesystem whose server is away; a failing disk gives EIO too, and is retried to no avail
 _TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAIN, errno.EREMOTEIO, errno.EHOSTDOWN)
 # Linux asks for page-cache memory in blocks as large as the write, and from 2 MB on they are hard to find: 86 MB in one
@@ -30,74 +35,176 @@ CHUNK_BYTES = 1 << 20
 _LATELY_S = 3600.0  # the kernel writes names within a minute
 _flushed: set[Path] = set()  # folders whose names this process has flushed, and those of all folders above them
 _flushing = threading.Lock()
-_private: set[Path] = set()  # storage roots that this process has opened
 _WRITABLE = 0o644
 _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothing may write through that name
 
 
-def keep_private(root: Path) -> None:
-    """Let only this user into the folder `root` if this process makes it; one that is there keeps its mode.
+class LocalFiles(Backend):
+    """The files below a folder."""
 
-    Folders in it follow the umask, so that `chmod` of the root alone shares all of it, or closes it.
-    """
-    _private.add(root)
+    links, appends = True, True
+    repeats_files = False  # what a failed flush did not write of a linked file would be lost silently
 
+    def __init__(self, url: str, _: object = None) -> None:
+        self.folder = Path(os.path.abspath(url.split("://", 1)[-1]))
+        self.url = f"file://{self.folder}"
 
-def put_if_absent(target: Path, data: memoryview, durable: bool = True) -> bool:
-    """Write `data` at `target` unless the name is taken; False if it was taken.
+    def full(self, key: str) -> Path:
+        """The path of an object."""
+        return self.folder / key
 
-    Args:
-        durable: on return the content and its name are on the disk, whichever process wrote them. Otherwise a power
-            cut may lose or damage it.
-    """
+    def put_if_absent(self, key: str, data: memoryview, durable: bool) -> bool:
+        """Publish under a temporary name, flushed, and link that."""
+        target, half = self.full(key), len(data) // 2
 
-    def write(file: BinaryIO) -> None:
-        half = len(data) // 2
-        write_in_chunks(file, data[:half])
-        kill_points.reached(Point.MID_PART, str(target))
-        write_in_chunks(file, data[half:])
+        def write(file: BinaryIO) -> None:
+            write_in_chunks(file, data[:half])
+            kill_points.reached(Point.MID_PART, str(target))
+            write_in_chunks(file, data[half:])
 
-    return _publish(target, write, durable=durable)
+        return self._publish(target, write, durable=durable)
 
+    def put_file_if_absent(self, key: str, source: Path) -> bool:
+        """The file itself becomes the stored one if it is of this filesystem and has no other name."""
+        return self._publish(self.full(key), lambda file: _copy(file, source, self.full(key)), source)
 
-def put_file_if_absent(target: Path, source: Path) -> bool:
-    """Like `put_if_absent`, with a local file that is given away: it may become the stored one.
+    def copy(self, source: str, key: str) -> None:
+        """Give the file another name; a copy where that cannot be: another disk, another user, too many names."""
+        origin, target = self.full(source), self.full(key)
+        self._make_folders(target.parent)
+        try:
+            os.link(origin, target)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno not in _NOT_LINKED:
+                raise
+            self._publish(target, lambda file: _copy(file, origin, target))
+        _flush_all_names(target.parent)
 
-    Nothing may write to it afterwards.
-    """
+    def replace(self, key: str, data: memoryview) -> None:
+        """Rename a temporary file."""
+        folder = self.full(key).parent
+        self._make_folders(folder)
+        with _temporary(folder, lambda file: write_in_chunks(file, data)) as temporary:
+            _flush_names(folder)
+            temporary.replace(self.full(key))
+        _sync(folder)
 
-    def copy(file: BinaryIO) -> None:
-        with source.open("rb") as reader:
-            shutil.copyfileobj(reader, file, CHUNK_BYTES)
-        kill_points.reached(Point.MID_PART, str(target))
+    def append(self, key: str, data: bytes) -> None:
+        """Add in one write, which is not flushed."""
+        target = self.full(key)
+        self._make_folders(target.parent)
+        descriptor = os.open(target, os.O_CREAT | os.O_RDONLY, _WRITABLE)
+        try:
+            os.fchmod(descriptor, _WRITABLE)  # `replace` makes files that cannot be written
+        finally:
+            os.close(descriptor)
+        with target.open("ab", buffering=0) as file:
+            file.write(data)
 
-    return _publish(target, copy, source)
+    def read(self, key: str) -> bytes:
+        """All of the file."""
+        return self.full(key).read_bytes()
 
+    def view(self, key: str) -> pa.Buffer:
+        """Mapped memory."""
+        return pa.memory_map(str(self.full(key))).read_buffer()
 
-def replace(target: Path, data: memoryview) -> None:
-    """Write `data` at `target` in one step, replacing what was there."""
-    _make_folders(target.parent)
-    with _temporary(target.parent, lambda file: write_in_chunks(file, data)) as temporary:
-        _flush_names(target.parent)
-        temporary.replace(target)
-    _sync(target.parent)
+    def download(self, key: str, target: Path) -> None:
+        """Another name for the file, which nothing can write to; a copy on another filesystem."""
+        try:
+            os.link(self.full(key), target)
+        except OSError:
+            shutil.copyfile(self.full(key), target)
 
+    def remove(self, key: str) -> None:
+        """Remove the name."""
+        self.full(key).unlink()
 
-def append(target: Path, data: bytes) -> None:
-    """Add to the end of a file that is not stored for good, in one write; it is made if it is not there."""
-    _make_folders(target.parent)
-    descriptor = os.open(target, os.O_CREAT | os.O_RDONLY, _WRITABLE)
-    try:
-        os.fchmod(descriptor, _WRITABLE)  # `replace` makes files that cannot be written
-    finally:
-        os.close(descriptor)
-    with target.open("ab", buffering=0) as file:
-        file.write(data)
+    def touch(self, key: str) -> None:
+        """Set the time. PermissionError if the file belongs to another user."""
+        os.utime(self.full(key))
 
+    def info(self, key: str) -> Stored | None:
+        """OSError if it is not known whether the file is there, where `os.path.exists` returns False."""
+        try:
+            status = self.full(key).stat()
+        except FileNotFoundError:
+            return None
+        return None if stat.S_ISDIR(status.st_mode) else _stored(key, status)
 
-def make_young(target: Path) -> None:
-    """Set a file's time to now. Raises PermissionError if it belongs to another user."""
-    os.utime(target)
+    def stored(self, prefix: str) -> Iterator[Stored]:
+        """All files, links included."""
+        for entry in files(self.full(prefix)):
+            with contextlib.suppress(FileNotFoundError):  # removed since its name was read
+                key = entry.path.removeprefix(f"{self.folder}/")
+                yield _stored(key, entry.stat(follow_symlinks=False))
+
+    def folders(self, prefix: str) -> list[str]:
+        """Folders and links to folders."""
+        return [entry.name for entry in _entries(self.full(prefix)) if entry.is_dir()]
+
+    def remove_empty(self, prefix: str) -> None:
+        """Remove a folder and those in it, as far as they hold no file."""
+        for entry in _entries(self.full(prefix)):
+            if entry.is_dir(follow_symlinks=False):
+                self.remove_empty(f"{prefix}/{entry.name}")
+        with contextlib.suppress(OSError):  # it holds something, or is gone
+            self.full(prefix).rmdir()
+
+    def flush_recent(self, prefix: str) -> None:
+        """Flush names in a folder and in its folders: the process that linked them may have died before it did.
+
+        Of the folders in it those count that changed lately: what is older, the kernel has written by itself.
+        """
+        folder = self.full(prefix)
+        inside = [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
+        if inside or folder.is_dir():
+            _flush_all_names(folder)
+        for path in [entry.path for entry in inside if entry.stat().st_mtime > time.time() - _LATELY_S]:
+            _flush_all_names(Path(path))
+
+    def is_temporary(self, error: BaseException) -> bool:
+        """As of a network filesystem whose server is away."""
+        return isinstance(error, OSError) and error.errno in _TEMPORARY
+
+    def to_check(self) -> "LocalFiles":
+        """The nearest folder that is there."""
+        nearest = next(one for one in (self.folder, *self.folder.parents) if os.path.lexists(one))
+        return LocalFiles(str(nearest))
+
+    def _publish(
+        self, target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True
+    ) -> bool:
+        if _exists(target) or not self._create(target, fill, given, durable):
+            if durable:  # the process that linked it may have died before it flushed the name
+                _flush_all_names(target.parent)
+            return False
+        if durable:
+            _sync(target.parent)
+        return True
+
+    def _create(self, target: Path, fill: Callable[[BinaryIO], object], given: Path | None, durable: bool) -> bool:
+        self._make_folders(target.parent)
+        with _temporary(target.parent, fill, given, durable) as temporary:
+            if durable:
+                _flush_names(target.parent)
+            return _link(temporary, target)
+
+    def _make_folders(self, folder: Path) -> None:
+        """Make missing folders; a root that is made here, and what is above it, is this user's alone.
+
+        Folders in it follow the umask, so that `chmod` of the root alone shares all of it, or closes it.
+        """
+        missing = []
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for made in reversed(missing):
+            _flushed.discard(made)  # it may have been there before and been removed since
+            inside = made != self.folder and made.is_relative_to(self.folder)
+            made.mkdir(mode=0o777 if inside else 0o700, exist_ok=True)
 
 
 def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
@@ -106,8 +213,8 @@ def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
         file.write(data[start : start + CHUNK_BYTES])
 
 
-def exists(target: Path) -> bool:
-    """Whether `target` is there; raises OSError if that is not known, where `os.path.exists` returns False."""
+def _exists(target: Path) -> bool:
+    # raises OSError if that is not known, where `os.path.exists` returns False
     try:
         target.stat()
     except FileNotFoundError:
@@ -124,35 +231,14 @@ def files(folder: Path) -> Iterator[os.DirEntry[str]]:
             yield entry
 
 
-def folders(folder: Path) -> list[str]:
-    """Names of the folders in `folder` and of links to folders, sorted; raises as `files`."""
-    return sorted(entry.name for entry in _entries(folder) if entry.is_dir())
+def _copy(file: BinaryIO, source: Path, target: Path) -> None:
+    with source.open("rb") as reader:
+        shutil.copyfileobj(reader, file, CHUNK_BYTES)
+    kill_points.reached(Point.MID_PART, str(target))
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove a folder and those in it, as far as they hold no file."""
-    for entry in _entries(folder):
-        if entry.is_dir(follow_symlinks=False):
-            remove_empty(Path(entry.path))
-    with contextlib.suppress(OSError):  # it holds something, or is gone
-        folder.rmdir()
-
-
-def flush_recent(folder: Path) -> None:
-    """Flush names in `folder` and in its folders: the process that linked them may have died before it did.
-
-    Of the folders in it those count that changed lately: what is older, the kernel has written by itself.
-    """
-    inside = [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
-    if inside or folder.is_dir():
-        _flush_all_names(folder)
-    for path in [entry.path for entry in inside if entry.stat().st_mtime > time.time() - _LATELY_S]:
-        _flush_all_names(Path(path))
-
-
-def is_temporary(error: BaseException) -> bool:
-    """Whether the same operation may succeed later."""
-    return isinstance(error, OSError) and error.errno in _TEMPORARY
+def _stored(key: str, status: os.stat_result) -> Stored:
+    return Stored(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -161,24 +247,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             return list(found)
     except FileNotFoundError:  # removed since its name was read
         return []
-
-
-def _publish(target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True) -> bool:
-    if exists(target) or not _create(target, fill, given, durable):
-        if durable:  # the process that linked it may have died before it flushed the name
-            _flush_all_names(target.parent)
-        return False
-    if durable:
-        _sync(target.parent)
-    return True
-
-
-def _create(target: Path, fill: Callable[[BinaryIO], object], given: Path | None, durable: bool) -> bool:
-    _make_folders(target.parent)
-    with _temporary(target.parent, fill, given, durable) as temporary:
-        if durable:
-            _flush_names(target.parent)
-        return _link(temporary, target)
 
 
 @contextlib.contextmanager
@@ -228,17 +296,6 @@ def _link(temporary: Path, target: Path) -> bool:
             "be published exactly once. Choose another folder with --root"
         ) from error
     return True
-
-
-def _make_folders(folder: Path) -> None:
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for made in reversed(missing):
-        _flushed.discard(made)  # it may have been there before and been removed since
-        inside = any(made != root and made.is_relative_to(root) for root in _private)
-        made.mkdir(mode=0o777 if inside else 0o700, exist_ok=True)
 
 
 def _flush_all_names(folder: Path) -> None:

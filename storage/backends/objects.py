@@ -9,28 +9,21 @@ answer finds its own object, so callers read back and compare whenever the key i
 import errno
 import functools
 import http
-import logging
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_all, stop_before_delay
-from tenacity import wait_random_exponential as wait_random
+import fsspec
+import pyarrow as pa
 
-logger = logging.getLogger(__name__)
-
-PATIENCE_SECONDS = 60.0
-"""How long an operation is retried while the store is busy or does not answer."""
-
-LARGE_ATTEMPTS = 4
-"""Least number of attempts at a transfer, which may itself take longer than PATIENCE_SECONDS."""
+from storage import kill_points
+from storage.backends.backend import Backend, Stored, Upload
+from storage.kill_points import Point
 
 CLIENT_CONFIG = {"retries": {"mode": "standard", "total_max_attempts": 2}}
 """botocore's own attempts, which multiply ours: two, so that a long upload survives a lost request."""
 
-_LONGEST_PAUSE = 5.0
-_SILENT_S = 5.0  # shorter outages are nobody's concern
 _ONE_COPY = 5 * 2**30  # bytes: S3 copies larger objects in several requests, which make a new object in any case
 _TEMPORARY = (
     errno.EBUSY, errno.EREMOTEIO, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE,
@@ -39,94 +32,108 @@ _TEMPORARY = (
 _TEMPORARY_STATUS = (408, 409, 429, 500, 502, 503, 504)
 
 
-class Upload(NamedTuple):
-    """A multipart upload that was neither finished nor aborted. It costs money and is in no listing of objects."""
+class ObjectStore(Backend):
+    """The objects of a bucket below a prefix, by way of an fsspec filesystem such as s3fs."""
 
-    key: str
-    """Key of the object that it was to become."""
-    id: str
-    """The store's id of it."""
-    started: datetime
-    """When it began, by the store's clock."""
+    def __init__(self, url: str, options: dict[str, Any] | None = None, fs: Any = None) -> None:
+        self.url = url.rstrip("/")
+        # an object written by another process must be seen at once: no listing cache
+        given = {"use_listings_cache": False, "config_kwargs": CLIENT_CONFIG} | (options or {})
+        self.fs = fsspec.filesystem("s3", **given) if fs is None else fs
+        self.path = self.url.partition("://")[2]
+        self.failures = client_errors()
 
+    def full(self, key: str) -> str:
+        """The filesystem's own path of an object."""
+        return f"{self.path}/{key}"
 
-def put_if_absent(fs: Any, path: str, data: bytes, patience: float) -> bool:
-    """Conditional put of `data`; False if the object is there."""
-    return _create(lambda: fs.pipe_file(path, data, mode="create"), patience, 1)
+    def put_if_absent(self, key: str, data: memoryview, durable: bool) -> bool:
+        """A conditional put."""
+        kill_points.reached(Point.MID_PART, key)
+        return _created(lambda: self.fs.pipe_file(self.full(key), bytes(data), mode="create"))
 
+    def put_file_if_absent(self, key: str, source: Path) -> bool:
+        """A conditional put; of a large file, a multipart upload whose end is conditional."""
+        return _created(lambda: self.fs.put_file(str(source), self.full(key), mode="create"))
 
-def put_file_if_absent(fs: Any, path: str, source: Path, patience: float) -> bool:
-    """Conditional put of a local file, a multipart upload if it is large; False if the object is there."""
-    return _create(lambda: fs.put_file(str(source), path, mode="create"), patience, LARGE_ATTEMPTS)
+    def copy(self, source: str, key: str) -> None:
+        """A copy by the server; of a large object, one of parts."""
+        self.fs.cp_file(self.full(source), self.full(key))
 
+    def touch(self, key: str) -> None:
+        """Copy an object onto itself within the store. S3 refuses that unless something changes, such as metadata."""
+        path = self.full(key)
+        small = self.fs.info(path)["size"] <= _ONE_COPY
+        self.fs.cp_file(path, path, **({"MetadataDirective": "REPLACE"} if small else {}))
 
-def make_young(fs: Any, path: str) -> None:
-    """Copy an object onto itself within the store. S3 refuses that unless something changes, such as metadata."""
-    small = fs.info(path)["size"] <= _ONE_COPY
-    fs.cp_file(path, path, **({"MetadataDirective": "REPLACE"} if small else {}))
+    def replace(self, key: str, data: memoryview) -> None:
+        """A put."""
+        self.fs.pipe_file(self.full(key), bytes(data))
 
+    def read(self, key: str) -> bytes:
+        """One request: otherwise s3fs asks for the size first, to fetch a large object in several."""
+        return self.fs.cat_file(self.full(key), max_concurrency=1)
 
-def uploads(fs: Any, path: str, patience: float) -> Iterator[Upload]:
-    """Unfinished multipart uploads below the folder `path` (bucket/prefix); their keys begin with the bucket."""
-    bucket, _, prefix = path.partition("/")
-    where: dict[str, str] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else ""}
-    while True:
-        page = retried(functools.partial(fs.call_s3, "list_multipart_uploads", **where), is_temporary, patience)
-        for one in page.get("Uploads", ()):
-            yield Upload(f"{bucket}/{one['Key']}", one["UploadId"], one["Initiated"])
-        if not page.get("IsTruncated"):
+    def view(self, key: str) -> pa.Buffer:
+        """Of a large object, several requests at a time."""
+        return pa.py_buffer(self.fs.cat_file(self.full(key)))
+
+    def download(self, key: str, target: Path) -> None:
+        """Straight to the file."""
+        self.fs.get_file(self.full(key), str(target))
+
+    def remove(self, key: str) -> None:
+        """A delete."""
+        self.fs.rm_file(self.full(key))
+
+    def info(self, key: str) -> Stored | None:
+        """A head request."""
+        try:
+            found = self.fs.info(self.full(key))
+        except FileNotFoundError:
+            return None
+        return Stored(key, found["size"], _modified(found)) if found["type"] == "file" else None
+
+    def stored(self, prefix: str) -> Iterator[Stored]:
+        """A listing, a thousand objects a request."""
+        # as `prefix`: for a path without objects s3fs would ask twice more whether it is an object
+        try:
+            found = self.fs.find(self.path, detail=True, **({"prefix": f"{prefix}/"} if prefix else {}))
+        except FileNotFoundError:
             return
-        where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+        for name, info in found.items():
+            yield Stored(name.removeprefix(self.path).lstrip("/"), info["size"], _modified(info))
 
+    def folders(self, prefix: str) -> list[str]:
+        """The common prefixes of a listing."""
+        try:
+            found = self.fs.ls(self.full(prefix) if prefix else self.path, detail=True)
+        except FileNotFoundError:
+            return []
+        return [info["name"].rstrip("/").rsplit("/", 1)[-1] for info in found if info["type"] == "directory"]
 
-def abort_upload(fs: Any, path: str, upload_id: str, patience: float) -> None:
-    """Make the store drop what an upload has stored; FileNotFoundError if there is no such upload."""
-    bucket, _, key = path.partition("/")
-    call = functools.partial(fs.call_s3, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload_id)
-    retried(call, is_temporary, patience)
+    def uploads(self, prefix: str) -> Iterator[Upload]:
+        """Their keys begin with the bucket."""
+        bucket, _, folder = self.full(prefix).rstrip("/").partition("/")
+        where: dict[str, str] = {"Bucket": bucket, "Prefix": f"{folder}/" if folder else ""}
+        while True:
+            page = self.fs.call_s3("list_multipart_uploads", **where)
+            for one in page.get("Uploads", ()):
+                yield Upload(f"{bucket}/{one['Key']}".removeprefix(f"{self.path}/"), one["UploadId"], one["Initiated"])
+            if not page.get("IsTruncated"):
+                return
+            where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
+    def abort_upload(self, key: str, upload: str) -> None:
+        """FileNotFoundError if there is no such upload."""
+        bucket, _, name = self.full(key).partition("/")
+        self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=upload)
 
-def retried[T](
-    call: Callable[[], T], temporary: Callable[[BaseException], bool], patience: float, attempts: int = 1
-) -> T:
-    """The result of `call`, retried with growing random pauses after each failure that is `temporary`.
-
-    Args:
-        patience: seconds after which it is not retried.
-        attempts: least number of attempts.
-    """
-    for attempt in Retrying(
-        retry=retry_if_exception(temporary),
-        stop=stop_all(stop_after_attempt(attempts), stop_before_delay(patience)),
-        wait=wait_random(multiplier=0.05, max=_LONGEST_PAUSE),
-        before_sleep=_OutageSaid(patience),
-        reraise=True,
-    ):
-        with attempt:
-            return call()
-    raise AssertionError("tenacity returns or raises")
-
-
-class _OutageSaid:
-    """Says once that an operation waits for the store."""
-
-    def __init__(self, patience: float) -> None:
-        self._patience, self._said = patience, False
-
-    def __call__(self, state: RetryCallState) -> None:
-        """Called before each pause."""
-        if self._said or state.outcome is None or (state.seconds_since_start or 0.0) < _SILENT_S:
-            return
-        self._said = True
-        cause = type(state.outcome.exception()).__name__
-        logger.warning("the store does not answer (%s): waiting for it, up to %g s", cause, self._patience)
-
-
-def is_temporary(error: BaseException) -> bool:
-    """Whether the store is busy or away, so that the same request may succeed later."""
-    if isinstance(error, (TimeoutError, *_connection_errors())):
-        return True
-    return isinstance(error, OSError) and (error.errno in _TEMPORARY or _status(error) in _TEMPORARY_STATUS)
+    def is_temporary(self, error: BaseException) -> bool:
+        """Whether the store is busy or away."""
+        if isinstance(error, (TimeoutError, *_connection_errors())):
+            return True
+        return isinstance(error, OSError) and (error.errno in _TEMPORARY or _status(error) in _TEMPORARY_STATUS)
 
 
 @functools.cache
@@ -147,9 +154,9 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     return NotConnected, HTTPClientError, IncompleteReadError, ResponseParserError, ConnectionFailed
 
 
-def _create(put: Callable[[], object], patience: float, attempts: int) -> bool:
+def _created(put: Callable[[], object]) -> bool:
     try:
-        retried(put, is_temporary, patience, attempts)
+        put()
     except FileExistsError:
         return False
     except OSError as error:
@@ -157,6 +164,11 @@ def _create(put: Callable[[], object], patience: float, attempts: int) -> bool:
             raise
         return False
     return True
+
+
+def _modified(info: dict[str, Any]) -> datetime:
+    value = info["LastModified"] if "LastModified" in info else info["created"]
+    return value if isinstance(value, datetime) else datetime.fromtimestamp(value, UTC)
 
 
 def _status(error: OSError) -> int | None:

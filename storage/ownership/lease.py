@@ -95,7 +95,7 @@ class Lease:
         """
         with self._lock:
             self._refuse_if_lost()
-            self._append("renewed", self.root if patience is None else self.root.patient(patience))
+            self._append("renewed", self.root if patience is None else self.root.cap_patience(patience))
 
     def prune(self) -> None:
         """Remove entries that others followed long ago."""
@@ -107,7 +107,7 @@ class Lease:
             if self._lost is None:
                 self._lost = "it was released"  # before another process can have it
                 try:
-                    self._append("released", self.root.patient(_RELEASE_SECONDS))
+                    self._append("released", self.root.cap_patience(_RELEASE_SECONDS))
                 except LeaseLost:
                     pass
                 except StorageError as failure:

@@ -105,7 +105,7 @@ def _write(root: Root, run: str, place: _Place, texts: Texts) -> Archive:
         first, last = place.span
         key = layout.archive_key(run, TABLE, range(first, last + 1), digest)
         if not root.put_file_if_absent(key, path):
-            root.make_young(key)  # the same content: only its manifests are newer
+            root.touch(key)  # the same content: only its manifests are newer
         parts_bytes = sum(part.bytes for pair in pairs for manifest in pair for part in manifest.parts)
     return Archive(run=run, key=key, iterations=(first, last), rows=rows, bytes=size, parts_bytes=parts_bytes)
 

@@ -1,19 +1,32 @@
-"""A new run that shares the past of another: the same parts, by reference, under its own manifests."""
+"""Runs that begin with a past of another: all of it up to an iteration (a fork), or one of its states (a branch).
 
-from collections.abc import Collection, Mapping
+A run is closed: it names parts below its own folder alone. So the parts of the past are copied: within a root by hard
+links or by the store's server, from another root by way of this machine. First the parts, then the manifests, then
+`run.json`: until that is there, there is no such run, nothing is cleaned under its name, and doing the same again
+completes it. What is copied belongs to the new run, whatever becomes of the parent. A state that the parent's retention
+deletes meanwhile is retired in the new run too, unless it is the one to continue from.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import CommitConflict, InputError, StorageError
+from storage.errors import CommitConflict, InputError, NotCommitted, PartMissing, StorageError
 from storage.ids import Workflow, check_run_name
-from storage.manifest import Manifest, Origin, commit, load
+from storage.manifest import Manifest, Origin, commit, find, load
+from storage.ownership.scratch import scratch
+from storage.parallel import each
+from storage.parts import PartWriter, materialize
 from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, contents, names, names_of, require_run
+
+_COPIERS = 8
 
 
 class Forked(BaseModel):
-    """What a fork shares."""
+    """What a new run begins with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -22,11 +35,24 @@ class Forked(BaseModel):
     parent: str
     """The run it came from."""
     iteration: int
-    """The last iteration they share; the new run continues with the next."""
+    """The last iteration of the parent that the new run has, or whose state it begins with."""
     manifests: int
     """Manifests copied."""
-    shared_bytes: int
-    """Size of the parts that both name."""
+    bytes: int
+    """Size of their parts."""
+    linked: bool
+    """Whether these are hard links, which take no space."""
+
+    @property
+    def cost(self) -> str:
+        """The bytes that it takes over, in words."""
+        space = "as hard links, which take no space" if self.linked else "to be copied"
+        size = f"{self.bytes / 2**20:.1f} MiB"
+        return f"run {self.run} takes {self.manifests} stages from run {self.parent}: {size} of parts, {space}"
+
+
+Announce = Callable[[str], object]
+"""Told, in a sentence, of what will be copied, before anything is."""
 
 
 def fork(
@@ -38,6 +64,7 @@ def fork(
     config_digest: str,
     config: BaseModel,
     revision: int | None = None,
+    announce: Announce = lambda _: None,
 ) -> Forked:
     """Make run `run` from iterations 0 to `iteration` of `parent`; repeated after a crash, it completes the fork.
 
@@ -48,43 +75,57 @@ def fork(
 
     Raises:
         InputError: there is no such run, the iteration is not complete or not kept, or the new name is taken.
+        PartMissing: a part of the parent is lost.
     """
     require_run(root, parent)
-    check_not_removed(root, check_run_name(run))  # what is left of another run would be taken for ours
-    if root.exists(layout.run_config_key(run)):
-        raise InputError(f"run {run!r} already exists in {root.url}: give the fork another name with --run")
     recorded = names_of(root, parent, revision)
     _check_complete(recorded, workflow, parent, iteration)
     past = contents(root, parent, recorded.only(lambda key: _iteration(key) <= iteration))
-    shared = _shared(workflow, past)
-    copies = _copies(shared, run, config_digest)
-    _check_begun(root, run, copies)
-    for copy in copies:
-        _publish(root, copy, run)
-    _take_over_retirements(root, workflow, past, shared, copies, iteration)
-    for one in (parent, run):  # after the copies: a removal that begins later sees them
-        check_not_removed(root, one)
-    key = layout.run_config_key(run)
-    # compared, because the answer to our own write may have been lost
-    if not records.publish(root, key, config) and not records.is_there(root, key, config):
-        raise InputError(f"run {run!r} was just made by another process: give the fork another name with --run")
-    parts = {part.key: part.bytes for copy in copies for part in copy.parts}
-    return Forked(run=run, parent=parent, iteration=iteration, manifests=len(copies), shared_bytes=sum(parts.values()))
+    new = _New(root, root, workflow, parent, check_run_name(run), config_digest)
+    originals = [(one, one.iteration) for one in _shared(workflow, past)]
+    return new.begin(originals, set(past.retired), iteration, config, announce)
+
+
+def branch(
+    source: Root,
+    workflow: Workflow,
+    parent: str,
+    iteration: int,
+    root: Root,
+    run: str,
+    config_digest: str,
+    config: BaseModel,
+    announce: Announce = lambda _: None,
+) -> Forked:
+    """Make run `run` of `root` from the model, the prompts and one state of `parent`; repeated, it completes that.
+
+    Arguments and errors are those of `fork`; the parent may be in another root.
+    """
+    require_run(source, parent)
+    prepared = find(source, parent, 0, workflow.prepares)
+    state = find(source, parent, iteration, workflow.holds_state)
+    if prepared is None or state is None:
+        there = sorted(names(source, parent).of_stage(workflow.holds_state).values())
+        states = f"only those of iterations {there}" if there else "none at all: it holds no model"
+        raise InputError(f"run {parent!r} has no train state of iteration {iteration}, {states}")
+    retired = {state.key} if source.exists(layout.retired_key(state.key)) else set[str]()
+    new = _New(source, root, workflow, parent, check_run_name(run), config_digest)
+    return new.begin([(prepared, 0), (state, 0)], retired, iteration, config, announce)
 
 
 def check_unused(root: Root, run: str) -> None:
-    """Refuse a new run whose name already has manifests: it would continue from those of another configuration.
+    """Refuse a new run whose name already has parts or manifests: it would continue from those of another run.
 
     Raises:
         InputError: a fork under this name was interrupted before it became a run, or its `run.json` was removed.
     """
     check_not_removed(root, run)
-    there = names(root, run).manifests
+    there = [*names(root, run).manifests, *root.keys(layout.part_folder(run))]
     if there:
         raise InputError(
-            f"run {run!r} has no {layout.run_config_key(run)} in {root.url}, but {len(there)} manifests, such as "
-            f"{there[0]}: a fork that was interrupted. Complete it with the same `ratchet fork ... --run {run}`, or "
-            f"remove it with `ratchet rm {run}`, or give the new run another name with --run"
+            f"run {run!r} has no {layout.run_config_key(run)} in {root.url}, but {len(there)} manifests and parts, "
+            f"such as {there[0]}: a fork that was interrupted. Complete it with the same `ratchet fork ... --run "
+            f"{run}`, or remove it with `ratchet rm {run}`, or give the new run another name with --run"
         )
 
 
@@ -104,13 +145,155 @@ def check_past(root: Root, run: str, known: Collection[str]) -> None:
             continue  # done again later, under settings that its rerun records
         manifest = load(root, key)
         if manifest.config_digest not in known:
-            came = f"shared with run {manifest.origin.run}" if manifest.origin else f"written by {manifest.writer}"
+            came = f"taken from run {manifest.origin.run}" if manifest.origin else f"written by {manifest.writer}"
             raise InputError(
                 f"{manifest.stage} of iteration 0 of run {run!r} ({came}) belongs to configuration "
                 f"{manifest.config_digest}, but the run was started with {' or '.join(sorted(known))}: its past "
                 f"was left by something else, such as an interrupted fork. Start a new run with another --run, or "
                 f"remove the folder {run} from {root.url}"
             )
+
+
+@dataclass(frozen=True)
+class _New:
+    """A run in the making."""
+
+    source: Root
+    root: Root
+    workflow: Workflow
+    parent: str
+    run: str
+    config_digest: str
+
+    def begin(
+        self,
+        originals: Sequence[tuple[Manifest, int]],
+        retired: Collection[str],
+        iteration: int,
+        config: BaseModel,
+        announce: Announce,
+    ) -> Forked:
+        """Copy manifests of the parent, each to an iteration, with their parts, but for those that are retired."""
+        check_not_removed(self.root, self.run)  # what is left of another run would be taken for ours
+        key = layout.run_config_key(self.run)
+        if self.root.exists(key):
+            raise InputError(f"run {self.run!r} already exists in {self.root.url}: give the new run another name")
+        copies = self._copies(originals)
+        self._check_begun(copies)
+        made = self._described(originals, retired, iteration)
+        announce(made.cost)
+        there = {one.key: one.bytes for one in self.root.stored(layout.part_folder(self.run))}
+        for (original, _), copy in zip(originals, copies, strict=True):
+            kept = original.key not in retired and self._has_parts(original, copy, there)
+            if not kept and (original.stage, original.iteration) == (self.workflow.holds_state, iteration):
+                raise self._not_kept(iteration)
+            if not kept:
+                self._retire(original, copy)
+        for copy in copies:
+            self._publish(copy)
+        check_not_removed(self.root, self.run)  # a removal that begins later sees the manifests
+        # compared, because the answer to our own write may have been lost
+        if not records.publish(self.root, key, config) and not records.is_there(self.root, key, config):
+            raise InputError(f"run {self.run!r} was just made by another process: give the new run another name")
+        return made
+
+    def _copies(self, originals: Sequence[tuple[Manifest, int]]) -> list[Manifest]:
+        digests: dict[str, str] = {}
+        return [self._copy(original, at, digests) for original, at in originals]
+
+    def _copy(self, one: Manifest, at: int, digests: dict[str, str]) -> Manifest:
+        """The manifest of the new run; `digests` has those of former ones by their originals, and gets this one's."""
+        before = layout.stage_parts(self.parent, one.iteration, one.stage)
+        after = layout.stage_parts(self.run, at, one.stage)
+        parts = tuple(part.model_copy(update={"key": after + part.key.removeprefix(before)}) for part in one.parts)
+        whole = at == one.iteration
+        unknown = [role for role, digest in one.inputs.items() if digest not in digests] if whole else []
+        if unknown:
+            raise StorageError(
+                f"{one.stage} of iteration {one.iteration} of run {one.run} was made from a {unknown[0]} that is not "
+                "of the same revision of the run: it cannot be taken over. `ratchet verify` shows what is missing"
+            )
+        copy = one.model_copy(
+            update={
+                "run": self.run,
+                "iteration": at,
+                "revision": 0,
+                "config_digest": self.config_digest,
+                "inputs": {role: digests[digest] for role, digest in one.inputs.items() if digest in digests},
+                "parts": parts,
+                "origin": one.origin or Origin(run=one.run, digest=one.digest, config_digest=one.config_digest),
+            }
+        )
+        digests[one.digest] = copy.digest
+        return copy
+
+    def _check_begun(self, copies: Sequence[Manifest]) -> None:
+        """Refuse manifests that another beginning under this name left: the run would continue from them."""
+        foreign = sorted(set(names(self.root, self.run).manifests) - {copy.key for copy in copies})
+        if foreign:
+            raise self._begun(f"which left {foreign[0]}")
+
+    def _begun(self, why: str) -> InputError:
+        return InputError(
+            f"run {self.run!r} was begun otherwise, {why}: give the new run another name, or remove what is there with "
+            f"`ratchet rm {self.run}`"
+        )
+
+    def _described(self, originals: Sequence[tuple[Manifest, int]], retired: Collection[str], iteration: int) -> Forked:
+        parts = {part.key: part.bytes for one, _ in originals if one.key not in retired for part in one.parts}
+        return Forked(
+            run=self.run,
+            parent=self.parent,
+            iteration=iteration,
+            manifests=len(originals),
+            bytes=sum(parts.values()),
+            linked=self.root.backend.links and self.source.url == self.root.url,
+        )
+
+    def _has_parts(self, original: Manifest, copy: Manifest, there: Mapping[str, int]) -> bool:
+        """Copy the parts of a manifest; False if retention of the parent has retired it meanwhile."""
+        missing = [pair for pair in zip(original.parts, copy.parts, strict=True) if pair[1].key not in there]
+        try:
+            if self.source.url == self.root.url:
+                each(lambda pair: self.root.copy(pair[0].key, pair[1].key), missing, _COPIERS)
+            else:
+                self._fetch(original, copy)
+        except (NotCommitted, PartMissing) as error:
+            check_not_removed(self.source, self.parent)
+            if self.source.exists(layout.retired_key(original.key)):
+                return False
+            raise PartMissing(
+                f"run {self.run!r} cannot begin from run {self.parent!r}, which lacks a part: {error}. Choose an "
+                "iteration before it, or restore the object"
+            ) from error
+        return True
+
+    def _fetch(self, original: Manifest, copy: Manifest) -> None:
+        writer = PartWriter(self.root, self.run, copy.iteration, copy.stage)
+        with scratch() as folder:
+            materialize(self.source, original, folder)
+            each(lambda part: writer.store_file(part, folder / part.name), copy.parts, _COPIERS)
+
+    def _retire(self, original: Manifest, copy: Manifest) -> None:
+        record = records.read(self.source, layout.retired_key(original.key), Retired)
+        keys = tuple(part.key for part in copy.parts)
+        update = {"manifest": copy.digest, "keys": keys}
+        records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
+
+    def _publish(self, copy: Manifest) -> None:
+        try:
+            commit(self.root, copy)
+        except CommitConflict as error:
+            raise self._begun(f"and not completed ({error})") from error
+
+    def _not_kept(self, iteration: int) -> InputError:
+        recorded = names(self.source, self.parent)
+        states = {key: at for (at, stage), key in recorded.newest.items() if stage == self.workflow.holds_state}
+        kept = sorted(at for key, at in states.items() if key not in recorded.retired)
+        return InputError(
+            f"the train state of iteration {iteration} of run {self.parent!r} is not kept; those of {kept} are. "
+            "Choose one of them"
+        )
 
 
 def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration: int) -> None:
@@ -120,47 +303,8 @@ def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration:
         raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}. Choose another with --at")
 
 
-def _check_begun(root: Root, run: str, copies: list[Manifest]) -> None:
-    """Refuse manifests that another fork of this name left beyond our iterations: the run would continue from them."""
-    ours = {layout.manifest_key(run, copy.iteration, copy.stage, 0) for copy in copies}
-    foreign = sorted(set(names(root, run).manifests) - ours)
-    if foreign:
-        raise InputError(
-            f"run {run!r} was begun as another fork, which left {foreign[0]}: give this one another "
-            f"name with --run, or remove the folder {run} from {root.url}"
-        )
-
-
-def _take_over_retirements(
-    root: Root, workflow: Workflow, past: Contents, shared: list[Manifest], copies: list[Manifest], iteration: int
-) -> None:
-    """Retire the copies of what the parent has retired; every other state is kept as long as its copy is.
-
-    Checked after the copies are published: concurrent retention of the parent sees them, or we see its records.
-
-    Raises:
-        InputError: the state to continue from is not kept.
-    """
-    recorded = names(root, past.run, revisions=past.revisions)
-    states = {key: at for (at, stage), key in recorded.newest.items() if stage == workflow.holds_state}
-    kept = sorted(at for key, at in states.items() if key not in recorded.retired)
-    for original, copy in zip(shared, copies, strict=True):
-        key = layout.manifest_key(past.run, original.iteration, original.stage, original.revision)
-        is_last = original.iteration == iteration and original.stage == workflow.holds_state
-        retired = key in recorded.retired
-        if is_last and (retired or not all(root.exists(part.key) for part in original.parts)):
-            raise InputError(
-                f"the train state of iteration {iteration} of run {past.run!r} is not kept; those of {kept} are. "
-                "Choose one of them with --at"
-            )
-        if retired:
-            record = records.read(root, layout.retired_key(key), Retired)
-            whole = layout.manifest_key(copy.run, copy.iteration, copy.stage, copy.revision)
-            records.publish(root, layout.retired_key(whole), record.model_copy(update={"manifest": copy.digest}))
-
-
 def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:
-    """What a fork shares: of what nothing else is made from, only what was made from this past.
+    """What a fork takes over: of what nothing else is made from, only what was made from this past.
 
     An evaluation of weights stays when a stage before it is done again; it is of the weights that were there first.
     """
@@ -168,39 +312,6 @@ def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:
     return [one for one in past.newest if one.stage in workflow.behind or set(one.inputs.values()) <= there]
 
 
-def _copies(shared: list[Manifest], run: str, config_digest: str) -> list[Manifest]:
-    digests: dict[str, str] = {}
-    copies = []
-    for manifest in shared:
-        copy = _copy(manifest, run, config_digest, digests)
-        digests[manifest.digest] = copy.digest
-        copies.append(copy)
-    return copies
-
-
 def _iteration(key: str) -> int:
     place = layout.place_of(key)
     return place[0] if place else 0
-
-
-def _copy(manifest: Manifest, run: str, config_digest: str, digests: Mapping[str, str]) -> Manifest:
-    unknown = [role for role, digest in manifest.inputs.items() if digest not in digests]
-    if unknown:
-        raise StorageError(
-            f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} was made from a {unknown[0]} "
-            "that is not of the same revision of the run: it cannot be shared. `ratchet verify` shows what is missing"
-        )
-    origin = manifest.origin or Origin(run=manifest.run, digest=manifest.digest, config_digest=manifest.config_digest)
-    inputs = {role: digests[digest] for role, digest in manifest.inputs.items()}
-    changes = {"run": run, "revision": 0, "config_digest": config_digest, "inputs": inputs, "origin": origin}
-    return manifest.model_copy(update=changes)
-
-
-def _publish(root: Root, manifest: Manifest, run: str) -> None:
-    try:
-        commit(root, manifest)
-    except CommitConflict as error:
-        raise InputError(
-            f"run {run!r} was begun as another fork: give this one another name with --run, or remove the "
-            f"folder {run} from {root.url} ({error})"
-        ) from error

@@ -213,12 +213,11 @@ def _before(root: Root, workflow: Workflow, ancestors: Sequence[Manifest]) -> li
 def _users(root: Root, workflow: Workflow, rollout: Manifest, prompt_id: str, sample_id: int) -> Iterator[Step]:
     """Training steps on a sample in any run of the root, as far as runs can be read.
 
-    They are made from its rollout, from a fork's manifest of the same parts, or from a selection that holds it.
+    They are made from its rollout, from a fork's copy of it, or from a selection that holds it.
     """
-    keys = {part.key for part in rollout.parts}
     there = [tuple(survey(root, run)[0].manifests.values()) for run in runs(root)]  # of all revisions
     samples = [one for every in there for one in every if one.stage == workflow.samples]
-    same = {one.digest for one in samples if {part.key for part in one.parts} & keys}
+    same = {one.digest for one in samples if _source(one) == _source(rollout)}
     for every in there:
         selections = [one for one in every if one.stage == workflow.selects]
         shares = {one.digest: _shares(root, one, same, prompt_id, sample_id) for one in selections}
@@ -260,6 +259,11 @@ def _step(manifest: Manifest) -> Step:
         finished=manifest.finished,
         origin=manifest.origin,
     )
+
+
+def _source(manifest: Manifest) -> str:
+    """Identity of the manifest that the work was published under."""
+    return manifest.digest if manifest.origin is None else manifest.origin.digest
 
 
 def _stage(manifests: Sequence[Manifest], iteration: int, stage: str) -> Manifest | None:

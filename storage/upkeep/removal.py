@@ -1,9 +1,8 @@
 """Removing a whole run.
 
-A record says first that the run is being removed; from then on nothing begins with it. Only then is it checked whether
-other runs name its parts: a fork does the reverse, it publishes manifests that name parts and then looks for such a
-record, so at least one of the two sees the other. The record is deleted last, so a removal that was killed is known and
-can be finished by doing it again.
+A record says first that the run is being removed; from then on nothing begins with it. A fork that is made meanwhile
+has copied what it needs, or finds a part gone and ends. The record is deleted last, so a removal that was killed is
+known and can be finished by doing it again.
 """
 
 from collections.abc import Iterable
@@ -13,14 +12,14 @@ from itertools import batched
 from pydantic import BaseModel, ConfigDict
 
 from storage import layout, records
-from storage.backends.root import Root, Stored
+from storage.backends.backend import Stored
+from storage.backends.root import Root
 from storage.errors import InputError
 from storage.ids import check_run_name
 from storage.manifest import Fence
 from storage.parallel import each
 from storage.upkeep.catalog import Removal
 from storage.upkeep.retention import abort_uploads
-from storage.upkeep.shared import SharedParts
 
 _BATCH, _REMOVERS = 64, 8
 
@@ -51,19 +50,12 @@ def remove(root: Root, run: str, fence: Fence) -> Removed:
     """Remove all of a run but its lease, which `forget` removes once it is released. Repeated, it goes on.
 
     Raises:
-        InputError: there is no such run, or others name its parts; nothing was removed.
+        InputError: there is no such run.
         LeaseLost: from the fence; the rest is not removed.
     """
     there = what_is_there(root, run)
     key = layout.removal_key(run)
-    begun = root.exists(key)
     records.publish(root, key, Removal(time=datetime.now(UTC)))
-    try:
-        _check_unshared(root, run)
-    except InputError:
-        if not begun or root.exists(layout.run_config_key(run)):  # that goes first: all is still there
-            root.remove(key)
-        raise
     fence.check()
     root.remove(layout.run_config_key(run))
     abort_uploads(root, run)
@@ -77,22 +69,6 @@ def forget(root: Root, run: str) -> None:
     _delete(root, root.stored(layout.lease_folder(run)))
     root.remove(layout.removal_key(run))
     root.remove_empty(run)
-
-
-def _check_unshared(root: Root, run: str) -> None:
-    elsewhere = SharedParts(root, run).look()
-    if elsewhere.unreadable:
-        first = elsewhere.unreadable[0]
-        raise InputError(
-            f"run {run!r} is not removed: a record of run {first.run!r} that may name its parts cannot be read "
-            f"({first.reason}). Repair or remove that run first"
-        )
-    forks = sorted({layout.run_of(key) for key in elsewhere.manifests})
-    if forks:
-        raise InputError(
-            f"run {run!r} is not removed: {', '.join(forks)} use{'s' if len(forks) == 1 else ''} its parts, as a fork "
-            "does. Remove those runs first"
-        )
 
 
 def _delete(root: Root, objects: Iterable[Stored], fence: Fence | None = None) -> None:

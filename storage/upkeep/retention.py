@@ -1,11 +1,11 @@
-"""Garbage: what may be deleted, and deleting it. Nothing that a kept manifest of any run names is ever deleted.
+"""Garbage: what may be deleted, and deleting it. Nothing that a kept manifest of the run names is ever deleted.
 
-Retention first retires train states, by a record, then checks what other runs name, and only then deletes. A fork does
-the reverse: it publishes manifests that name the parts, then checks for such records. So of a concurrent fork and
-retention at least one sees the other.
+A run is closed, so no other run is looked at: parts of one are named by its own manifests alone. Retention retires
+train states by a record before it deletes them; a fork that finds a part gone looks for that record.
 
-Objects that nothing names are deleted when they are a day old. A stage that finds such a part makes it young again, and
-each is checked once more just before it is deleted.
+Objects that nothing names are deleted when they are a day old. A stage that finds such a part touches it, and each is
+checked once more just before it is deleted. Parts of a run without `run.json` are no garbage: a fork may be copying
+them, and a hard link is as old as its original.
 """
 
 import logging
@@ -17,14 +17,13 @@ from itertools import batched, groupby
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from storage import layout, records
-from storage.backends.objects import Upload
-from storage.backends.root import Root, Stored
+from storage.backends.backend import Stored, Upload
+from storage.backends.root import Root
 from storage.errors import StorageUnavailable
 from storage.ids import Workflow
 from storage.manifest import Fence
 from storage.revisions import FIRST, Revisions
 from storage.upkeep.catalog import Contents, Names, Retired, Unreadable, names, survey
-from storage.upkeep.shared import SharedParts
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +111,13 @@ def collect(
     Raises:
         LeaseLost: from the fence; the rest is not deleted.
     """
-    cleaning = _Cleaning(root, run, SharedParts(root, run), now or datetime.now(UTC), apply, fence)
+    cleaning = _Cleaning(root, run, now or datetime.now(UTC), apply, fence)
     recorded = names(root, run)
     stored, unreadable = survey(root, run, recorded)
     garbage = [*_records(root, stored, cleaning.moment), *_leftovers(root, run, cleaning.moment)]
-    if not unreadable:
+    if not unreadable and root.exists(layout.run_config_key(run)):
         parts = root.stored(layout.part_folder(run))
-        found, unreadable = cleaning.parts(parts, stored, _pushed_out(recorded, workflow, retention), retention)
-        garbage = [*found, *garbage]
+        garbage = [*cleaning.parts(parts, stored, _pushed_out(recorded, workflow, retention), retention), *garbage]
     return Collection(run=run, applied=apply, garbage=tuple(cleaning.deleted(garbage)), unreadable=tuple(unreadable))
 
 
@@ -130,7 +128,6 @@ def catch_up(
     retention: Retention,
     *,
     fence: Fence | None = None,
-    shared: SharedParts | None = None,
     revisions: Revisions | None = None,
 ) -> Collection:
     """Delete the train states that earlier processes left, or that an earlier configuration kept.
@@ -140,10 +137,9 @@ def catch_up(
     for the next attempt. Raises as `collect`.
 
     Args:
-        shared: reused between calls by a process that cleans more than once.
         revisions: those of the run; by default they are read.
     """
-    cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
+    cleaning = _Cleaning(root, run, fence=fence)
     recorded = names(root, run, revisions=revisions)
     pushed_out = _pushed_out(recorded, workflow, retention)
     committed = {layout.place_of(key) for key in recorded.of_stage(workflow.holds_state)}
@@ -167,13 +163,12 @@ def give_up(
     served: int,
     *,
     fence: Fence | None = None,
-    shared: SharedParts | None = None,
     revisions: Revisions | None = None,
 ) -> Collection:
     """Delete the train states of the one iteration that newly served weights push out of retention.
 
-    Does for one iteration what `catch_up` does for all, with some ten requests and one for each other run, however many
-    iterations and reruns there are. Arguments and errors are the same.
+    Does for one iteration what `catch_up` does for all, with some ten requests, however many iterations and reruns
+    there are. Arguments and errors are the same.
 
     Args:
         served: iteration of the newest served weights.
@@ -181,7 +176,7 @@ def give_up(
     iteration, stage = served - (retention.newest or 0), workflow.holds_state
     if iteration <= 0 or retention.keeps(iteration, served):
         return Collection(run=run, applied=True)
-    cleaning = _Cleaning(root, run, shared or SharedParts(root, run), fence=fence)
+    cleaning = _Cleaning(root, run, fence=fence)
     recorded = names(root, run, iteration, revisions).only(lambda key: _stage(key) == stage)
     needed = _needed(root, workflow, run, iteration, served, recorded.revisions)
     parts = root.stored(layout.stage_parts(run, iteration, stage))
@@ -194,37 +189,29 @@ class _Cleaning:
 
     root: Root
     run: str
-    shared: SharedParts
     moment: datetime = field(default_factory=lambda: datetime.now(UTC))
     apply: bool = True
     fence: Fence | None = None
 
     def states(self, parts: list[Stored], near: Names, pushed_out: set[str], retention: Retention) -> Collection:
-        """Retire states and delete those of their parts that are not shared; warn if that is not known."""
+        """Retire states and delete their parts; warn if it is not known which."""
         stored, unreadable = survey(self.root, self.run, near)
-        garbage: list[Garbage] = []
-        if not unreadable:
-            garbage, unreadable = self.parts(parts, stored, pushed_out, retention)
-        self.shared.report(unreadable)
+        garbage = [] if unreadable else self.parts(parts, stored, pushed_out, retention)
+        for one in unreadable:
+            logger.warning(
+                "no state of run %s is deleted, because %s cannot be read: %s", self.run, one.key, one.reason
+            )
         return Collection(
             run=self.run, applied=True, garbage=tuple(self.deleted(garbage)), unreadable=tuple(unreadable)
         )
 
     def parts(
         self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str], retention: Retention
-    ) -> tuple[list[Garbage], list[Unreadable]]:
-        """Retire states, then find the parts that nothing needs, and the records that prevent knowing that."""
+    ) -> list[Garbage]:
+        """Retire states, then find the parts that nothing needs."""
         if self.apply:
             self._retire(stored, pushed_out, retention)
-        found = list(self._unnamed(parts, stored, pushed_out))
-        if not found:
-            return [], []
-        # after the records: a fork that was made meanwhile is seen here, or it sees them
-        elsewhere = self.shared.named([one.key for one in found])
-        if elsewhere.unreadable:
-            return [], list(elsewhere.unreadable)
-        needed = elsewhere.parts()
-        return [one for one in found if one.key not in needed], []
+        return list(self._unnamed(parts, stored, pushed_out))
 
     def deleted(self, garbage: Iterable[Garbage]) -> Iterator[Garbage]:
         """Delete one after another and yield each; without `apply`, only yield them."""

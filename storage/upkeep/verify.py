@@ -27,7 +27,6 @@ from storage.parts import is_intact, read_part_buffer
 from storage.revisions import FIRST, Revisions, uncopied
 from storage.selection import SOURCES, Source, read_sources
 from storage.upkeep.catalog import Contents, names, survey
-from storage.upkeep.shared import SharedParts
 
 _READERS = 4
 
@@ -80,7 +79,7 @@ class Verification(BaseModel):
     manifests: int
     """Manifests read."""
     parts: int
-    """Parts read, including those shared with other runs."""
+    """Parts read."""
     bytes: int
     """Their size."""
     retired: int
@@ -256,11 +255,6 @@ def _archives(root: Root, run: str) -> Iterator[Finding]:
 
 def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
     there = {one.key: one for one in root.stored(layout.part_folder(run)) if not layout.is_stray(one.key)}
-    unnamed = set(there) - named
-    if unnamed:
-        elsewhere = SharedParts(root, run).look()
-        # an orphan does no harm, so none is reported while it is not known what is named
-        unnamed = set() if elsewhere.unreadable else unnamed - elsewhere.parts()
-    for key in sorted(unnamed):
+    for key in sorted(set(there) - named):
         detail = f"{there[key].bytes} bytes of {there[key].modified:%Y-%m-%d %H:%M} that no manifest names"
         yield Finding(fault=Problem.ORPHANED, key=key, detail=detail)

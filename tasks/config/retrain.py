@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from storage.backends.root import absolute_url
+from storage.backends.stores import absolute_url
 from storage.errors import InputError
 from storage.ids import check_run_name
 from tasks.config.section import Section, check_url

@@ -82,7 +82,7 @@ class SmallRun:
         self._attempts += 1
         folder = self._folder / str(self._attempts)
         folder.mkdir()
-        wanted = Plan(root=self.root.path, folder=str(folder), **plan)
+        wanted = Plan(root=str(self.root.folder), folder=str(folder), **plan)
         wanted.faults.plan(list(faults))
         code = self._launcher.start(wanted)
         journal = read_journal(wanted.journal)

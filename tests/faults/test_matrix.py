@@ -9,7 +9,6 @@ import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -202,7 +201,7 @@ def test_a_kill_changes_nothing_in_the_end(name, outcomes, whole):
     _, expected = whole
     assert outcome.end.digests == expected.digests
     assert outcome.end.parts == expected.parts
-    shutil.rmtree(Path(outcome.end.root.path).parent)
+    shutil.rmtree(outcome.end.root.folder.parent)
 
 
 def check_the_kill(wanted: Cell, outcome: Outcome) -> None:

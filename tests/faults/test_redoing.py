@@ -36,7 +36,7 @@ def redone(launcher, finished: SmallRun, tmp_path_factory) -> dict:
 def copied(launcher, finished: SmallRun, folder: Path) -> SmallRun:
     """The finished run, whose rollout is to be done again."""
     run = SmallRun(launcher, folder / "run")
-    shutil.copytree(finished.root.path, run.root.path)
+    shutil.copytree(finished.root.folder, run.root.folder)
     rerun(run.root, RUN, Wanted(AT, Stage.ROLLOUT, "a test", "tests", new_seeds=True))
     return run
 

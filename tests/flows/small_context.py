@@ -8,7 +8,6 @@ character for each call that was answered.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from flows.subflows import Subflows
@@ -22,7 +21,7 @@ from tests.small.workers import SmallEngine, SmallTrainer
 
 @contextmanager
 def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, digest: str) -> Iterator[RunContext]:
-    beside = Path(root.path).parent
+    beside = root.folder.parent
 
     def meet(stage: str) -> None:
         slow, fail, calls = (beside / f"{what}-{stage}" for what in ("slow", "fail", "calls"))

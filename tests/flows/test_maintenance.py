@@ -95,14 +95,14 @@ def test_a_run_that_is_driven_is_cleaned_beside_the_work(root: Root):
 
 def test_what_is_left_of_a_retired_state_is_deleted_and_no_more_is_retired(root: Root):
     config = small_config(["storage.keep_newest=1"])
-    driver(root, config, Path(root.path).parent / "scratch", run="c").drive()
+    driver(root, config, root.folder.parent / "scratch", run="c").drive()
     part = need(root, "c", 1, Stage.TRAIN).parts[0]
     assert not root.exists(part.key)
     root.replace(part.key, b"what a kill between the record and the deletion leaves")
     assert maintain_root(root, ALL, ["c"]).runs[0].removed == 1
     assert not root.exists(part.key)
     longer = small_config(["storage.keep_newest=20", "run.iterations=4"])
-    driver(root, longer, Path(root.path).parent / "scratch", run="c").drive()
+    driver(root, longer, root.folder.parent / "scratch", run="c").drive()
     assert maintain_root(root, ALL, ["c"]).runs[0].removed == 0
     assert verify(root, "c").sound
 
@@ -119,7 +119,7 @@ def test_two_at_once_and_a_run_that_goes_on_meanwhile(root: Root):
     def maintained(_record) -> None:
         reports.append(maintain_root(root, ALL))
 
-    driver(root, longer, Path(root.path).parent / "scratch", run="a", listener=maintained).drive()
+    driver(root, longer, root.folder.parent / "scratch", run="a", listener=maintained).drive()
     assert all(one.healthy for one in reports)
     assert [one.driven for one in reports[-1].runs] == [True, False]
     assert verify(root, "a").sound

@@ -74,7 +74,7 @@ def finished(tmp_path_factory) -> Path:
 @pytest.fixture
 def done(root: Root, finished: Path) -> dict[tuple[int, Stage], Manifest]:
     """A run of three iterations in the root."""
-    shutil.copytree(finished, root.path, dirs_exist_ok=True)
+    shutil.copytree(finished, root.folder, dirs_exist_ok=True)
     return manifests(root)
 
 

@@ -65,7 +65,7 @@ def retrain(root: Root, run: str, function: str, at: Any = None, settings: tuple
     table = {"start": "other@1", "select": [RUN], "samples": 4, "rescore": True, **given}
     config = retrain_config(root, run, table, None, (f"reward.function={function}", *settings))
     begin_retraining(root, run, config)
-    driver(root, config, Path(f"{root.path}-scratch") / run, run=run, at=at).drive()
+    driver(root, config, Path(f"{root.folder}-scratch") / run, run=run, at=at).drive()
 
 
 def rewards(root: Root, run: str) -> list[float]:
@@ -119,7 +119,7 @@ def test_rollouts_whose_prompts_are_not_there_are_not_selected(root: Root, tmp_p
 @pytest.mark.parametrize("point", [Point.STARTED, Point.MID_PART, Point.PARTS_DONE, Point.COMMITTED])
 def test_a_killed_rescore_ends_in_the_same_digest(root: Root, tmp_path: Path, function: str, point: Point):
     """Facts included, and with them what is trained on it: they do not say which process scored."""
-    shutil.copytree(root.path, tmp_path / "twin")
+    shutil.copytree(root.folder, tmp_path / "twin")
     twin = open_root(str(tmp_path / "twin"))
     retrain(root, "re", function)
     with pytest.raises(Killed):
@@ -186,7 +186,7 @@ def test_a_package_that_changes_between_two_shares_is_refused(root: Root, packag
 
 def test_a_relative_root_is_resolved_once(root: Root, tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch):
     for place in ("a", "b"):
-        shutil.copytree(root.path, tmp_path / place / "old")
+        shutil.copytree(root.folder, tmp_path / place / "old")
     shutil.rmtree(tmp_path / "b" / "old" / RUN / "manifests" / "000001")
     given = {"start": "old//other@1", "select": [f"old//{RUN}", f"file://./old//{RUN}@1"], "rescore": False}
     monkeypatch.chdir(tmp_path / "a")
@@ -204,7 +204,7 @@ def test_a_relative_root_is_resolved_once(root: Root, tmp_path: Path, function: 
 
 def imported(root: Root, **changes: Any) -> str:
     row = {"prompt_tokens": [3, 4], "response_tokens": [5], "logprobs": [-1.0], "reward": 1, **changes}
-    file = Path(root.path).parent / "rows.jsonl"
+    file = root.folder.parent / "rows.jsonl"
     file.write_text(json.dumps({key: value for key, value in row.items() if value is not None}))
     import_samples(root, ImportOrder((str(file),), "theirs", {}, None, logprobs="logprobs" not in changes))
     return "theirs"

@@ -6,6 +6,8 @@ from storage.backends.root import open_root
 from tests.storage.forks import Forks
 from tests.storage.s3 import s3_server
 
+EXAMPLE = "infra/examples/backend.py:SQLite"
+
 
 @pytest.fixture(scope="session")
 def forks():
@@ -35,11 +37,11 @@ def s3_root(s3):
     return s3.root(uuid.uuid4().hex)
 
 
-@pytest.fixture(params=["file", "s3", "memory"])
+@pytest.fixture(params=["file", "s3", "sqlite"])
 def any_root(request, tmp_path):
     """Each backend in turn."""
     if request.param == "s3":
         return request.getfixturevalue("s3_root")
-    if request.param == "memory":
-        return open_root(f"memory://{uuid.uuid4().hex}", allow_memory=True)
+    if request.param == "sqlite":
+        return open_root(f"{EXAMPLE}://{tmp_path}/runs.db")
     return open_root(str(tmp_path / "runs"))

@@ -26,4 +26,4 @@ class CountingRoot(Root):
 
 
 def counting(root: Root) -> CountingRoot:
-    return CountingRoot(root.url, root.fs, root.path, root.protocol)
+    return CountingRoot(root.url, root.backend)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
+from storage.backends.objects import ObjectStore
 from storage.backends.root import Root
 
 FAULTS = {
@@ -72,4 +73,11 @@ class FlakyFileSystem:
 
 def flaky_root(script: Iterable[str] = (), reading: Iterable[str] = (), patience: float = 60) -> Root:
     """A root on a FlakyFileSystem, treated as S3."""
-    return Root("s3://flaky/runs", FlakyFileSystem(script, reading), "/flaky/runs", "s3", patience)
+    return Root("s3://flaky/runs", object_store(FlakyFileSystem(script, reading), "/flaky/runs"), patience)
+
+
+def object_store(fs: Any, path: str) -> ObjectStore:
+    """A backend as for S3, on another filesystem with conditional puts."""
+    backend = ObjectStore(f"s3:/{path}", fs=fs)
+    backend.path = path  # the memory of fsspec begins its paths with a slash
+    return backend

@@ -47,7 +47,7 @@ def do(root: Root, step: str, stack: ExitStack) -> None:
     elif step == "part":
         writer.write_bytes("part.arrow", b"content")
     elif step == "file":
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=Path(root.path).parents[1])))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=root.folder.parents[1])))
         (folder / "part.arrow").write_bytes(b"content")
         writer.write_file("part.arrow", folder / "part.arrow")
     elif step == "rerun":

@@ -59,7 +59,7 @@ def changed(key: str, **members: object) -> Callable[[Root], None]:
 
 
 def without_folder(name: str) -> Callable[[Root], None]:
-    return lambda root: shutil.rmtree(root.full(f"{RUN}/{name}"))
+    return lambda root: shutil.rmtree(root.backend.full(f"{RUN}/{name}"))
 
 
 def both(*changes: Callable[[Root], object]) -> Callable[[Root], None]:

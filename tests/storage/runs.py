@@ -108,4 +108,4 @@ def reward_table(rollouts: pa.Table) -> pa.Table:
 def age(root: Root, key: str, days: float = 2) -> None:
     """Make a local object look as old as that."""
     past = (datetime.now(UTC) - timedelta(days=days)).timestamp()
-    os.utime(root.full(key), (past, past))
+    os.utime(root.backend.full(key), (past, past))

@@ -8,6 +8,7 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFileSystem
 
 from storage.backends.root import Root
+from tests.storage.flaky import object_store
 
 
 class Killed(BaseException):
@@ -76,7 +77,7 @@ class SharedStore:
 
     def root(self, stepper: Callable[[], Stepper] | None = None) -> Root:
         """The store as one process sees it; ungated for the test itself."""
-        return Root("s3://shared/runs", GatedFileSystem(self, stepper), "/shared/runs", "s3")
+        return Root("s3://shared/runs", object_store(GatedFileSystem(self, stepper), "/shared/runs"))
 
 
 class GatedFileSystem:

@@ -76,12 +76,12 @@ def test_the_folders_that_it_made_are_flushed_with_the_next_manifest(root, monke
     attempt(root)
     root.put_if_absent(layout.manifest_key("run", 3, Stage.TRAIN, 0), b"content")
     folders = [one for one in flushed if layout.TEMPORARY_PREFIX not in one]
-    made = [f"{root.path}/run/manifests", f"{root.path}/run", root.path, str(Path(root.path).parent)]
+    made = [f"{root.folder}/run/manifests", f"{root.folder}/run", str(root.folder), str(root.folder.parent)]
     # above the root too, once: a process that was killed may have made those
-    above = [str(one) for one in Path(root.path).parent.parents]
+    above = [str(one) for one in root.folder.parent.parents]
     assert folders[:4] == made, "the names of the new folders"
     assert set(folders[4:-1]) <= set(above)
-    assert folders[-1] == f"{root.path}/run/manifests/000003", "then the manifest's"
+    assert folders[-1] == f"{root.folder}/run/manifests/000003", "then the manifest's"
     assert layout.TEMPORARY_PREFIX in flushed[0], "what is decided by is flushed before it has its name"
     flushed.clear()
     root.put_if_absent(layout.manifest_key("run", 3, Stage.REWARD, 0), b"content")

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from storage import layout
-from storage.backends.root import open_root
-from storage.upkeep.catalog import contents
+from storage.backends.root import Root, open_root
+from storage.upkeep.catalog import contents, runs
 from storage.upkeep.retention import collect
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW
 from tests.storage.forks import Forks
+from tests.storage.runs import age, make_run
 from tests.storage.worker import ITERATIONS, PIECES, STAGES
 
 LATER = datetime.now(UTC) + timedelta(days=2)
@@ -55,3 +56,43 @@ def test_a_kill_anywhere_changes_nothing_in_the_end(tmp_path, forks: Forks):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(kill_at, range(calls)))
+
+
+def fork_after_kill(forks: Forks, folder: Path, point: int) -> None:
+    """The first process is killed, a cleaner looks, and the second one completes the fork."""
+    root = open_root(str(folder / "root"))
+    make_run(root, "parent", 1)
+    for key in root.keys(""):
+        age(root, key)
+    killed = forks.run(str(folder / "root"), str(point), "fork")
+    assert killed.returncode == -9, killed.stderr
+    collect(root, WORKFLOW, "child", apply=True)
+    if "child" not in runs(root):
+        again = forks.run(str(folder / "root"), "-1", "fork")
+        assert again.returncode == 0, again.stderr
+
+
+def of_child(root: Root) -> list[tuple]:
+    return [(one.digest, one.parts, one.origin) for one in contents(root, "child").newest]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_fork_that_is_killed_anywhere_is_completed_and_its_parent_stays(tmp_path, forks: Forks, every):
+    whole = open_root(str(tmp_path / "whole" / "root"))
+    make_run(whole, "parent", 1)
+    ended = forks.run(str(whole.folder), "-1", "fork")
+    assert ended.returncode == 0, ended.stderr
+    calls = int(ended.stdout.split()[-1])
+
+    def kill_at(point):
+        folder = tmp_path / str(point)
+        fork_after_kill(forks, folder, point)
+        root = open_root(str(folder / "root"))
+        assert of_child(root) == of_child(whole)
+        collect(root, WORKFLOW, "child", apply=True, now=LATER)
+        for run in ("parent", "child"):
+            assert verify(root, run).findings == ()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(kill_at, range(0, calls, every)))

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from storage import layout
+from storage import layout, records
 from storage.digest import bytes_digest
 from storage.errors import (
     CommitConflict,
@@ -138,18 +138,20 @@ def test_a_revision_counts_once_it_is_the_head(any_root):
     assert list(revisions(any_root, "run", 2, Stage.ROLLOUT)) == []
 
 
-def test_a_part_of_another_stage_is_refused_unless_its_origin_is_known(root):
+def test_a_part_of_another_stage_or_run_is_refused_also_with_an_origin(root):
     writer = PartWriter(root, "parent", 2, Stage.TRAIN)
     state = writer.write_bytes("state/0.distcp", b"state")
     for run, iteration, stage in (("child", 2, Stage.TRAIN), ("parent", 0, Stage.TRAIN), ("parent", 2, Stage.ROLLOUT)):
-        with pytest.raises(
-            StorageError, match=r"names parent/parts/000002/train/state/0.*only a manifest with an origin"
-        ):
-            commit(root, manifest(stage, iteration, (state,), run=run))
-        assert find(root, run, iteration, stage) is None
+        for origin in (None, Origin(run="parent", digest="d", config_digest="c0")):
+            foreign = manifest(stage, iteration, (state,), run=run, origin=origin)
+            with pytest.raises(StorageError, match=r"names parent/parts/000002/train/state/0.*a run is closed"):
+                commit(root, foreign)
+            assert find(root, run, iteration, stage) is None
+            records.publish(root, foreign.key, foreign)
+            with pytest.raises(SchemaMismatch, match=r"names parent/parts/000002/train/state/0"):
+                find(root, run, iteration, stage)
+            root.remove(foreign.key)
     commit(root, manifest(Stage.TRAIN, 2, (state,), run="parent"))
-    origin = Origin(run="parent", digest="d", config_digest="c0")
-    commit(root, manifest(Stage.TRAIN, 0, (state,), run="child", origin=origin))
 
 
 def test_the_second_of_two_equal_results_adopts_the_first(any_root):

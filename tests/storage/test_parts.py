@@ -283,11 +283,11 @@ def test_a_part_that_gc_deletes_while_it_is_adopted_is_written_again(root):
     class Cleaned(type(root)):
         """gc, which saw the part while it was old, deletes it just after it was made young."""
 
-        def make_young(self, key):
-            made = super().make_young(key)
+        def touch(self, key):
+            made = super().touch(key)
             self.remove(key)
             return made
 
-    cleaned = Cleaned(root.url, root.fs, root.path, root.protocol)
+    cleaned = Cleaned(root.url, root.backend)
     assert writer(cleaned).write_bytes("groups.arrow", b"content") == part
     assert read_part(root, part) == b"content"

@@ -1,8 +1,8 @@
 """A process that works on a run as a flow does, with small stage bodies, and can kill itself at a given point.
 
-ROOT POINT [FIRST]: POINT is the number of the system call (fsync, link or unlink, counted together) before which it
+ROOT POINT [FIRST | "fork"]: POINT is the number of the system call (fsync, link or unlink, together) before which it
 sends itself SIGKILL, or -1. Given FIRST, it begins with that iteration, and cleans up before the first stage and again
-between the parts and the manifest of each.
+between the parts and the manifest of each. Given "fork", it only makes run "child" from run "parent".
 
 worker.py reads from its input, one JSON list per line, a folder for the output and these arguments, executes each in
 its own process and writes the exit code. The processes are forked from this one, so a start costs no imports.
@@ -21,6 +21,7 @@ from storage.manifest import Manifest, commit, find
 from storage.ownership.lease import hold
 from storage.parts import PartWriter
 from storage.unfinished import find_piece, keep_piece
+from storage.upkeep.fork import fork
 from storage.upkeep.retention import Retention, catch_up, collect
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import DOCUMENT
@@ -46,6 +47,11 @@ def work(url: str, first: int | None = None) -> None:
                         collect(root, WORKFLOW, "run", RETENTION, apply=True, fence=lease)
                     found = commit(root, made, lease)
                 before = found
+    sys.stdout.write(f"calls {Killer.calls}\n")
+
+
+def make_fork(url: str) -> None:
+    fork(open_root(url), WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
     sys.stdout.write(f"calls {Killer.calls}\n")
 
 
@@ -105,7 +111,7 @@ def begin(folder: str, url: str, point: str, *first: str) -> int:
         killer = Killer(int(point))
         for name in ("fsync", "link", "unlink"):
             setattr(os, name, killer.before(getattr(os, name)))
-        work(url, *map(int, first))
+        make_fork(url) if first == ("fork",) else work(url, *map(int, first))
         sys.stdout.flush()
         code = 0
     except Exception as error:

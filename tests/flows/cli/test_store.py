@@ -202,13 +202,13 @@ def test_gc_does_not_remove_under_a_process_that_drives_the_run(call, root: Root
 def test_fork_makes_a_run_with_settings_of_its_own(call, root: Root, config: RunConfig):
     code, _, said = call("fork", "run@2", "--run", "child", "--set", "train.optimizer.learning_rate=1e-4")
     assert code == 0
-    assert "shares iterations 0 to 2 with run" in said
+    assert "has iterations 0 to 2 of" in said
     stored = stored_config(root, "child")
     assert (stored.run.name, stored.train.optimizer.learning_rate) == ("child", 1e-4)
     digests = {run: read_config(root, run).digest for run in ("run", "child")}
     assert need(root, "child", 2, Stage.TRAIN).config_digest == digests["child"] != digests["run"]
     assert re.search(r"^child +2 .* run +-$", call("ls")[2], re.MULTILINE)
-    assert "shared with run" in call("show", "child@2")[2]
+    assert "taken from run" in call("show", "child@2")[2]
 
 
 @pytest.mark.parametrize(

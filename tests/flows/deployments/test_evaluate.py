@@ -37,7 +37,7 @@ def evaluated(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ro
 
 
 def asked(root: Root, **more: Any) -> State[Any]:
-    return evaluate(run=RUN, root=root.path, samples=2, return_state=True, **more)
+    return evaluate(run=RUN, root=str(root.folder), samples=2, return_state=True, **more)
 
 
 def test_the_table_has_the_change_since_the_last_evaluation(prefect_api: str, evaluated: Root):

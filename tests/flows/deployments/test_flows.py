@@ -36,7 +36,7 @@ def given(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_a
     monkeypatch.setattr(run, "open_context", small_context)
     monkeypatch.setattr(attempt, "_LOOK_S", 0.05)
     (tmp_path / "small.toml").write_text(_DOCUMENT)
-    return {"root": root.path, "config": str(tmp_path / "small.toml"), "settings": QUICK, "return_state": True}
+    return {"root": str(root.folder), "config": str(tmp_path / "small.toml"), "settings": QUICK, "return_state": True}
 
 
 @pytest.fixture

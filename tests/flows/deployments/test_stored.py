@@ -32,7 +32,7 @@ def trained(root: Root, tmp_path: Path) -> Root:
 
 def test_a_fork_has_the_settings_that_were_given(trained: Root):
     state = begin_fork(RUN, trained.path, 1, "new", ["train.optimizer.learning_rate=1e-4"])
-    assert state.message == f"run new shares iterations 0 to 1 of run {RUN}"
+    assert state.message == f"run new has iterations 0 to 1 of run {RUN}"
     assert begun_by(trained, "new") is None
     with pytest.raises(InputError, match="already exists"):
         begin_fork(RUN, trained.path, 1, "new", [])

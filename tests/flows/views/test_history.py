@@ -65,7 +65,7 @@ class CountingRoot(Root):
 
 def test_finding_the_place_takes_few_look_ups(make_run: MakeRun, root: Root):
     make_run("a", 100)
-    counting = CountingRoot(root.url, root.fs, root.path, root.protocol)
+    counting = CountingRoot(root.url, root.backend)
     assert ended_iterations(counting, "a", 1_000_000) == 101
     assert len(counting.reads) < 60
 

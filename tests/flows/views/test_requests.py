@@ -15,7 +15,6 @@ from storage.backends.root import Root
 from storage.revisions import FIRST
 from storage.upkeep.catalog import summaries
 from storage.upkeep.retention import Retention, catch_up, give_up
-from storage.upkeep.shared import SharedParts
 from tasks.stages.names import WORKFLOW
 from tests.flows.runs import MakeRun
 from tests.storage.s3 import S3Server, s3_server
@@ -70,12 +69,10 @@ def test_the_end_of_an_iteration_costs_little_more_than_its_manifests(make_run: 
     for name in ("a", "other"):
         make_run(name, ITERATIONS)
     assert len(requests_of(lambda: read_record(root, "a", ITERATIONS, FIRST))) == 2 + STAGES + 1
-    shared = SharedParts(root, "a")
-    retire = partial(give_up, root, WORKFLOW, "a", Retention(newest=1), ITERATIONS, shared=shared, revisions=FIRST)
+    retire = partial(give_up, root, WORKFLOW, "a", Retention(newest=1), ITERATIONS, revisions=FIRST)
     first = requests_of(retire)
-    assert (
-        len(first) <= 4
-    )  # names and parts of the state, its manifest, the record; there are no parts to ask others for
+    assert len(first) <= 4  # names and parts of the state, its manifest, the record
+    assert not any("/other/" in request for request in first)
 
 
 def test_a_row_of_the_report_costs_no_reading(make_run: MakeRun, root: Root, requests_of):

@@ -1,7 +1,6 @@
 """The table of metrics: made from manifests alone, the same bytes whether written at once or line by line."""
 
 import math
-import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -19,14 +18,15 @@ from storage.derived import GrowingFile
 from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
 from tests.flows.views.events import encoded, parsed
+from tests.storage.conftest import EXAMPLE
 
 CSV, EVENTS = layout.report_key("a", layout.METRICS), layout.report_key("a", layout.EVENTS)
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "sqlite"])
 def any_root(request, tmp_path) -> Iterator[Root]:
-    url = str(tmp_path / "runs") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
-    yield open_root(url, allow_memory=True)
+    url = str(tmp_path / "runs") if request.param == "file" else f"{EXAMPLE}://{tmp_path}/runs.db"
+    yield open_root(url)
 
 
 def rows_of(*columns: tuple[str, ...]) -> list[Row]:
@@ -133,8 +133,8 @@ def test_rows_that_are_not_complete_doubled_or_out_of_order_are_dropped(any_root
     assert any_root.read_bytes(CSV) == encode(ROWS[:1])
 
 
-def test_a_file_that_cannot_be_appended_to_is_uploaded_from_time_to_time():
-    root = open_root(f"memory://{uuid.uuid4().hex}", allow_memory=True)
+def test_a_file_that_cannot_be_appended_to_is_uploaded_from_time_to_time(tmp_path):
+    root = open_root(f"{EXAMPLE}://{tmp_path}/runs.db")
     growing = GrowingFile(root, "a/report/x", seconds=1e6)
     for letter in b"abc":
         growing.append(bytes([letter]))

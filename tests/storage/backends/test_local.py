@@ -64,6 +64,16 @@ def test_content_is_flushed_before_its_name_is_there_and_then_the_name(tmp_path,
     assert ("fsync", stored.stat().st_ino) in after
 
 
+def test_a_copy_is_flushed_with_its_folders(tmp_path, calls):
+    root = open_root(str(tmp_path / "runs"))
+    root.put_if_absent("run/parts/part", b"content")
+    root.copy("run/parts/part", "child/parts/part")
+    copied = tmp_path / "runs" / "child" / "parts"
+    linked = [number for number, (call, _) in enumerate(calls) if call == "link part"]
+    after = calls[linked[-1] :]
+    assert {("fsync", one.stat().st_ino) for one in (copied, copied.parent, copied.parents[1])} <= set(after)
+
+
 def test_a_replaced_file_is_flushed_with_its_name(tmp_path, calls):
     open_root(str(tmp_path)).replace("run/report/table.md", b"content")
     report = tmp_path / "run" / "report"

@@ -21,7 +21,7 @@ def test_an_object_is_made_young_and_stays_as_it_is(any_root):
     any_root.put_if_absent(KEY, b"content")
     before = any_root.info(KEY)
     time.sleep(1.1)  # the resolution of S3's clock
-    assert any_root.make_young(KEY)
+    assert any_root.touch(KEY)
     after = any_root.info(KEY)
     assert after.modified > before.modified
     assert any_root.stored("run") == [after]
@@ -30,7 +30,7 @@ def test_an_object_is_made_young_and_stays_as_it_is(any_root):
 
 def test_what_is_not_there_has_no_age(any_root):
     assert any_root.info(KEY) is None
-    assert not any_root.make_young(KEY)
+    assert not any_root.touch(KEY)
     assert any_root.info("run") is None
 
 
@@ -71,9 +71,9 @@ def test_a_run_on_another_disk_counts(root, tmp_path):
 
 
 def test_an_upload_that_was_never_finished_is_found_and_aborted(s3, s3_root):
-    bucket, _, prefix = s3_root.path.partition("/")
+    bucket, _, prefix = s3_root.backend.path.partition("/")
     for key in (KEY, "run2/other"):
-        s3_root.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{key}")
+        s3_root.backend.fs.call_s3("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{key}")
     (found,) = s3_root.uploads("run")
     assert found.key == KEY
     assert found.started < datetime.now(UTC) + timedelta(minutes=1)

@@ -30,7 +30,7 @@ def test_a_store_that_is_gone_for_a_while_is_waited_for(s3, s3_root, tmp_path):
 @pytest.mark.parametrize("how", ["refused", "503"])
 def test_a_store_that_stays_away_interrupts_and_its_state_is_unknown(s3, s3_root, how):
     s3_root.put_if_absent("key", b"content")
-    root = s3_root.patient(0.2)
+    root = s3_root.cap_patience(0.2)
     s3.stop() if how == "refused" else setattr(s3.faults, "away", True)
     try:
         for use in (
@@ -54,11 +54,11 @@ def test_a_store_that_stays_away_interrupts_and_its_state_is_unknown(s3, s3_root
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE])
 def test_a_failure_to_look_is_not_absence(root, monkeypatch, error):
     root.put_if_absent("run/key", b"content")
-    impatient, failing = root.patient(0.1), []
+    impatient, failing = root.cap_patience(0.1), []
 
     def broken(call):
         def unless_ours(path, *arguments, **options):
-            if str(path).startswith(root.path) and failing:
+            if str(path).startswith(str(root.folder)) and failing:
                 raise OSError(error, os.strerror(error), str(path))
             return call(path, *arguments, **options)
 
@@ -88,7 +88,7 @@ def test_passing_faults_pass(fault):
     root = flaky_root([fault, fault, "slow"], reading=[fault, fault])
     assert root.put_if_absent("key", b"content")
     assert root.read_bytes("key") == b"content"
-    assert (root.fs.calls["pipe_file"], root.fs.calls["cat_file"]) == (3, 3)
+    assert (root.backend.fs.calls["pipe_file"], root.backend.fs.calls["cat_file"]) == (3, 3)
 
 
 def test_a_fault_that_stays_interrupts_the_run_when_patience_ends():
@@ -97,7 +97,7 @@ def test_a_fault_that_stays_interrupts_the_run_when_patience_ends():
         with pytest.raises(StorageInterrupted, match=r"does not answer.*is lost: start the same command again") as end:
             use()
         assert (end.value.exit_code, isinstance(end.value, InputError)) == (1, False)
-    assert root.fs.calls["pipe_file"] > 1
+    assert root.backend.fs.calls["pipe_file"] > 1
     assert not root.exists("key")
 
 

@@ -139,7 +139,7 @@ def test_who_waits_learns_of_the_loss(take):
 
 
 def test_a_fence_that_cannot_look_refuses(root, monkeypatch):
-    lease = acquire(root.patient(0.1), "run", elsewhere("one"), SECONDS, Time().clock())
+    lease = acquire(root.cap_patience(0.1), "run", elsewhere("one"), SECONDS, Time().clock())
     scandir = os.scandir
 
     def stale(folder):
@@ -158,7 +158,7 @@ def test_a_fence_that_cannot_look_refuses(root, monkeypatch):
 
 def test_a_fence_whose_store_is_away_refuses_and_then_goes_on(s3, s3_root):
     lease = acquire(s3_root, "run", elsewhere("one"), SECONDS, Time().clock())
-    lease.root = s3_root.patient(0.1)
+    lease.root = s3_root.cap_patience(0.1)
     s3.faults.away = True
     for use in (lease.check, lease.renew):
         with pytest.raises(StorageInterrupted):
@@ -230,7 +230,7 @@ def test_a_renewal_that_failed_and_happened_all_the_same_is_ours(moment):
 @pytest.mark.parametrize("renewed", [False, True], ids=["acquired", "renewed"])
 def test_a_lease_counts_from_before_it_was_asked_for(moment, renewed):
     root = flaky_root()
-    quick = root.fs.pipe_file
+    quick = root.backend.fs.pipe_file
 
     def slow(path, data, mode):
         quick(path, data, mode)
@@ -238,10 +238,10 @@ def test_a_lease_counts_from_before_it_was_asked_for(moment, renewed):
 
     if renewed:
         lease = acquire(root, "run", elsewhere("one"), SECONDS, moment.clock(), moment.pass_by)
-        root.fs.pipe_file = slow
+        root.backend.fs.pipe_file = slow
         lease.renew()
     else:
-        root.fs.pipe_file = slow
+        root.backend.fs.pipe_file = slow
         lease = acquire(root, "run", elsewhere("one"), SECONDS, moment.clock(), moment.pass_by)
     number = newest(root, "run").number
     lease.check()

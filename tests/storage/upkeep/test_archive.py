@@ -87,7 +87,7 @@ import os, signal, sys, tempfile
 from storage import kill_points
 from storage.backends.root import open_root
 from storage.upkeep.archive import compact
-from storage.upkeep.branch import branch
+from storage.upkeep.fork import branch
 from storage.upkeep.chunks import compact_new
 from tasks.stages.names import WORKFLOW
 from tests.storage.runs import DOCUMENT

@@ -73,7 +73,7 @@ def test_nothing_more_is_deleted_once_another_process_drives(root):
                 acquire(self, "run", this_process("another"))
             removed.append(key)
 
-    watching = Watching(root.url, root.fs, root.path, root.protocol)
+    watching = Watching(root.url, root.backend)
     assert len(collect_beside(watching, WORKFLOW, "run").garbage) == len(removed)
     assert 0 < len(removed) < 40
 
@@ -89,7 +89,7 @@ def test_a_part_that_is_found_again_beside_the_cleaning_stays():
         old = PartWriter(root, "run", 2, Stage.TRAIN).write_bytes("0.distcp", b"content")
         other = PartWriter(root, "run", 1, Stage.TRAIN).write_bytes("left.distcp", b"content")
         for part in (old, other):
-            store.inner.store[root.full(part.key)].created = datetime.now(UTC) - timedelta(days=2)
+            store.inner.store[root.backend.full(part.key)].created = datetime.now(UTC) - timedelta(days=2)
         gated = store.root(lambda: stepper)  # noqa: B023 - the stepper of this round
         stepper = Stepper(lambda gated=gated: collect_beside(gated, WORKFLOW, "run"))
         for _ in range(steps):
@@ -116,7 +116,7 @@ def test_cleaning_twice_at_once_and_again_does_no_harm():
         make_run(root, iterations=1)
         acquire(root, "run", this_process("the driver"))
         other = PartWriter(root, "run", 1, Stage.TRAIN).write_bytes("left.distcp", b"content")
-        store.inner.store[root.full(other.key)].created = datetime.now(UTC) - timedelta(days=2)
+        store.inner.store[root.backend.full(other.key)].created = datetime.now(UTC) - timedelta(days=2)
         gated = store.root(lambda: stepper)  # noqa: B023 - the stepper of this round
         stepper = Stepper(lambda gated=gated: collect_beside(gated, WORKFLOW, "run"))
         for _ in range(steps):
@@ -145,7 +145,7 @@ def test_a_state_that_retention_deletes_during_a_verification_is_not_missing(roo
                 retired.append(catch_up(root, WORKFLOW, "run", Retention(newest=1)))
             return super().read_buffer(key)
 
-    reading = Retiring(root.url, root.fs, root.path, root.protocol)
+    reading = Retiring(root.url, root.backend)
     assert not verify(reading, "run").sound
     retired.clear()
     make_run(root, "run", 5)

@@ -1,20 +1,22 @@
 """A run that begins with one state of another: what it shares, what it copies, and that retention knows."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.manifest import commit, find, need
+from storage.manifest import find, need
 from storage.ownership.lease import hold
 from storage.parts import read_part
-from storage.upkeep.branch import branch
 from storage.upkeep.catalog import runs
+from storage.upkeep.fork import branch
 from storage.upkeep.removal import remove
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.stages.names import RETRAINING, WORKFLOW, Stage
-from tests.storage.runs import DOCUMENT, age, make_run, put
+from tests.storage.runs import DOCUMENT, make_run, put
 
 
 def begin(root: Root, run: str = "new", iteration: int = 2, source: Root | None = None):
@@ -26,37 +28,35 @@ def test_iteration_0_is_the_state_under_manifests_of_its_own(any_root):
     made = begin(any_root)
     prepared, state = (need(any_root, "new", 0, stage) for stage in (Stage.PREPARE, Stage.TRAIN))
     original = need(any_root, "run", 2, Stage.TRAIN)
-    assert (state.parts, state.facts, state.inputs) == (original.parts, original.facts, {"prepare": prepared.digest})
+    assert (state.facts, state.inputs) == (original.facts, {"prepare": prepared.digest})
+    assert [(one.name, one.digest) for one in state.parts] == [(one.name, one.digest) for one in original.parts]
     assert (state.origin.run, state.origin.digest, state.config_digest) == ("run", original.digest, "c1")
-    assert (made.copied, made.iteration) == (False, 2)
-    assert any_root.keys("new/parts") == []
+    assert (made.linked, made.iteration) == (any_root.folder is not None, 2)
+    assert any_root.keys("new/parts") == sorted(part.key for one in (prepared, state) for part in one.parts)
     assert verify(any_root, "new").findings == ()
 
 
 def test_a_state_of_another_root_is_copied_and_then_needs_nothing_there(root, s3_root):
     make_run(s3_root)
-    assert begin(root, source=s3_root).copied
+    assert not begin(root, source=s3_root).linked
     for stage, iteration in ((Stage.PREPARE, 0), (Stage.TRAIN, 2)):
         ours, theirs = need(root, "new", 0, stage), need(s3_root, "run", iteration, stage)
         assert [(part.name, part.digest, part.rows) for part in ours.parts] == [
             (part.name, part.digest, part.rows) for part in theirs.parts
         ]
-        assert all(layout.is_part_of(part.key, "new") for part in ours.parts)
+        assert all(part.key.startswith("new/") for part in ours.parts)
         assert [read_part(root, part) for part in ours.parts] == [read_part(s3_root, part) for part in theirs.parts]
     assert verify(root, "new").findings == ()
 
 
-def test_retention_and_removal_of_the_source_keep_what_is_named(root):
+def test_retention_and_removal_of_the_source_do_no_harm(root):
     make_run(root)
     begin(root, iteration=1)
-    state = need(root, "run", 1, Stage.TRAIN)
-    for part in state.parts:
-        age(root, part.key)
     deleted = collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
-    assert {one.key for one in deleted.garbage} == {part.key for part in need(root, "run", 2, Stage.TRAIN).parts}
-    assert verify(root, "new").sound
-    with hold(root, "run", "test") as lease, pytest.raises(InputError, match="new uses its parts"):
+    assert {layout.place_of(one.key) for one in deleted.garbage} == {(1, "train"), (2, "train")}
+    with hold(root, "run", "test") as lease:
         remove(root, "run", lease)
+    assert verify(root, "new").findings == ()
 
 
 def test_a_state_that_retention_has_deleted_is_refused(root):
@@ -67,41 +67,69 @@ def test_a_state_that_retention_has_deleted_is_refused(root):
     assert runs(root) == ["run"]
 
 
-def test_retention_that_comes_between_is_seen(root, monkeypatch):
-    """The state is retired after it was looked at, and before its copy is published."""
+@pytest.mark.parametrize("between", [True, False])
+def test_retention_that_comes_before_the_copy_is_seen_and_later_does_no_harm(root, between):
     make_run(root)
-    from storage.upkeep import branch as module
 
-    def late(*given):
-        collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
-        return commit(*given)
+    @dataclass(frozen=True)
+    class Retiring(Root):
+        def copy(self, source, key):
+            if between:
+                collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
+            super().copy(source, key)
+            collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
 
-    monkeypatch.setattr(module, "commit", late)
+    retiring = Retiring(root.url, root.backend)
+    if not between:
+        begin(retiring, iteration=3)
+        assert verify(root, "new").findings == ()
+        return
     with pytest.raises(InputError, match="is not kept"):
-        begin(root, iteration=1)
+        begin(retiring, iteration=1)
     assert runs(root) == ["run"]
 
 
-@pytest.mark.parametrize("published", [0, 1, 2])
-def test_a_beginning_that_was_cut_short_is_completed(root, published):
+class KilledError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["put_if_absent", "copy"])
+@pytest.mark.parametrize("after", range(4))
+def test_a_beginning_that_was_cut_short_is_completed(root, kind, after):
     make_run(root)
-    begin(root, "whole")
-    for stage in (Stage.PREPARE, Stage.TRAIN)[:published]:
-        one = need(root, "whole", 0, stage)
-        inputs = {role: need(root, "new", 0, Stage.PREPARE).digest for role in one.inputs}
-        commit(root, one.model_copy(update={"run": "new", "inputs": inputs}))
-    assert "new" not in runs(root)
-    begin(root)
+    left = [after]
+
+    @dataclass(frozen=True)
+    class Killing(Root):
+        def _count(self, call):
+            if call == kind:
+                if not left[0]:
+                    raise KilledError
+                left[0] -= 1
+
+        def put_if_absent(self, key, data, durable=True):
+            self._count("put_if_absent")
+            return super().put_if_absent(key, data, durable)
+
+        def copy(self, source, key):
+            self._count("copy")
+            super().copy(source, key)
+
+    killing = Killing(root.url, root.backend)
+    try:
+        begin(killing)
+    except KilledError:
+        assert "new" not in runs(root)
+        begin(root)
     assert verify(root, "new").findings == ()
-    assert need(root, "new", 0, Stage.TRAIN).parts == need(root, "whole", 0, Stage.TRAIN).parts
 
 
 @pytest.mark.parametrize(
     ("run", "iteration", "words"),
     [
         ("new", 9, "no train state of iteration 9, only those"),
-        ("run", 2, "begun otherwise"),
-        ("fork", 1, "begun other"),
+        ("run", 2, "already exists"),
+        ("fork", 1, "already exists"),
     ],
 )
 def test_what_cannot_begin_is_refused(root, run, iteration, words):

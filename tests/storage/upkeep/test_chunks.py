@@ -46,7 +46,7 @@ def test_only_what_is_new_is_written(root):
         age(root, key, days=1)
     assert new(root) == [((3, 4), 2 * GROUP), ((5, 5), GROUP)]
     assert chunks(root) == [(1, 2), (3, 4), (5, 5)]
-    tables = [pq.read_table(root.full(key)) for key in root.keys("run/archive")]
+    tables = [pq.read_table(root.backend.full(key)) for key in root.keys("run/archive")]
     assert [sorted(set(one["iteration"].to_pylist())) for one in tables] == [[1, 2], [3, 4], [5]]
     assert verify(root, "run").sound
 

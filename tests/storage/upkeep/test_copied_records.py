@@ -11,7 +11,7 @@ import pytest
 from storage import layout, records
 from storage.backends.root import Root, open_root
 from storage.errors import RatchetError, StorageError, WrongRecord
-from storage.manifest import commit, need
+from storage.manifest import commit
 from storage.ownership.lease import acquire, hold, unlock
 from storage.ownership.log import newest
 from storage.ownership.process import this_process
@@ -19,7 +19,6 @@ from storage.parts import PartWriter
 from storage.selection import SOURCES, Source
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import Removal, Retired, check_not_removed, summaries
-from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample
 from storage.upkeep.removal import forget, remove
 from storage.upkeep.retention import Retention, catch_up, collect, give_up
@@ -27,7 +26,7 @@ from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.harm import RUN, both, changed, copied, drop, moved, others_work
 from tests.storage.hostile import sealed_again
-from tests.storage.runs import DOCUMENT, make_run
+from tests.storage.runs import make_run
 from tests.storage.tables import manifest
 
 
@@ -39,12 +38,12 @@ def pair(tmp_path_factory) -> str:
         make_run(root, run, 1)
         with hold(root, run, "test"):
             pass
-    return root.path
+    return root.folder
 
 
 @pytest.fixture
 def two(root: Root, pair: str) -> Root:
-    shutil.copytree(pair, root.path)
+    shutil.copytree(pair, root.folder)
     return root
 
 
@@ -62,17 +61,6 @@ def test_a_copied_retirement_deletes_nothing(root):
     others_work(root, RUN)
     root.remove(ours)
     assert verify(root, RUN).sound
-
-
-def test_a_retirement_of_another_manifest_releases_nothing_that_a_fork_uses(root):
-    make_run(root, RUN)
-    fork(root, WORKFLOW, RUN, 2, "child", "c1", DOCUMENT)
-    make_run(root, "third", 2)
-    give_up(root, WORKFLOW, "third", Retention(newest=1), 2)
-    theirs, ours = (layout.retired_key(need(root, run, 1, Stage.TRAIN).key) for run in ("third", "child"))
-    copied(theirs, ours)(root)
-    collect(root, WORKFLOW, RUN, Retention(newest=1), apply=True)
-    assert root.exists(need(root, RUN, 1, Stage.TRAIN).parts[0].key)
 
 
 def test_a_piece_that_was_copied_over_another_doubles_no_prompt(root):
@@ -114,7 +102,7 @@ LEASES = {
     "of another run": copied(entry(2, "other"), entry(3)),
     "damaged": lambda root: root.replace(entry(2), b"{}"),
     "later format": changed(entry(2), format_version=2),
-    "empty": both(drop(entry(2)), lambda root: Path(root.full(entry(2))).touch()),
+    "empty": both(drop(entry(2)), lambda root: Path(root.backend.full(entry(2))).touch()),
 }
 
 
@@ -184,9 +172,9 @@ STRAYS = [
 
 def test_stray_files_are_named_and_disturb_nothing(two):
     for name in STRAYS:
-        path = Path(two.full(f"{RUN}/{name}"))
+        path = Path(two.backend.full(f"{RUN}/{name}"))
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(two.full(layout.manifest_key(RUN, 1, Stage.ROLLOUT, 0)), path)
+        shutil.copy(two.backend.full(layout.manifest_key(RUN, 1, Stage.ROLLOUT, 0)), path)
     report = verify(two, RUN)
     shown = {f"{RUN}/{name.encode(errors='backslashreplace').decode()}" for name in STRAYS}
     assert {(one.fault, one.key) for one in report.findings} == {(Problem.STRAY, key) for key in shown}
@@ -250,7 +238,7 @@ DISTURBED = {
 
 @pytest.mark.parametrize(("place", "put"), DISTURBED.values(), ids=DISTURBED.keys())
 def test_whatever_is_in_a_folder_of_one_run_the_others_are_listed_and_cleaned(two, place, put):
-    path = Path(two.full(f"{RUN}/{place}"))
+    path = Path(two.backend.full(f"{RUN}/{place}"))
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     put(path)
     verify(two, RUN).model_dump_json()

@@ -42,12 +42,12 @@ def made(tmp_path_factory) -> str:
         choose(root, WORKFLOW, RUN, 0, "back", "tests", lease)
     again(root, 3, Stage.TRAIN, b"a third state")
     assert read_revisions(root, RUN).head == 2
-    return root.path
+    return root.folder
 
 
 @pytest.fixture
 def redone(root: Root, made: str) -> Root:
-    shutil.copytree(made, root.path)
+    shutil.copytree(made, root.folder)
     return root
 
 
@@ -78,7 +78,7 @@ LOST = {
     "a later parent": both(changed(RERUN(1), parent=2), without_folder("copies")),
     "goes on where nothing is": both(changed(CHOICE(1), goes_on=7), without_folder("copies")),
     "a revision that nothing makes": both(changed(CHOICE(3), revision=7), without_folder("copies")),
-    "empty": both(drop(CHOICE(3)), lambda root: Path(root.full(CHOICE(3))).touch()),
+    "empty": both(drop(CHOICE(3)), lambda root: Path(root.backend.full(CHOICE(3))).touch()),
     "both of the last rerun": both(drop(RERUN(2)), without_folder("copies"), drop(CHOICE(3))),
 }
 

@@ -100,7 +100,7 @@ def test_a_revision_is_forked_as_it_was(root: Root):
         forked = fork(root, WORKFLOW, RUN, 2, name, "c" * 32, DOCUMENT, revision)
         assert forked.manifests == 3 + 2 * 4
         state = need(root, name, 2, Stage.TRAIN)
-        assert (state.parts, state.revision) == (parts, 0)
+        assert ([one.digest for one in state.parts], state.revision) == ([one.digest for one in parts], 0)
         assert verify(root, name).sound
     with pytest.raises(InputError, match="iteration 3 of run 'run' is not complete; iterations 0 to 2 are"):
         fork(root, WORKFLOW, RUN, 3, "third", "c" * 32, DOCUMENT)
@@ -111,7 +111,7 @@ def make_first(root: Root):
     return need(root, RUN, 2, Stage.TRAIN, read_revisions(root, RUN).seen(0)).parts
 
 
-def test_a_stage_that_a_fork_shares_is_done_again_in_the_fork_alone(root: Root):
+def test_a_stage_that_a_fork_has_taken_over_is_done_again_in_the_fork_alone(root: Root):
     make_run(root)
     fork(root, WORKFLOW, RUN, 2, "child", "c" * 32, DOCUMENT)
     before = {key: root.read_bytes(key) for key in root.keys(RUN)}
@@ -121,9 +121,10 @@ def test_a_stage_that_a_fork_shares_is_done_again_in_the_fork_alone(root: Root):
     assert {key: root.read_bytes(key) for key in root.keys(RUN)} == before | {
         key: root.read_bytes(key) for key in root.keys(RUN) if "/lease/" in key
     }
-    # what the fork still names of its parent is kept, though its head does not name it
-    assert collect(root, WORKFLOW, RUN, Retention(newest=1), apply=True).garbage == ()
-    assert verify(root, "child").sound
+    # what the fork has of its parent is kept, though its head does not name it
+    collect(root, WORKFLOW, RUN, Retention(newest=1), apply=True)
+    collect(root, WORKFLOW, "child", apply=True)
+    assert verify(root, "child").findings == ()
 
 
 def test_lineage_of_weights_follows_one_revision(root: Root):
@@ -245,7 +246,7 @@ def the_end(root: Root, iterations: int, reruns: int) -> Weighing:
     make_run(root, RUN, iterations)
     for number in range(reruns):
         again(root, iterations, Stage.TRAIN, f"{number}".encode())
-    weighing = Weighing(root.url, root.fs, root.path, root.protocol)
+    weighing = Weighing(root.url, root.backend)
     give_up(weighing, WORKFLOW, RUN, Retention(newest=1), 3, revisions=read_revisions(root, RUN))
     assert root.exists(layout.retired_key(layout.manifest_key(RUN, 2, Stage.TRAIN, 0)))
     return weighing

@@ -13,6 +13,7 @@ from storage.ownership.lease import acquire, newest
 from storage.ownership.process import this_process
 from storage.parts import PartWriter, materialize
 from storage.unfinished import keep_piece
+from storage.upkeep.beside import collect_beside
 from storage.upkeep.catalog import Retired, contents
 from storage.upkeep.fork import fork
 from storage.upkeep.retention import Retention, catch_up, collect, give_up
@@ -159,19 +160,29 @@ def test_a_retention_that_a_crash_cut_short_is_completed(root):
     assert [n for n in range(6) if root.exists(state_key(root, n))] == [0, 5]
 
 
-def test_what_another_run_shares_is_never_removed(root):
+def test_a_fork_and_its_parent_keep_and_delete_parts_of_their_own(root):
     make_run(root, iterations=4)
     fork(root, WORKFLOW, "run", 2, "fork", "c1", DOCUMENT)
-    shared = state_key(root, 2)
-    assert shared == state_key(root, 2, "fork")
-    collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
-    assert root.exists(shared)
-    assert not root.exists(state_key(root, 3))
-    assert verify(root, "run").findings == verify(root, "fork").findings == ()
-    # once the fork has retired it as well, the parent's gc may delete it
+    mine, theirs = state_key(root, 2), state_key(root, 2, "fork")
+    assert mine in keys(collect(root, WORKFLOW, "run", Retention(newest=1), apply=True))
+    assert not root.exists(mine)
+    assert root.exists(theirs)
     make_iteration(root, "fork", 3)
-    assert keys(collect(root, WORKFLOW, "fork", Retention(newest=1), apply=True)) == set()
-    assert shared in keys(collect(root, WORKFLOW, "run", Retention(newest=1), apply=True))
+    assert keys(give_up(root, WORKFLOW, "fork", Retention(newest=1), 3)) == {theirs}
+    assert verify(root, "run").findings == verify(root, "fork").findings == ()
+
+
+def test_no_other_run_is_looked_at(root):
+    make_run(root)
+    for other in ("fork", "other"):
+        fork(root, WORKFLOW, "run", 2, other, "c1", DOCUMENT)
+    root.replace(layout.manifest_key("other", 0, Stage.PREPARE, 0), b"{}")
+    counted = counting(root)
+    for clean in (collect, collect_beside):
+        clean(counted, WORKFLOW, "run")
+    verify(counted, "run")
+    catch_up(counted, WORKFLOW, "run", Retention(newest=1))
+    assert {asked.split(" ")[1].partition("/")[0] for asked in counted.asked} == {"run"}
 
 
 def test_contents_know_what_is_kept(root):
@@ -184,7 +195,7 @@ def test_contents_know_what_is_kept(root):
 
 @pytest.mark.parametrize("retention", [Retention(newest=1), Retention(newest=2), Retention(newest=2, every=3)], ids=str)
 def test_one_state_after_the_other_is_given_up_as_collect_would(root, retention):
-    one_by_one, at_once = (open_root(f"{root.path}-{name}") for name in ("one", "all"))
+    one_by_one, at_once = (open_root(f"{root.folder}-{name}") for name in ("one", "all"))
     make_run(at_once, iterations=7)
     make_run(one_by_one, iterations=0)
     for iteration in range(1, 8):
@@ -198,24 +209,9 @@ def test_one_state_after_the_other_is_given_up_as_collect_would(root, retention)
     assert collect(one_by_one, WORKFLOW, "run", retention, apply=True).garbage == ()
 
 
-def test_a_state_that_a_fork_shares_is_given_up_and_stays(root):
-    make_run(root)
-    fork(root, WORKFLOW, "run", 1, "fork", "c1", DOCUMENT)
-    report = give_up(root, WORKFLOW, "run", Retention(newest=2), 3)
-    assert report.garbage == ()
-    assert root.exists(state_key(root, 1))
-    assert verify(root, "fork").sound
-    # conversely, a fork deletes nothing of its parent's
-    make_iteration(root, "fork", 2)
-    assert give_up(root, WORKFLOW, "fork", Retention(newest=1), 2).garbage == ()
-    assert root.exists(state_key(root, 1))
-    # once both have retired it, its owner may delete it
-    assert keys(give_up(root, WORKFLOW, "run", Retention(newest=2), 3)) == {state_key(root, 1)}
-
-
 @pytest.mark.parametrize("retention", [Retention(newest=1), Retention(newest=2, every=3)], ids=str)
 def test_a_process_that_starts_deletes_states_as_collect_would(root, retention):
-    whole, quick = (open_root(f"{root.path}-{name}") for name in ("whole", "quick"))
+    whole, quick = (open_root(f"{root.folder}-{name}") for name in ("whole", "quick"))
     for store in (whole, quick):
         make_run(store, iterations=7)
         store.remove(layout.manifest_key("run", 7, Stage.WEIGHT_SYNC, 0))

@@ -19,6 +19,7 @@ from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import import_samples
 from tasks.stages.names import Stage
 from tests.flows.runs import make_manifest
+from tests.storage.conftest import EXAMPLE
 from tests.tasks.config.test_run import MINIMAL
 
 KEY = layout.run_config_key("run")
@@ -115,7 +116,7 @@ def test_a_kill_between_the_old_record_and_the_new_one_leaves_a_free_name(root):
             super().remove(key)
             raise KilledError
 
-    killing = Killing(root.url, root.fs, root.path, root.protocol)
+    killing = Killing(root.url, root.backend)
     with pytest.raises(KilledError), hold(root, "run", "ratchet run") as lease:
         record_config(killing, "run", OTHER, lease)
     assert not root.exists(KEY)
@@ -124,11 +125,11 @@ def test_a_kill_between_the_old_record_and_the_new_one_leaves_a_free_name(root):
         assert record_config(root, "run", FIRST, lease) == read_config(root, "run").digest
 
 
-def test_a_record_that_was_replaced_too_late_gives_way_to_that_of_the_manifests(root):
+def test_a_record_that_was_replaced_too_late_gives_way_to_that_of_the_manifests(root, tmp_path):
     """A holder that froze just before it replaced the record goes on after its successor has committed."""
     commit_first(root, read_config(root, "run").digest)
     root.remove(KEY)
-    record = open_root("memory://late", allow_memory=True)
+    record = open_root(f"{EXAMPLE}://{tmp_path}/late.db")
     record_config(record, "run", OTHER)
     root.put_if_absent(KEY, record.read_bytes(KEY))
     with hold(root, "run", "ratchet run") as lease:

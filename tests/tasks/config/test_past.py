@@ -42,7 +42,7 @@ def test_a_fork_that_was_killed_is_not_the_past_of_a_new_run(root, config):
 
 def test_a_run_that_an_earlier_version_let_begin_there_is_not_continued(root, config):
     records.publish(root, KEY, ConfigRecord.of(config))
-    with pytest.raises(InputError, match=r"shared with run parent\) belongs to configuration of another one, but"):
+    with pytest.raises(InputError, match=r"taken from run parent\) belongs to configuration of another one, but"):
         record_config(root, "child", config)
 
 

@@ -15,6 +15,7 @@ from tasks.config.document import apply_override, parse_config
 from tasks.config.identity import meaning_digest
 from tasks.config.run import RunConfig
 from tasks.config.stored import RULES, read_config, record_config, stored_config
+from tests.storage.conftest import EXAMPLE
 from tests.tasks.config.test_run import MINIMAL
 
 KEY = layout.run_config_key("run")
@@ -49,8 +50,8 @@ def test_an_unknown_run(root):
         stored_config(root, "never")
 
 
-def test_each_flipped_bit_is_refused_with_the_key(config):
-    root = open_root("memory://flipped", allow_memory=True)
+def test_each_flipped_bit_is_refused_with_the_key(config, tmp_path):
+    root = open_root(f"{EXAMPLE}://{tmp_path}/flipped.db")
     record_config(root, "run", config)
     good = root.read_bytes(KEY)
     for position in range(len(good)):

@@ -194,7 +194,7 @@ def scored_by(package: Path, number: int) -> RunConfig:
 def test_an_interruption_is_not_seen_in_an_evaluation(root: Root, tmp_path: Path, package: Path):
     """Nor are scores of two versions of a function: those of another version are another evaluation."""
     asked = ASKED.model_copy(update={"seed": 8})
-    shutil.copytree(root.path, tmp_path / "twin")
+    shutil.copytree(root.folder, tmp_path / "twin")
     twin = open_root(str(tmp_path / "twin"))
     config = scored_by(package, 1)
     whole = evaluate(root, tmp_path / "whole", 1, asked, config=config)
@@ -227,7 +227,7 @@ UNASKED = ASKED.model_copy(update={"seed": 10})
 @pytest.fixture
 def own(root: Root, tmp_path: Path) -> Root:
     """A copy of the root."""
-    shutil.copytree(root.path, tmp_path / "own")
+    shutil.copytree(root.folder, tmp_path / "own")
     return open_root(str(tmp_path / "own"))
 
 
@@ -239,7 +239,7 @@ def removed(root: Root) -> None:
 
 def replaced(root: Root) -> None:
     removed(root)
-    driver(root, small_config(["run.seed=5"]), Path(f"{root.path}-scratch"), run=RUN).drive()
+    driver(root, small_config(["run.seed=5"]), Path(f"{root.folder}-scratch"), run=RUN).drive()
 
 
 @pytest.mark.parametrize(("change", "words"), [(removed, "no run 'small'"), (replaced, "it was made from prepare")])
@@ -259,7 +259,7 @@ def test_a_removal_that_begins_at_the_commit_leaves_no_evaluation(own: Root, tmp
                 removed(own)
             return super().put_if_absent(key, data, durable)
 
-    removing = Removing(own.url, own.fs, own.path, own.protocol)
+    removing = Removing(own.url, own.backend)
     with pytest.raises(InputError, match="no run 'small'"):
         evaluate(removing, tmp_path / "scratch", 2, UNASKED)
     assert names(own, RUN).manifests == ()

@@ -1,0 +1,169 @@
+"""The conformance checks pass on our backends and on the example, and name what is wrong with a backend that is not."""
+
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from storage.backends import conformance
+from storage.backends.backend import Backend, Stored
+from storage.backends.conformance import CHECKS, check
+from storage.backends.root import Root, open_root
+from storage.errors import InputError, RatchetError, StorageUnavailable
+from tests.storage.conftest import EXAMPLE
+
+BY_NAME = {one.__name__: one for one in CHECKS}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_each_backend_passes_each_check(any_root, name, monkeypatch):
+    if any_root.url.startswith("s3") and name == "lets_one_of_several_writers_win":
+        pytest.skip("moto is no race oracle")
+    if any_root.url.startswith("s3"):
+        monkeypatch.setattr(conformance, "_MANY", 20)  # a request each
+    check(any_root, BY_NAME[name])
+    assert any_root.keys("") == []
+
+
+class InMemory(Backend):
+    """The six required methods and no more, with a fault if one is named."""
+
+    def __init__(self, fault=""):
+        self.fault, self.objects, self.listed = fault, {}, {}
+
+    def put_if_absent(self, key, data, durable):
+        if key in self.objects and self.fault != "no condition":
+            return False
+        if self.fault != "lost write":
+            self.replace(key, bytes(data)[: len(data) - (self.fault == "torn")])
+        return True
+
+    def replace(self, key, data):
+        self.listed = dict(self.objects)
+        if not (self.fault == "no replacement" and key in self.objects):
+            self.objects[key] = bytes(data), datetime.now(UTC)
+
+    def read(self, key):
+        if key not in self.objects:
+            if self.fault == "absence is empty":
+                return b""
+            raise FileNotFoundError(key)
+        return self.objects[key][0]
+
+    def remove(self, key):
+        del self.objects[key]
+
+    def info(self, key):
+        if key not in self.objects:
+            return None
+        data, time = self.objects[key]
+        return Stored(key, len(data), datetime.min.replace(tzinfo=UTC) if self.fault == "no ages" else time)
+
+    def stored(self, prefix):
+        start = prefix if self.fault == "other folders" or not prefix else f"{prefix}/"
+        there = self.listed if self.fault == "late listing" else self.objects
+        return [Stored(key, len(data), time) for key, (data, time) in dict(there).items() if key.startswith(start)]
+
+
+class Forgiving(InMemory):
+    def remove(self, key):
+        if key not in self.objects:
+            raise FileNotFoundError(key)
+        super().remove(key)
+
+
+def test_a_backend_of_six_methods_passes(tmp_path):
+    root = Root("mine://here", Forgiving())
+    root.check_writable()
+    for one in CHECKS:
+        if one.__name__ != "lets_one_of_several_writers_win":  # a dictionary without a lock
+            check(root, one)
+
+
+@pytest.mark.parametrize(
+    ("fault", "found_by", "words"),
+    [
+        ("no condition", "refuses_a_taken_key", "two writers would overwrite each other"),
+        ("lost write", "keeps_what_was_written", "not there"),
+        ("torn", "keeps_what_was_written", "differs from what was written"),
+        ("no replacement", "replaces", "read as before"),
+        ("absence is empty", "tells_absence", "not there succeeds"),
+        ("no ages", "tells_ages", "as old as before"),
+        ("late listing", "lists_at_once", "folders of another level are listed"),
+        ("other folders", "lists_at_once", "of 1100 new objects are listed"),
+    ],
+)
+def test_a_faulty_backend_is_named(fault, found_by, words):
+    root = Root("mine://here", Forgiving(fault))
+    with pytest.raises(RatchetError, match=words):
+        check(root, BY_NAME[found_by])
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no condition", "ignores conditional writes"),
+        ("lost write", "loses what is written"),
+        ("torn", "loses or changes what is written"),
+        ("late listing", "lists an object later than it was written"),
+    ],
+)
+def test_the_start_refuses_a_faulty_backend_by_its_name(fault, words):
+    with pytest.raises(StorageUnavailable, match=rf"mine://here \(Forgiving\) {words}") as refusal:
+        Root("mine://here", Forgiving(fault)).check_writable()
+    assert refusal.value.exit_code == 2
+
+
+def test_the_command_says_what_passed(tmp_path):
+    command = [sys.executable, "-m", "storage.backends.conformance", f"{EXAMPLE}://{tmp_path}/runs.db"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.count("passed"), ended.stdout.count("FAILED")) == (0, 9, 0), ended
+
+
+MODULES = {
+    "broken": ("import nothing_of_that_name", "ModuleNotFoundError in .*mine.py, line 1"),
+    "missing": ("Other = 1", "has no 'Mine'"),
+    "number": ("Mine = 3", "'int' object is not callable"),
+    "foreign": ("class Mine:\n    def __init__(self, url): pass", "Mine is no subclass of storage.backends"),
+    "partial": (
+        "from storage.backends.backend import Backend\nclass Mine(Backend):\n    def read(self, key): return b''",
+        "without an implementation for abstract methods 'info', 'put_if_absent'",
+    ),
+    "raising": (
+        "class Mine:\n    def __init__(self, url):\n        raise ValueError('no')",
+        "ValueError in .*line 3: no",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_backend_that_cannot_be_used_is_refused_with_its_place(tmp_path, kind):
+    text, words = MODULES[kind]
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(InputError, match=words):
+        open_root(f"{tmp_path}/mine.py:Mine://here")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nowhere/mine.py:Mine://here", "there is no file .*/nowhere/mine.py"),
+        ("no_such_package.module:Mine://here", "no_such_package"),
+        ("s3://", "names no place"),
+        (f"{EXAMPLE}://relative.db", "ValueError in .*backend.py, line .*no absolute path"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused(url, words):
+    with pytest.raises(InputError, match=words):
+        open_root(url)
+
+
+def test_a_root_of_a_file_is_the_same_from_each_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("from infra.examples.backend import SQLite")
+    monkeypatch.chdir(tmp_path)
+    root = open_root(f"mine.py:SQLite://{tmp_path}/runs.db")
+    assert root.url == f"{tmp_path}/mine.py:SQLite://{tmp_path}/runs.db"
+    root.put_if_absent("key", b"content")
+    assert open_root(root.url).read_bytes("key") == b"content"
+    assert open_root(root.url).info("key").modified > datetime.now(UTC) - timedelta(minutes=1)
