@@ -101,7 +101,7 @@ def test_the_first_state_is_the_one_it_starts_from(sampled: Root):
     begun(sampled, "started")
     ours, theirs = need(sampled, "started", 0, Stage.TRAIN), need(sampled, RUN, 2, Stage.TRAIN)
     assert Trained(ours).identity == Trained(theirs).identity
-    assert ours.parts == theirs.parts
+    assert [(one.name, one.digest) for one in ours.parts] == [(one.name, one.digest) for one in theirs.parts]
     assert ours.origin is not None and ours.origin.digest == theirs.digest
 
 
@@ -266,7 +266,7 @@ def test_a_retraining_is_continued_as_it_was_begun(sampled: Root, tmp_path: Path
 def test_retention_keeps_the_newest_states_of_a_retraining(sampled: Root, tmp_path: Path):
     retrained(sampled, tmp_path, "thinned", ("storage.keep_newest=1",))
     states = {key.split("/")[2] for key in sampled.keys("thinned/parts") if "/train/" in key}
-    assert states == {f"{read_status(sampled, 'thinned').iterations:06d}"}
+    assert states == {"000000", f"{read_status(sampled, 'thinned').iterations:06d}"}  # the first is its own too
     assert verify(sampled, "thinned").sound
 
 

@@ -108,7 +108,7 @@ def test_a_run_is_begun_for_one_flow_run_and_continued_only_by_hand_and_until_it
     driver(root, small_config(["run.iterations=1"]), tmp_path / "scratch").drive()
 
     def ask(asked: Here, **changed: Any) -> RunConfig:
-        return configured(own_name(root, "night", asked), root.folder, {**GIVEN, **changed}, None, [], asked)
+        return configured(own_name(root, "night", asked), str(root.folder), {**GIVEN, **changed}, None, [], asked)
 
     config = ask(here("first"), epochs=2)
     assert begun_by(root, "night") == "first"

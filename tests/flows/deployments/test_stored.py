@@ -31,18 +31,21 @@ def trained(root: Root, tmp_path: Path) -> Root:
 
 
 def test_a_fork_has_the_settings_that_were_given(trained: Root):
-    state = begin_fork(RUN, trained.path, 1, "new", ["train.optimizer.learning_rate=1e-4"])
+    state = begin_fork(RUN, str(trained.folder), 1, "new", ["train.optimizer.learning_rate=1e-4"])
     assert state.message == f"run new has iterations 0 to 1 of run {RUN}"
     assert begun_by(trained, "new") is None
     with pytest.raises(InputError, match="already exists"):
-        begin_fork(RUN, trained.path, 1, "new", [])
+        begin_fork(RUN, str(trained.folder), 1, "new", [])
 
 
 def test_a_revision_beside_the_head_is_chosen_once(trained: Root, tmp_path: Path):
     rerun(trained, RUN, Wanted(1, Stage.REWARD, "odd", "a person", cascade=False))
     driver(trained, small_config(["run.iterations=1"]), tmp_path / "scratch").redo()
-    assert begin_choice(RUN, trained.path, 1, "better").message == f"run {RUN}: revision 1 is the head, before it was 0"
-    assert begin_choice(RUN, trained.path, 1, "better").message == f"run {RUN}: revision 1 is the head already"
+    assert (
+        begin_choice(RUN, str(trained.folder), 1, "better").message
+        == f"run {RUN}: revision 1 is the head, before it was 0"
+    )
+    assert begin_choice(RUN, str(trained.folder), 1, "better").message == f"run {RUN}: revision 1 is the head already"
     assert [one.revision for one in read_revisions(trained, RUN).choices] == [1]
 
 
@@ -52,7 +55,7 @@ def test_a_revision_beside_the_head_is_chosen_once(trained: Root, tmp_path: Path
 )
 def test_a_choice_that_cannot_be_is_refused(trained: Root, run, revision, reason, fact):
     with pytest.raises(InputError, match=fact):
-        begin_choice(run, trained.path, revision, reason)
+        begin_choice(run, str(trained.folder), revision, reason)
 
 
 @pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS.keys())
