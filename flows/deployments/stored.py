@@ -184,8 +184,8 @@ def fork_run(
     """
     will = f"fork run {run} after iteration {at} as run {new}"
     say = get_run_logger().info
-    work = functools.partial(begin_fork, run, root, at, new, settings, say)
-    return attempt(Asked(run, root, will, "completes the fork"), work)
+    asked = Asked(run, root, will, "completes the fork")
+    return attempt(asked, lambda: begin_fork(run, root, at, new, settings, say))
 
 
 def begin_fork(
