@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.mutants_closed import CLOSED
 from infra.mutants_engine import ENGINE
 from infra.mutants_evaluate import EVALUATE
 from infra.mutants_families import FAMILIES
@@ -67,6 +68,7 @@ MUTANTS = (
     *STATES,
     *STORAGE,
     *STORE,
+    *CLOSED,
     *TASKS,
     *SYNC,
     *TEXT,
