@@ -4,10 +4,10 @@ from infra.mutants_known import Mutant
 
 _CHAT = "tests/tasks/data/test_chat.py::test_"
 _TRAINED = (f"{_CHAT}an_answer_is_trained_as_it_was_given",)
+_CHANGED = (f"{_CHAT}another_turn_than_was_asked_is_refused_unless_that_is_accepted",)
 _REFUSED = (f"{_CHAT}another_answer_than_was_given_is_refused",)
 _LOST = (f"{_CHAT}a_prompt_that_lacks_what_was_said_is_refused",)
 _NOTED = (f"{_CHAT}what_a_template_does_beyond_that_is_noted",)
-_ENDS = (f"{_CHAT}a_turn_whose_end_is_no_stop_token_ends_once_and_that_is_said",)
 _TEXTS = ("tests/tasks/data/test_tokenizer.py::test_only_tokens_that_are_no_text_are_left_out",)
 _STORED = ("tests/flows/test_given_prompts.py::test_rewards_and_people_see_the_text_that_the_run_was_prepared_for",)
 _CHECK = ("tests/flows/cli/test_check.py",)
@@ -40,11 +40,19 @@ TEXT = (
     ),
     Mutant(
         "blanks-left-out",
-        "blanks of an answer that the template leaves out are not spoken of",
+        "an answer is trained without its blanks, which nobody has accepted",
         "tasks/data/chat.py",
-        '        say("the chat template leaves blanks around the answer out, and it is trained without them")\n',
-        "",
-        _NOTED,
+        'say.differ("blanks", "the chat',
+        'say.note("the chat',
+        _CHANGED,
+    ),
+    Mutant(
+        "another-end-trained",
+        "a turn is trained with another end than the template writes, which nobody has accepted",
+        "tasks/data/chat.py",
+        'say.differ("end", self',
+        "say.note(self",
+        _CHANGED,
     ),
     Mutant(
         "answer-twice",
@@ -132,7 +140,7 @@ TEXT = (
         "tasks/data/targets.py",
         "return turn.body if ends else turn.body + turn.end",
         "return turn.body + turn.end",
-        _ENDS,
+        _CHANGED,
     ),
     Mutant(
         "last-stop-token",
@@ -218,7 +226,7 @@ TEXT = (
         "field-instead-of-tokens",
         "`ratchet check` does not show what is trained",
         "flows/views/checked.py",
-        "*([] if found.solved is None else _trained(found.solved)),",
+        '*([] if found.solved is None else _trained(found.solved, "first example of the warm-up")),',
         "*([] if found.solved is None else [str(found.solved.answer)]),",
         _CHECK,
     ),

@@ -33,9 +33,19 @@ def without_effect[C: BaseModel](config: C, table: Iterable[Unused[C]], prefix: 
             continue
         default = type(owner).model_fields[name].default
         if dict(owner)[name] != default and (why := row.without(config)) is not None:
-            key = prefix + row.setting
-            found[row.setting] = f"{key} has no effect with {why}: leave it out{_or_default(key, default)}"
+            found[row.setting] = no_effect(prefix + row.setting, f"with {why}", default)
     return list(found.values())
+
+
+def no_effect(key: str, why: str, default: Any = None, given: Any = None) -> str:
+    """The message about a setting without effect.
+
+    Args:
+        why: what leaves it without, as in "with loss.type = ...".
+        given: its value, where that says more.
+    """
+    shown = key if given is None else f"{key} = {json.dumps(given)}"
+    return f"{shown} has no effect {why}: leave it out{_or_default(key, default)}"
 
 
 def _owner(config: BaseModel, path: Sequence[str]) -> tuple[BaseModel | None, str]:
@@ -57,4 +67,6 @@ def _or_default(name: str, default: Any) -> str:
         if "type" not in kind:
             return ""
         name, default = f"{name}.type", kind["type"]
+    if isinstance(default, tuple | dict | str) and not default:
+        return ""
     return f", or give it its default, {name} = {json.dumps(default)}"

@@ -1,7 +1,7 @@
 """Whether a configuration can be run, what its prompts look like, and what the run would take: `ratchet check`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pyarrow as pa
 from pydantic import BaseModel
@@ -44,6 +44,8 @@ class Example(BaseModel, frozen=True, extra="forbid"):
     """The solved answer, if the record has one."""
     trained: tuple[Token, ...] | None = None
     """What the warm-up trains on, after the prompt."""
+    kind: str = ""
+    """Of the first record with something that not every record has: tools, tool calls, reasoning, a system text."""
 
 
 class SourceCount(BaseModel, frozen=True, extra="forbid"):
@@ -64,6 +66,8 @@ class Checked(BaseModel, frozen=True, extra="forbid"):
     """The first training prompt."""
     solved: Example | None
     """The first example of the warm-up, if there is one."""
+    kinds: tuple[Example, ...]
+    """The first record of each kind, where that is another one."""
     longest: int
     """Tokens of the longest training prompt."""
     context: int
@@ -92,9 +96,11 @@ def checked(config: RunConfig) -> Checked:
     train = prompts.tables["train"]
     parameters = count_parameters(config.model, model_facts(config))
     size = sum(table.nbytes for table in prompts.tables.values())
+    example, solved = _example(train, 0, codec), _solved(prompts.tables.get("warmup"), codec)
     return Checked(
-        example=_example(train, 0, codec),
-        solved=_solved(prompts.tables.get("warmup"), codec),
+        example=example,
+        solved=solved,
+        kinds=tuple(of_kinds(prompts, codec, [one.prompt_id for one in (example, solved) if one is not None])),
         longest=int(train["prompt_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False).max()),
         context=min(config.engine.max_model_len, codec.context),
         stop_tokens=_tokens(codec.stop_tokens, codec),
@@ -122,7 +128,8 @@ def lines_of(found: Checked) -> list[str | Text]:
         f"its {len(one.tokens)} tokens, separated by |:",
         Text("    ").append(_separated(one.tokens), _PROMPT),
         *([] if one.answer is None else [f"its answer: {printable(one.answer)}"]),
-        *([] if found.solved is None else _trained(found.solved)),
+        *([] if found.solved is None else _trained(found.solved, "first example of the warm-up")),
+        *(line for each in found.kinds for line in of_kind(each)),
         f"stop tokens: {_named(found.stop_tokens)}",
         *([f"left out of responses, too: {_named(found.left_out)}"] if found.left_out else []),
         f"prompts (the longest has {found.longest} tokens; the context is {found.context}):",
@@ -138,10 +145,21 @@ def lines_of(found: Checked) -> list[str | Text]:
     ]
 
 
-def _trained(one: Example) -> list[str | Text]:
+def of_kind(one: Example) -> list[str | Text]:
+    """The first record of a kind, for people."""
+    title = f"first record with {one.kind}"
+    if one.trained is not None:
+        return _trained(one, title)
+    return [
+        f"{title}, {one.prompt_id!r}: {len(one.tokens)} tokens:",
+        Text("    ").append(_separated(one.tokens), _PROMPT),
+    ]
+
+
+def _trained(one: Example, title: str) -> list[str | Text]:
     turn = one.trained or ()
     return [
-        f"first example of the warm-up, {one.prompt_id!r}: {len(turn)} tokens are trained after {len(one.tokens)}:",
+        f"{title}, {one.prompt_id!r}: {len(turn)} tokens are trained after {len(one.tokens)}:",
         Text("    prompt   ").append(_separated(one.tokens), _PROMPT),
         Text("    trained  ").append(_separated(turn), _TRAINED),
     ]
@@ -217,6 +235,21 @@ def _unsolved(prompts: Prompts) -> list[str]:
     return [
         f"{table['answer'].null_count} of {table.num_rows} warm-up records have no answer, so they are left out of it"
     ]
+
+
+def of_kinds(prompts: Prompts, codec: TextCodec, shown: Collection[str]) -> Iterator[Example]:
+    """The first record of each kind, of the warm-up if that has one: there it is trained on."""
+    found: dict[str, tuple[str, str]] = {}
+    for table, counted in sorted(prompts.counts.items(), reverse=True):
+        for one in counted:
+            found = {**{kind: (table, name) for kind, name in one.kinds.items()}, **found}
+    for kind, (table, name) in found.items():
+        places = [one for one in (table, "held_out") if one in prompts.tables]  # prompts may have been split off
+        rows = [(one, prompts.tables[one]["prompt_id"].index(name).as_py()) for one in places]
+        there = next(((one, row) for one, row in rows if row >= 0), None)
+        if there is not None and name not in shown:
+            made = _example(prompts.tables[there[0]], there[1], codec)
+            yield made.model_copy(update={"kind": kind, **({} if table == "warmup" else {"trained": None})})
 
 
 def notes_of(config: RunConfig, codec: TextCodec, train: pa.Table) -> list[str]:

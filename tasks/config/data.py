@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from tasks.config.section import Section
+from trainer_core.effects import no_effect
 from trainer_core.marks import FILES, RUNTIME
 
 Format = Literal["jsonl", "json", "csv", "tsv", "parquet"]
@@ -27,6 +28,8 @@ class GeneratedAddition(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> "GeneratedAddition":
+        if self.warmup_mistakes and not self.warmup:
+            raise ValueError(no_effect("warmup_mistakes", "with warmup = 0", 0.0))
         if self.min_operand > self.max_operand:
             raise ValueError(f"min_operand {self.min_operand} is above max_operand {self.max_operand}")
         return self
@@ -77,6 +80,12 @@ class DataSource(Section):
     @classmethod
     def _fields_in_braces(cls, text: str | None) -> str | None:
         return _template(text)
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "DataSource":
+        if self.prompt is not None and self.prompt_field is not None:
+            raise ValueError(no_effect("prompt_field", "with prompt, which makes the prompt from the fields it names"))
+        return self
 
     @field_validator("name")
     @classmethod
@@ -154,6 +163,9 @@ class DataSection(Section):
     """Whether a text is given to the model as a user's message, by its chat template; else it is the whole prompt."""
     leave_out: tuple[str, ...] = ()
     """Fields that records are without, for rewards too: those with values that JSON does not have, such as dates."""
+    accept: Annotated[tuple[Literal["blanks", "end"], ...], RUNTIME] = ()
+    """What the chat template may change in a trained turn: `blanks`, it leaves those around the answer out; `end`, it
+    closes the turn without a stop token, and the first stop token is trained in its place. Otherwise it is refused."""
     download: Annotated[bool, RUNTIME] = False
     """Whether data sets of the hub may be downloaded; otherwise they are looked for in its cache on this machine."""
     overlong: Literal["refuse", "drop"] = "refuse"
@@ -175,6 +187,13 @@ class DataSection(Section):
     def _one_of_both(self) -> "DataSection":
         if (self.train is None) == (self.generate is None):
             raise ValueError("give exactly one of data.train and data.generate")
+        return self
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "DataSection":
+        if self.prompt is not None and self.prompt_field != "prompt":
+            why = "with data.prompt, which makes the prompt from the fields it names"
+            raise ValueError(no_effect("data.prompt_field", why, "prompt"))
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from storage.errors import InputError
 from tasks.config.credentials import shown, shown_setting, shown_text
 from tasks.config.keys import NONE, Models, models_in, placed, type_of
 from tasks.config.located import folder_of, located
-from tasks.config.run import RunConfig
+from tasks.config.run import SWITCHED, RunConfig
 from trainer_core.marks import Mark
 from trainer_core.objectives.user_config import OBJECTIVE_TABLES, found_code
 from trainer_core.user_code import located_function
@@ -122,17 +122,23 @@ def explained(error: ValidationError) -> str:
 
 
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Put each `section.key=value` into a parsed document, the types of tables first: they decide which keys there are.
+    """Put each `section.key=value` into a parsed document, first those that decide which other keys there may be.
 
     Raises:
         InputError: as `apply_override`.
     """
-    for override in sorted(overrides, key=lambda given: not given.partition("=")[0].strip().endswith(".type")):
+    for override in sorted(overrides, key=lambda given: not _decides(given.partition("=")[0].strip())):
         apply_override(document, override)
 
 
+def _decides(path: str) -> bool:
+    return path.endswith(".type") or path in SWITCHED
+
+
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Put `section.key=value` into a parsed document. Another type of a table removes the keys of the one it had.
+    """Put `section.key=value` into a parsed document.
+
+    Another type of a table removes the keys of the one it had, and a 0 that switches something off its settings.
 
     Raises:
         InputError: it has another form, or names a value as a section.
@@ -152,6 +158,9 @@ def apply_override(document: dict[str, Any], override: str) -> None:
             raise InputError(f"--set {shown_setting(override)!r}: {key!r} is a value, not a section")
     if keys[-1] == "type" and table.get("type") != value and len(_models_at(keys[:-1])) > 1:
         table.clear()
+    if value == 0:
+        for name in SWITCHED.get(path.strip(), ()):
+            table.pop(name.rpartition(".")[2], None)
     table[keys[-1]] = value
 
 

@@ -280,7 +280,21 @@ def _generated(config: RunConfig) -> str | None:
     return "model.generate" if config.model.generate is not None else None
 
 
+def _off(config: RunConfig) -> str | None:
+    if config.evaluate.every:
+        return None
+    return "evaluate.every = 0" if config.data.evaluates else "no held-out prompts (data.hold_out or data.held_out)"
+
+
+SWITCHED = {"evaluate.every": ("evaluate.prompts",), "warmup.steps": ("warmup.batch_size", "warmup.optimizer")}
+"""Settings whose 0 switches something off, with the settings that have no effect then."""
+
 UNUSED: tuple[Unused[RunConfig], ...] = (
+    *(Unused(name, _off) for name in SWITCHED["evaluate.every"]),
+    *(
+        Unused(name, lambda config: None if config.warmup.steps else "warmup.steps = 0")
+        for name in SWITCHED["warmup.steps"]
+    ),
     Unused("train.policy.overlong", _unreached),
     Unused("train.policy.loss.best", _with_samples(1)),
     Unused("train.policy.loss.pairs", _with_samples(2)),
@@ -294,5 +308,4 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
         lambda config: "keep_newest not given, whose rest it thins out" if config.storage.keep_newest is None else None,
     ),
 )
-"""Settings that those of other sections leave without effect. A section that a number of 0 switches off (warmup.steps,
-evaluate.every) may stay as it is."""
+"""Settings that others leave without effect."""

@@ -16,12 +16,22 @@ from tasks.data.tokenizer import TextCodec
 from tasks.data.values import shown
 
 ASSISTANT = "assistant"
-Say = Callable[[str], None]
-"""Takes a sentence about something that is done and may not be meant."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """The ways to tell about a record for which the template does something that may not be meant."""
+
+    note: Callable[[str], None]
+    """Takes a sentence, for people."""
+    differ: Callable[[str, str], None]
+    """Takes a value of `data.accept` and a sentence: another text is trained than the answer. Raises InputError unless
+    that is accepted."""
+
 
 _SENTINEL = "0918273645"  # no template strips it or changes its case
 _ANSWER = f"{_SENTINEL}#"
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _TAG = re.compile(r"([<\[])([^<>\[\]/\s]+)([>\]])\s*$")  # as <think> or [THINK]
 _CLOSED = re.compile(r"</[^<>\s]+>|\[/[^\[\]\s]+\]")
 _LONGEST = 60  # characters of a header in a message
@@ -67,9 +77,9 @@ class Template:
         if self.codec.render(chat, answering=False) == text:
             self._check_unopened(chat, text, say)
         if frame is not None and not self.stops(frame.end):
-            say(self._unended(frame.end))
+            say.note(self._unended(frame.end))
         if "strftime_now" in (self.codec.backend.template or ""):
-            say("the chat template may write the date of today: that is stored, and a run made tomorrow has another")
+            say.note("the chat template may write the date: today's is stored, and a run made tomorrow has another")
         return text
 
     def turn(self, chat: Chat, text: str, message: Message, say: Say) -> Turn:
@@ -84,7 +94,9 @@ class Template:
         turn = _continued(text, whole, frame, message, say) or _after_opening(frame, message, say)
         if turn is None:
             raise InputError(_another(text, whole, message))
-        for key in _REASONING:
+        if not self.stops(frame.end):
+            say.differ("end", self._unended(frame.end))
+        for key in REASONING:
             _check_given([message[key]] if message.get(key) else [], turn.body, f"the answer's {key}")
         _check_given(_leaves(message.get("tool_calls")), turn.body, "the answer's tool calls")
         return turn
@@ -137,7 +149,7 @@ class Template:
                 f"{shown(header[-_LONGEST:])}, which the model would have to write. Let the template write that "
                 "where add_generation_prompt is true"
             )
-        say(f"the chat template has no generation prompt: an answer follows {shown(text[-20:])}")
+        say.note(f"the chat template has no generation prompt: an answer follows {shown(text[-20:])}")
 
     def _unended(self, end: str) -> str:
         first = self.codec.visible(self.codec.stop_tokens[:1])[0]
@@ -159,7 +171,7 @@ def _continued(text: str, whole: str, frame: _Frame, message: Message, say: Say)
     if (text + body).endswith(answer) and (body or not answer):
         return Turn(body, frame.end)
     if answer.strip() and body.strip() and (text + body).rstrip().endswith(answer.strip()):
-        say("the chat template leaves blanks around the answer out, and it is trained without them")
+        say.differ("blanks", "the chat template leaves blanks around the answer out, and it is trained without them")
         return Turn(body, frame.end)
     return None
 
@@ -167,13 +179,13 @@ def _continued(text: str, whole: str, frame: _Frame, message: Message, say: Say)
 def _after_opening(frame: _Frame, message: Message, say: Say) -> Turn | None:
     """The answer after a block that the generation prompt opens, and that the template drops from a turn."""
     answer, opened = str(message["content"]), frame.opened
-    if not opened or message.get("tool_calls") or any(message.get(key) for key in _REASONING):
+    if not opened or message.get("tool_calls") or any(message.get(key) for key in REASONING):
         return None
     tag = _TAG.search(opened)
     closes = tag is not None and f"{tag[1]}/{tag[2]}{tag[3]}" in answer and tag[0].strip() not in answer
     if opened.strip() and not (answer.startswith(opened) or closes):
         return None
-    say(
+    say.note(
         f"the generation prompt ends with {shown(opened)}, which the chat template leaves out of a turn with an "
         "answer: the answer is trained from there on, as it was given"
     )
@@ -209,16 +221,16 @@ def _check_message(message: Message, number: int, text: str, say: Say) -> None:
     after = _CLOSED.split(content)[-1].strip()
     if content not in text:
         if _within(content.strip(), text):
-            say(f"the chat template changes blanks or signs of the {role}'s text")
+            say.note(f"the chat template changes blanks or signs of the {role}'s text")
         elif role == ASSISTANT and _CLOSED.search(content) and after in text:
-            say("the chat template leaves the reasoning of earlier turns out")
+            say.note("the chat template leaves the reasoning of earlier turns out")
         else:
             raise InputError(_lost(f"the {role}'s text (message {number})", content))
     _check_given(_leaves(message.get("tool_calls")), text, f"the tool calls of message {number}")
     for key in message.keys() - {"role", "content", "tool_calls", "tool_call_id", "id"}:
         if not all(_within(leaf, text) for leaf in _leaves(message[key])):
-            what = "the reasoning of earlier turns" if key in _REASONING else f"the field {key!r} of messages"
-            say(f"the chat template leaves {what} out")
+            what = "the reasoning of earlier turns" if key in REASONING else f"the field {key!r} of messages"
+            say.note(f"the chat template leaves {what} out")
 
 
 def _check_given(given: Iterable[str], text: str, kind: str) -> None:

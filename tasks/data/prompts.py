@@ -61,6 +61,9 @@ def prompt_batches(
     for some in itertools.batched(numbered, _ROWS):
         rendered = [renderer.render(read.values, read.place) for _, read in some]
         ids = [qualifier + id_of(read, str(renderer.source.id_field), number) for number, read in some]
+        for name, one in zip(ids, rendered, strict=True):
+            for kind in one.kinds:
+                renderer.kinds.setdefault(kind, name)
         batch = _batch(ids, rendered, [read for _, read in some], renderer)
         _note_unknown(batch, [read.place for _, read in some], renderer)
         yield _fitting(batch, [f"{renderer.where}, {read.place}" for _, read in some], renderer.codec, room)

@@ -2,14 +2,14 @@
 
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from storage.errors import InputError
 from tasks.config.data import DataSource
 from tasks.data.backends import Chat, Message
-from tasks.data.chat import ASSISTANT, Say, Template, Turn
+from tasks.data.chat import ASSISTANT, REASONING, Say, Template, Turn
 from tasks.data.forms import Record
 from tasks.data.tokenizer import TextCodec
 from tasks.data.values import flaw, is_blank, parsed, shown, text_of
@@ -37,7 +37,9 @@ class Rendered:
     turn: Turn | None
     """The answer as the model is to give it."""
     chat: bool
-    """Whether the chat template made the text, which then has all special tokens."""
+    """True if the chat template made the text, which then has all special tokens."""
+    kinds: frozenset[str] = frozenset()
+    """Parts of a conversation that not every record has: tools, tool calls, reasoning, a system text."""
 
 
 @dataclass
@@ -69,7 +71,13 @@ class Renderer:
     where: str
     trained: bool = True
     """Whether the answers are trained on; else one that cannot be is no error."""
+    accept: Collection[str] = ()
+    """As `data.accept`."""
     notes: Notes = field(default_factory=Notes)
+    used: set[str] = field(default_factory=set)
+    """Settings that have had an effect: `tools_field`, and values of `accept`."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Id of the first prompt of each kind (`Rendered.kinds`)."""
     template: Template = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,9 +93,18 @@ class Renderer:
             InputError: it has no prompt, or one that the chat template refuses.
         """
         try:
-            return self._render(record, lambda sentence: self.notes.add(sentence, place))
+            return self._render(record, self._say(place))
         except InputError as error:
             raise InputError(f"{self.where}, {place}: {error}") from None
+
+    def _say(self, place: str) -> Say:
+        def differ(kind: str, sentence: str) -> None:
+            if kind not in self.accept:
+                raise InputError(f"{sentence}. Change the answer or the template, or set data.accept = {[kind]}")
+            self.used.add(kind)
+            self.notes.add(sentence, place)
+
+        return Say(lambda sentence: self.notes.add(sentence, place), differ)
 
     def _render(self, record: Record, say: Say) -> Rendered:
         found = self._found(record)
@@ -105,7 +122,8 @@ class Renderer:
         chat = Chat(messages, self._tools(record))
         text = self.template.prompt(chat, say)
         answer = None if solved is None else str(solved["content"])
-        return Rendered(text, answer, self._turn(chat, text, solved, say), chat=True)
+        turn = self._turn(chat, text, solved, say)
+        return Rendered(text, answer, turn, chat=True, kinds=frozenset(_kinds(chat, solved)))
 
     def _tools(self, record: Record) -> list[Message]:
         name = str(self.source.tools_field)
@@ -121,6 +139,7 @@ class Renderer:
                 f"field {name!r} is {shown(value)}, but a list of tables that define tools is expected, or JSON of it: "
                 "correct it, or name another field with data.tools_field"
             )
+        self.used.add("tools_field")
         return tools
 
     def _solved(self, record: Record) -> Message | None:
@@ -157,11 +176,22 @@ class Renderer:
         if solved is None:
             return None
         try:
-            return self.template.turn(chat, text, solved, say if self.trained else lambda _: None)
+            return self.template.turn(chat, text, solved, say if self.trained else _UNHEARD)
         except InputError:
             if self.trained:
                 raise
             return None
+
+
+def _kinds(chat: Chat, solved: Message | None) -> Iterator[str]:
+    messages = [*chat.messages, *([] if solved is None else [solved])]
+    yield from ["tools"] if chat.tools else []
+    yield from ["a system text"] if any(one["role"] == "system" for one in messages) else []
+    yield from ["tool calls"] if any(one.get("tool_calls") for one in messages) else []
+    yield from ["reasoning"] if any(one.get(key) for one in messages for key in REASONING) else []
+
+
+_UNHEARD = Say(lambda _: None, lambda _kind, _sentence: None)
 
 
 def fill(template: str, record: Record) -> str:

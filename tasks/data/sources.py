@@ -23,6 +23,7 @@ from tasks.data.models import copy_files
 from tasks.data.prompts import Room, id_of, mapped, prompt_batches, split_off, twice
 from tasks.data.rendering import Renderer
 from tasks.data.tokenizer import TextCodec
+from trainer_core.effects import no_effect
 
 TABLES = ("train", "held_out", "warmup")
 
@@ -38,6 +39,10 @@ class Counted:
     """Prompts of it that were too long."""
     fields: frozenset[str] = field(default=frozenset(), compare=False)
     """Names of all fields of its records."""
+    used: frozenset[str] = field(default=frozenset(), compare=False)
+    """Settings that have had an effect on it (`Renderer.used`)."""
+    kinds: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Id of its first prompt of each kind (`Rendered.kinds`)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def prompts_of(config: RunConfig, codec: TextCodec) -> Prompts:
     Raises:
         InputError: a source is missing, empty or malformed, or a prompt does not fit into the context.
     """
+    _check_hidden(config, codec)
     seen = [state(source) for table in TABLES for source in config.data.sources(table)]
     decides = [
         config.data.model_dump(mode="json"),
@@ -123,24 +129,40 @@ def _made(order: _Order) -> Prompts:
         digests={name: one.digests[name] for name, one in read.items()},
         notes=tuple(note for one in read.values() for note in one.notes),
     )
-    _check_fields(data, made)
+    _check_effects(data, made)
     whole_weights([source.weight or 1.0 for source in data.sources("train")])
     return _with_held_out(made, data.hold_out, order.config.run.seed) if data.hold_out else made
 
 
-def _check_fields(data: DataSection, made: Prompts) -> None:
-    """Refuse the name of a field that no record has of all sources for which it is given: it would have no effect."""
-    seen: dict[tuple[str, str | None], set[str]] = {}
+_NAMES = ("id_field", "answer_field", "tools_field")
+
+
+def _check_hidden(config: RunConfig, codec: TextCodec) -> None:
+    if config.rollout.special_tokens == "hidden" and not codec.hides:
+        why = "with a tokenizer whose special tokens are stop, padding and BOS tokens alone, which texts never have"
+        raise InputError(no_effect("rollout.special_tokens", why, "shown", "hidden"))
+
+
+def _check_effects(data: DataSection, made: Prompts) -> None:
+    """Refuse settings of which no record makes use: names of fields that are nowhere, changes that are not made."""
+    seen: dict[tuple[str, str], list[Counted]] = {}
     for table, counted in made.counts.items():
         for source, one in zip(data.sources(table), counted, strict=True):
-            for given in (("id_field", source.id_field), ("answer_field", source.answer_field)):
-                seen.setdefault(given, set()).update(one.fields)
-    for (setting, name), fields in seen.items():
-        if name and name not in fields and name != DataSection.model_fields[setting].default:
-            raise InputError(
-                f"data.{setting} = {name!r}: no record has such a field, only {', '.join(sorted(fields))}. Correct "
-                "it, or leave it out"
-            )
+            for setting in _NAMES:
+                seen.setdefault((setting, dict(source)[setting]), []).append(one)
+    for (setting, name), counted in seen.items():
+        default, fields = DataSection.model_fields[setting].default, {name for one in counted for name in one.fields}
+        if not name or name == default:
+            continue
+        why = "where no conversation has such a field, and the chat template alone writes tools"
+        if name not in fields:
+            why = f"where no record has such a field, only {', '.join(sorted(fields))}"
+        elif setting != "tools_field" or any(setting in one.used for one in counted):
+            continue
+        raise InputError(no_effect(f"data.{setting}", why, default, name))
+    used = {name for counted in made.counts.values() for one in counted for name in one.used}
+    if unused := [one for one in data.accept if one not in used]:
+        raise InputError(no_effect("data.accept", "where the chat template makes no such change", given=unused))
 
 
 def _generated(order: _Order, section: GeneratedAddition) -> Prompts:
@@ -178,7 +200,7 @@ def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> 
     for source, name in zip(order.config.data.sources(table), names, strict=True):
         where = table if len(names) == 1 else f"{table}, source {name!r}"
         rows, tally = 0, _Tally()
-        renderer = Renderer(source, order.codec, where, trained=table == "warmup")
+        renderer = Renderer(source, order.codec, where, table == "warmup", order.config.data.accept)
         with opened(source, order.config.data.download) as content:
             records = tally.count(content.records())
             qualifier = _qualifier(names, name)
@@ -186,7 +208,9 @@ def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> 
                 rows += batch.num_rows
                 yield batch
         _check_some(source, where, rows, tally.records)
-        known.counts.append(Counted(name, rows, tally.records - rows, frozenset(tally.fields)))
+        known.counts.append(
+            Counted(name, rows, tally.records - rows, frozenset(tally.fields), frozenset(renderer.used), renderer.kinds)
+        )
         known.digests.append(content.digest)
         known.notes += renderer.notes.sentences(where)
 
@@ -241,8 +265,7 @@ def _with_held_out(made: Prompts, count: int, seed: int) -> Prompts:
     before = made.counts["train"]
     ends = np.cumsum([0, *(one.rows for one in before)])
     counts = tuple(
-        Counted(one.name, int(left[start:end].sum()), one.dropped)
-        for one, start, end in zip(before, ends, ends[1:], strict=False)
+        replace(one, rows=int(left[start:end].sum())) for one, start, end in zip(before, ends, ends[1:], strict=False)
     )
     if not all(one.rows for one in counts):
         raise InputError(f"data.hold_out = {count} leaves nothing of a source of data.train: lower it")

@@ -77,6 +77,12 @@ class TextCodec:
         """Tokens that are no text."""
         return self.backend.special.all
 
+    @property
+    def hides(self) -> bool:
+        """True if texts lack more than stop, padding and BOS tokens."""
+        special = self.backend.special
+        return not self.left_out <= {*self.stop_tokens, special.begin, special.pad}
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without special tokens added."""
         return self.encode_batch([text])[0]

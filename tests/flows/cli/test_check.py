@@ -1,11 +1,12 @@
 """`ratchet check` shows what a run would be, and neither starts nor writes anything."""
 
 import json
+import tomllib
 
 import pytest
 
 from flows.cli.app import execute
-from flows.views.checked import notes_of
+from flows.views.checked import notes_of, of_kind, of_kinds
 from flows.views.needs import needs_of
 from storage.backends.root import open_root
 from tasks.config.document import load_config, parse_config
@@ -13,7 +14,7 @@ from tasks.data.checking import check_prompts
 from tasks.data.sources import text_codec
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
-from tests.tasks.data.chat_model import chat_model
+from tests.tasks.data.chat_model import TEMPLATE, chat_model
 
 CONFIG = """\
 [run]
@@ -66,6 +67,22 @@ def test_what_the_warm_up_trains_on_is_shown_after_its_prompt(checked):
     assert "    prompt   0|+|1|=\n    trained  1|<eos>\n" in said
     solved = json.loads(checked(*settings, "--json"))["solved"]
     assert [token["text"] for token in solved["trained"]] == ["1", "<eos>"]
+
+
+@pytest.mark.parametrize("held", ["", "held_out"])
+def test_one_record_of_each_kind_is_shown(tmp_path, held):
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+    ask, told = [{"role": "user", "content": "1?"}], [{"role": "system", "content": "Add."}]
+    records = [{"prompt": ask}, {"prompt": told + ask}, {"prompt": told + ask, "tools": [{"name": "get"}]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({**one, "answer": "2"}) + "\n" for one in records))
+    document = tomllib.loads(CONFIG) | {"model": {"source": str(chat_model(tmp_path, template=template))}}
+    warmup = {} if held else {"warmup": str(tmp_path / "a.jsonl")}
+    config = parse_config(document | {"data": {"train": str(tmp_path / "a.jsonl"), "hold_out": 1, **warmup}}, "test")
+    codec, prompts = text_codec(config), check_prompts(config)
+    found = {one.kind: one for one in of_kinds(prompts, codec, ["1"])}
+    assert {kind: one.prompt_id for kind, one in found.items()} == {"a system text": "2", "tools": "3"}
+    assert all((one.trained is None) == bool(held) for one in found.values())
+    assert of_kind(found["tools"])[0].startswith("first record with tools, '3': ")
 
 
 def test_the_result_as_json(checked):

@@ -51,6 +51,17 @@ def test_the_stored_document_reads_back_equal(tmp_path):
         ("train.policy.most_groups=32", "most_groups has no effect with rollout.prompts = 32, which are no more"),
         ("model.download=true", "model.download has no effect with model.generate"),
         ("model.accept=['hidden_act']", "model.accept has no effect with model.generate: leave it out"),
+        (
+            "evaluate={every=0,prompts=4}",
+            "evaluate.prompts has no effect with evaluate.every = 0: leave it out, or",
+        ),
+        (
+            "warmup.batch_size=4",
+            "warmup.batch_size has no effect with warmup.steps = 0: leave it out, or give it",
+        ),
+        ("warmup.optimizer={learning_rate=1}", "warmup.optimizer has no effect with warmup.steps = 0: leave it out"),
+        ("data.generate.warmup_mistakes=0.5", "warmup_mistakes has no effect with warmup = 0: leave it out, or give"),
+        ("data.prompt_field='q'", "data.prompt_field has no effect with data.prompt, which makes"),
         ("storage.keep_newest=0", "greater than or equal to 1"),
         ("storage.keep=1", "did you mean 'storage.keep"),
         ("rollout.samples.more=1", "valid integer"),
@@ -62,8 +73,9 @@ def test_the_stored_document_reads_back_equal(tmp_path):
     ],
 )
 def test_bad_values_name_fact_and_repair(tmp_path, override, fact):
+    more = ["data.prompt='{prompt}'"] if "prompt_field" in override else []
     with pytest.raises(InputError) as caught:
-        load_config(config_file(tmp_path), [override])
+        load_config(config_file(tmp_path), [override, *more])
     assert fact in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -75,6 +87,15 @@ def test_another_type_of_a_table_leaves_no_key_of_the_old_one(tmp_path):
     assert loss.model_dump() == {"type": "cispo", "clip_low": 1.0, "clip_high": 7.0}
     kept = load_config(config_file(tmp_path, text), ["train.policy.loss.type=gspo"]).train.policy.loss
     assert kept.model_dump() == {"type": "gspo", "clip_low": 0.5, "clip_high": 4e-4}
+
+
+def test_switching_something_off_on_the_command_line_removes_its_settings(tmp_path):
+    text = f'{MINIMAL}[evaluate]\nprompts = 4\npass = "reward > 0"\n[warmup]\nsteps = 1\nbatch_size = 3\n'
+    assert load_config(config_file(tmp_path, text), ["warmup.steps=2"]).warmup.batch_size == 3
+    off = load_config(config_file(tmp_path, text), ["evaluate.every=0", "warmup.steps=0"])
+    assert (off.evaluate.prompts, off.evaluate.passing, off.warmup.batch_size) == (256, "reward > 0", 64)
+    with pytest.raises(InputError, match=r"evaluate\.prompts has no effect"):
+        load_config(config_file(tmp_path, text), ["evaluate.prompts=3", "evaluate.every=0"])
 
 
 def test_an_argument_called_type_is_like_any_other(tmp_path):

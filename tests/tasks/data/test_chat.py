@@ -50,11 +50,11 @@ def earlier(content, **more):
     return {"prompt": [*ASKED, {"role": "assistant", "content": content, **more}, *ASKED], "answer": "2"}
 
 
-def made(folder, chat_template, record, table="warmup", stop=None, **section):
+def made(folder, chat_template, record, table="warmup", stop=None, accept=(), **section):
     """The row that a record becomes, its tokens as texts, and what is noted."""
     codec = TextCodec.from_directory(chat_model(folder, template=chat_template), stop)
     source = DataSection(train="unused", **section).sources("train")[0]
-    renderer = Renderer(source, codec, table, trained=table == "warmup")
+    renderer = Renderer(source, codec, table, table == "warmup", accept)
     (row,) = mapped(prompt_batches([Read("record 1", record)], renderer, Room(1000, 1))).to_pylist()
     trained = row["answer_tokens"]
     shown = None if trained is None else "".join(codec.visible(trained))
@@ -166,7 +166,6 @@ def test_a_prompt_that_lacks_what_was_said_is_refused(tmp_path, chat_template, r
 
 NOTED = {
     "block": (DROPS, {"prompt": ASKED, "answer": BLOCK}, "the generation prompt ends with '<think>\\n'"),
-    "trimmed": (template("{{ m.content | trim }}"), answered(" 2\n"), "leaves blanks around the answer out"),
     "trimmed system": (
         template("{{ m.content | trim }}"), {"prompt": [{"role": "system", "content": "Be.\n"}, *ASKED]}, "system's",
     ),
@@ -174,7 +173,7 @@ NOTED = {
     "earlier field": (template(), earlier("two", reasoning_content="one"), "the reasoning of earlier turns"),
     "name": (template(), {"prompt": [{**ASKED[0], "name": "Bo"}]}, "leaves the field 'name' of messages out"),
     "no generation prompt": (INST, {"prompt": ASKED}, "has no generation prompt: an answer follows"),
-    "date": ("{{ strftime_now('%Y') }}" + template(), {"prompt": ASKED}, "may write the date of today"),
+    "date": ("{{ strftime_now('%Y') }}" + template(), {"prompt": ASKED}, "may write the date"),
 }  # fmt: skip
 
 
@@ -192,11 +191,27 @@ def test_a_template_that_does_as_asked_is_not_noted(tmp_path):
     assert (trained, notes) == ("2<|end|>", [])
 
 
-def test_a_turn_whose_end_is_no_stop_token_ends_once_and_that_is_said(tmp_path):
-    _, trained, (note,) = made(tmp_path, template(end="<|close|>\n"), answered(), stop=["<|end|>"])
+CHANGED = {
+    "blanks": (template("{{ m.content | trim }}"), answered(" 2\n"), None, "leaves blanks around the answer out"),
+    "end": (
+        template(end="<|close|>\n"),
+        answered(),
+        ["<|end|>"],
+        'to end them so, set rollout.stop_tokens = ["<',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_another_turn_than_was_asked_is_refused_unless_that_is_accepted(tmp_path, kind):
+    chat_template, record, stop, fact = CHANGED[kind]
+    with pytest.raises(InputError, match=rf"or set data\.accept = \['{kind}'\]") as caught:
+        made(tmp_path / "refused", chat_template, record, stop=stop)
+    assert fact in str(caught.value)
+    _, trained, notes = made(tmp_path / "accepted", chat_template, record, stop=stop, accept=[kind])
     assert trained == "2<|end|>"
-    assert "ends a turn with '<|close|>\\n', which has no stop token" in note
-    assert 'set rollout.stop_tokens = ["<|close|>"]' in note
+    assert any(fact in note for note in notes)
+    assert made(tmp_path / "not trained", chat_template, record, "train", stop=stop)[1] == "2<|end|>"
 
 
 @pytest.mark.parametrize(

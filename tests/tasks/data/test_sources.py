@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,46 @@ def test_the_name_of_a_field_has_an_effect(tmp_path, setting):
     made({"train": [first, second], setting: "x"})  # one of them has it
     made({"train": first, "warmup": second, setting: "x"})
     for data in ({"train": first, setting: "x"}, {"train": [{"source": first, setting: "x"}, second]}):
-        with pytest.raises(
-            InputError, match=rf"data\.{setting} = 'x': no record has such a field, only answer, id, prompt"
-        ):
+        with pytest.raises(InputError, match=rf'data\.{setting} = "x" has no effect where no record has such a field'):
             made(data)
+
+
+CONVERSATION = [{"prompt": [{"role": "user", "content": "one?"}], "t": [], "answer": "three"}]
+
+
+@pytest.mark.parametrize(
+    ("records", "data", "fact"),
+    [
+        (sums(2), {"tools_field": "t"}, 'data.tools_field = "t" has no effect where no record has such a field'),
+        (CONVERSATION, {"tools_field": "t"}, 'data.tools_field = "t" has no effect where no conversation has'),
+        (CONVERSATION, {"accept": ["end"]}, 'data.accept = ["end"] has no effect where the chat template makes no'),
+    ],
+)
+def test_a_setting_of_which_nothing_makes_use_is_refused(tmp_path, records, data, fact):
+    model = {"source": str(chat_model(tmp_path / "model"))}
+    with pytest.raises(InputError) as caught:
+        made({"train": write_jsonl(tmp_path / "a.jsonl", records), **data}, model=model)
+    assert fact in str(caught.value)
+    assert "leave it out" in str(caught.value)
+
+
+def test_hiding_no_tokens_is_refused(tmp_path):
+    data = {"train": write_jsonl(tmp_path / "a.jsonl", sums(2))}
+    config = config_of(data, rollout={"special_tokens": "hidden"})
+    codec = text_codec(config)
+    prompts_of(config, codec)
+    with pytest.raises(InputError, match=r'special_tokens = "hidden" has no effect with a tokenizer .* = "shown"'):
+        prompts_of(config, replace(codec, left_out=frozenset(codec.stop_tokens)))
+
+
+def test_the_first_record_of_each_kind_is_known(tmp_path):
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+    ask, tools = [{"role": "user", "content": "one?"}], [{"name": "get"}]
+    told = [{"role": "system", "content": "Add."}, *ask]
+    records = [{"prompt": ask}, {"prompt": told}, {"prompt": ask, "tools": tools}, {"prompt": told, "tools": tools}]
+    data = {"train": write_jsonl(tmp_path / "a.jsonl", records)}
+    prompts = made(data, model={"source": str(chat_model(tmp_path / "model", template=template))})
+    assert dict(prompts.counts["train"][0].kinds) == {"a system text": "2", "tools": "3"}
 
 
 def test_weights_are_checked_before_the_start(tmp_path):
@@ -162,7 +199,7 @@ def test_what_is_done_with_prompts_is_told_when_a_run_begins(tmp_path):
     asked = [{"prompt": f"{n} and one?", "answer": " three"} for n in range(4)]
     url = write_jsonl(tmp_path / "a.jsonl", asked)
     config = config_of(
-        {"train": url, "hold_out": 1, "warmup": url, "chat": True},
+        {"train": url, "hold_out": 1, "warmup": url, "chat": True, "accept": ["blanks"]},
         model={"source": str(chat_model(tmp_path / "model", template=trims))},
     )
     (note,) = prompts_of(config, text_codec(config)).notes
