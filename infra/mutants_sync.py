@@ -135,8 +135,8 @@ SYNC = (
         "check-sync-ends-engines",
         "check-sync ends an engine of a live run that does not answer",
         "tasks/workers/actors.py",
-        '        """Ask no more."""\n        self._ended = True\n',
-        '        """Ask no more."""\n        super().end()\n',
+        '        """Detach; the processes keep running."""\n        self._ended = True\n',
+        '        """Detach; the processes keep running."""\n        super().end()\n',
         ("tests/tasks/workers/test_actors.py",),
     ),
     Mutant(

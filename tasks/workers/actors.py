@@ -29,7 +29,7 @@ TOKEN_CHARACTERS = 8
 
 
 class WorkerDied(WorkerLost):
-    """The process is gone, unlike one that failed and was ended by us."""
+    """The process died, unlike one that failed and was ended by us."""
 
 
 class Host:
@@ -64,7 +64,7 @@ class Host:
 
 
 class WorkerGroup:
-    """Actors that work in step: every call goes to all of them, and they are dead as soon as one of them is."""
+    """A `Group` of actors."""
 
     def __init__(self, labels: Sequence[str], actors: Sequence[Any]) -> None:
         self._labels = list(labels)
@@ -84,11 +84,6 @@ class WorkerGroup:
         self._starting = [actor.make.remote(factory, own) for actor, own in zip(self._actors, arguments, strict=True)]
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> "PendingCall":
-        """Call `method` on every member with the same arguments, without waiting; one result per member.
-
-        Raises:
-            WorkerLost: the group has ended.
-        """
         if self._ended:
             raise WorkerLost(f"{self._labels[0]} has ended; the next attempt starts a new one")
         shared = arguments if len(self._actors) == 1 else [ray.put(argument) for argument in arguments]
@@ -103,7 +98,6 @@ class WorkerGroup:
         return self._collect(references, what, deadline_s)
 
     def alive(self) -> bool:
-        """True if no member is known to be dead. A group with a dead member is ended."""
         if self._ended:
             return False
         pings = [actor.calls.remote() for actor in self._actors]
@@ -115,10 +109,7 @@ class WorkerGroup:
         return not self._ended
 
     def processes(self) -> list[int]:
-        """Process ids of the members; a member that is at work answers once it has ended its call.
-
-        A group with a member that is found dead is ended, and has none.
-        """
+        """A member that is at work answers once it has ended its call. A group with a dead member is ended."""
         try:
             return ray.get([actor.pid.remote() for actor in self._actors])
         except ray.exceptions.RayError:
@@ -136,7 +127,6 @@ class WorkerGroup:
             return False
 
     def end(self) -> None:
-        """End the members' processes."""
         self._ended = True
         for actor in self._actors:
             ray.kill(actor)
@@ -175,21 +165,20 @@ class WorkerGroup:
 
 
 class ObservedGroup(WorkerGroup):
-    """The group of a run that others drive: it is asked, and its processes are never ended from here."""
+    """The group of a run that others drive: its processes are never ended from here."""
 
     def end(self) -> None:
-        """Ask no more."""
+        """Detach; the processes keep running."""
         self._ended = True
 
 
 class PendingCall:
-    """A call that was sent to all members of a group."""
+    """A `Pending` call of a group."""
 
     def __init__(self, group: WorkerGroup, references: list[Any], method: str) -> None:
         self._group, self._references, self._method = group, references, method
 
     def wait(self, deadline_s: float) -> list[Any]:
-        """One result a member; raises as `Pending.wait`."""
         return self._group.gather(self._references, self._method, deadline_s)
 
 
@@ -257,7 +246,7 @@ def _explained(error: ray.exceptions.RayError, label: str, what: str) -> Ratchet
 
 
 def lacks_memory(cause: BaseException) -> bool:
-    """True if an error is that memory of a host or card could not be had, by its type or code."""
+    """True if an error says, by its type or code, that memory of a host or card could not be had."""
     if isinstance(cause, OSError):
         return cause.errno == errno.ENOMEM
     named = {kind.__name__ for kind in type(cause).__mro__}

@@ -4,7 +4,6 @@ Under our own Ray they live as long as the flow process. On a cluster (RAY_ADDRE
 after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
 """
 
-import itertools
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -29,15 +28,11 @@ from trainer_core.config import Device, TrainerConfig
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-
 logger = logging.getLogger(__name__)
 
 
 def release(run: str, cluster: Cluster) -> int:
-    """End all processes that a run has left on a cluster, and remove the folders where they met.
-
-    Returns:
-        How many processes that were.
+    """End all processes that a run has left on a cluster, remove the folders where they met, and return their number.
 
     Raises:
         InputError, WorkerLost: the cluster does not answer.
@@ -122,17 +117,12 @@ class Fleet:
             raise
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
-        """Start whatever is missing, all at once, without waiting: each process imports for ten seconds or more."""
+        """As `Workers.warm`: each process imports for ten seconds or more."""
         self.trainers(model_dir, config)
         self.engines(model_dir)
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
-        """The run's engines. One that is new or was restarted holds the weights in `model_dir`; check its identity.
-
-        Raises:
-            WorkerLost: Ray has died since it was started.
-            InputError: see `device`; or RAY_ADDRESS does not answer.
-        """
+        """As `Workers.engines`. Raises besides InputError as `device`, or because RAY_ADDRESS does not answer."""
         self._connect()
         spec = self.engine_spec(model_dir)
         places = range(self._config.engine.count)
@@ -143,12 +133,7 @@ class Fleet:
         return list(self._engines)
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
-        """The run's trainer ranks. A group that is new or was restarted holds no weights; check its identity.
-
-        Raises:
-            WorkerLost: Ray has died since it was started.
-            InputError: see `device`; or there are fewer cards than ranks; or RAY_ADDRESS does not answer.
-        """
+        """As `Workers.trainers`. Raises besides InputError as `engines`, or if there are fewer cards than ranks."""
         self._connect()
         if self._trainers is not None and config != self._trained_under:
             self._trainers.end()  # a stage that is done again may train under other settings
@@ -157,21 +142,13 @@ class Fleet:
         return self._trainers
 
     def processes(self) -> dict[str, int]:
-        """Process ids of what was started: `trainer-RANK`, `engine-NUMBER`, and `node` of our own Ray; and what engines
-        have started, as `inside` names it.
-        """
+        """As `Workers.processes`, and the processes that engines have started, as `inside` names them."""
         ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
         engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
-        return {
-            **{f"trainer-{rank}": process for rank, process in enumerate(ranks)},
-            **{f"engine-{number}": process for number, process in enumerate(engines)},
-            **dict(
-                itertools.chain(
-                    *(inside(process, place, self._config.engine.tensor) for place, process in enumerate(engines))
-                )
-            ),
-            **({} if self._cluster.node is None else {"node": self._cluster.node}),
-        }
+        found = {f"trainer-{rank}": process for rank, process in enumerate(ranks)}
+        for place, process in enumerate(engines):
+            found |= {f"engine-{place}": process, **dict(inside(process, place, self._config.engine.tensor))}
+        return found if self._cluster.node is None else {**found, "node": self._cluster.node}
 
     def close(self) -> None:
         """End the processes, including those on a cluster."""
@@ -224,26 +201,21 @@ class Fleet:
         role = f"{self._run}/engine-{place}"
         cards = self.placement().engines[place]
         prefix = f"{role}/{engine_digest(spec, cards)}"
-        found = self._found(RankActors, role, prefix, labels)
-        if found is not None:
-            return self._handle(found)
-        settings = self._cluster.settings
-        environment = engine_environment(spec.device, cards, settings.local)
-        names = fresh_names(prefix, 1)
-        meeting_place = meet(names, settings) if spec.tensor > 1 else None
-        group = RankActors(labels, spawn(names, [environment], detached=not settings.local), meeting_place)
-        place_of_it = None if meeting_place is None else str(meeting_place)
-        group.start(Engine, [(spec, place_of_it)], self._config.workers.start_deadline_s)
-        return self._handle(group)
-
-    def _handle(self, group: WorkerGroup) -> EngineHandle:
+        group, settings = self._found(role, prefix, labels), self._cluster.settings
+        if group is None:
+            environment = engine_environment(spec.device, cards, settings.local)
+            names = fresh_names(prefix, 1)
+            meeting_place = meet(names, settings) if spec.tensor > 1 else None
+            group = RankActors(labels, spawn(names, [environment], detached=not settings.local), meeting_place)
+            folder = None if meeting_place is None else str(meeting_place)
+            group.start(Engine, [(spec, folder)], self._config.workers.start_deadline_s)
         return EngineHandle.of(group, self._config.workers)
 
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
         role = f"{self._run}/trainers"
         deterministic = self._config.device.deterministic
         prefix = f"{role}/{value_digest({**config.model_dump(mode='json'), 'deterministic': deterministic})}"
-        found = self._found(RankActors, role, prefix, rank_labels(config.parallel.world_size))
+        found = self._found(role, prefix, rank_labels(config.parallel.world_size))
         if found is None:
             deadline_s = self._config.workers.start_deadline_s
             settings = self._cluster.settings
@@ -251,13 +223,13 @@ class Fleet:
         replaces, self._had_trainers = self._had_trainers, True
         return TrainerGroup.of(found, self._config.workers, replaces)
 
-    def _found[G: WorkerGroup](self, kind: type[G], role: str, prefix: str, labels: list[str]) -> G | None:
+    def _found(self, role: str, prefix: str, labels: list[str]) -> RankActors | None:
         """A usable group that an earlier flow process left on the cluster; unusable ones are ended."""
         if self._cluster.local:
             return None
-        usable: G | None = None
+        usable: RankActors | None = None
         for name, actors in find_groups(role).items():
-            group = kind.found(name, labels, actors)
+            group = RankActors.found(name, labels, actors)
             fits = usable is None and name.startswith(f"{prefix}/") and len(actors) == len(labels)
             if fits and group.in_step():
                 usable = group

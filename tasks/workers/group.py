@@ -50,7 +50,7 @@ class Group(Protocol):
 
 
 class GroupHandle:
-    """A group behind the typed calls of its members' protocol. A call raises what the members raise, or WorkerLost.
+    """A `Group` behind the typed calls of its members' protocol. A call raises what the members raise, or WorkerLost.
 
     A subclass names that protocol twice: as a base, which gives the types, and as `forwards`. Each method of it that
     the subclass does not define goes to all members, waits for them, and returns the answer of the first.
@@ -84,15 +84,12 @@ class GroupHandle:
         return cast(Pending[list[R]], self._group.submit(method.__name__, *arguments, **options))
 
     def alive(self) -> bool:
-        """True if no member is known to be dead."""
         return self._group.alive()
 
     def end(self) -> None:
-        """End the members' processes."""
         self._group.end()
 
     def processes(self) -> list[int]:
-        """Process ids of the members, as `Group.processes`."""
         return self._group.processes()
 
     def results[R](self, pending: Pending[list[R]]) -> list[R]:

@@ -31,7 +31,6 @@ class RankActors(WorkerGroup):
         return cls(labels, actors, rendezvous(name))
 
     def end(self) -> None:
-        """End the ranks' processes and remove the folder of their rendezvous."""
         super().end()
         if self._meeting_place is not None:
             shutil.rmtree(self._meeting_place, ignore_errors=True)
@@ -47,7 +46,7 @@ def start_trainers(
     deterministic: bool = False,
     start: Callable[[str, TrainerConfig, RankSpec], TrainerProtocol] = start_trainer,
 ) -> RankActors:
-    """Start the ranks of the layout without waiting for them. They meet at a file, so no port is opened.
+    """Start the ranks of the layout without waiting for them. They meet at a file, so that no port is opened.
 
     Args:
         deadline_s: how long they may take to start.

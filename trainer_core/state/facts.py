@@ -59,7 +59,7 @@ class StateFacts(BaseModel):
     precision: Precision
     """Type of the weights."""
     transformer_engine: bool
-    """True if Transformer Engine's modules saved it, or Megatron's own."""
+    """Modules that saved it: Transformer Engine's, or else Megatron's own."""
 
     def layout(self) -> dict[str, JsonValue]:
         """The ranks that the random generators belong to."""
