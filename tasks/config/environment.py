@@ -43,12 +43,14 @@ _ENGINE = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would share the actor's connections to Ray
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on first use, and not used for seeded requests
+    "VLLM_USE_V2_MODEL_RUNNER": "1",  # vLLM's default differs between families
 }
 
 _ENGINE_ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # a few helpers compile even in eager mode: 12 s of start-up, and a compiler is needed
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # never pin: the machine is shared with the trainer
     "VLLM_MLA_DISABLE": "1",  # MLA has no CPU kernel; the multi-head form is the same mathematics
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one's kernels are written in Triton, for cards
 }
 
 _DETERMINISTIC_ON_CUDA = {

@@ -32,7 +32,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from storage.errors import SyncMismatch
 from tasks.engine.inside import executor
 from tasks.engine.memory import cache_bytes
-from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
+from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Runner, Sampling
 
 _LEAVING_S = 1.0  # that this process gets to end by itself after its scheduler has
 _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
@@ -61,9 +61,11 @@ class Core:
         """Start vLLM with the weights in `spec.model_dir`."""
         arguments = vllm_arguments(spec)
         scheduler = "WholeResponsesAhead" if arguments["async_scheduling"] else "WholeResponses"
-        self.config = EngineArgs(**arguments, scheduler_cls=f"tasks.engine.scheduler.{scheduler}").create_engine_config(
-            UsageContext.LLM_CLASS
-        )
+        self.config = EngineArgs(
+            **arguments,
+            scheduler_cls=f"tasks.engine.scheduler.{scheduler}",
+            worker_cls="tasks.engine.runner.Worker" if spec.device == "cuda" else "auto",
+        ).create_engine_config(UsageContext.LLM_CLASS)
         self._inputs = InputProcessor(self.config, renderer_from_config(self.config))
         self._client = EngineCoreClient.make_client(
             multiprocess_mode=spec.own_core or spec.tensor > 1,
@@ -104,6 +106,11 @@ class Core:
         """Call a method of every worker; their results."""
         self.wake()
         return self._client.collective_rpc(method, kwargs=options)
+
+    @property
+    def runner(self) -> Runner:
+        """Which of vLLM's model runners computes."""
+        return "second" if self.config.use_v2_model_runner else "first"
 
     @property
     def asleep(self) -> bool:

@@ -4,6 +4,7 @@ vLLM and torch are imported when an engine is created.
 """
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from tasks.engine.protocol import (
     EngineSpec,
     Finished,
     InFlight,
+    Runner,
     Sampling,
     TokenIds,
 )
@@ -35,6 +37,8 @@ from trainer_core.weights.channel import Channel
 
 if TYPE_CHECKING:
     from tasks.engine.core import Answer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class Engine(EngineProtocol):
         self._sampling_parameters: Callable[[Sampling, int], Any] = core.sampling_parameters
         self._scoring_parameters: Callable[[], Any] = core.scoring_parameters
         self._core = core.Core(spec)
+        logger.info("the engine of %s has vLLM's %s model runner", spec.model_dir, self._core.runner)
         self._held: EngineIdentity | Unusable = EngineIdentity(weight_version=None, weights_digest=None)
         self._digests: dict[str, str] = {}  # of what was committed
         self._update: Transaction | None = None
@@ -92,6 +97,10 @@ class Engine(EngineProtocol):
         if isinstance(self._held, Unusable):
             return EngineIdentity(weight_version=None, weights_digest=None)
         return self._held
+
+    def runner(self) -> Runner:
+        """See `EngineProtocol.runner`."""
+        return self._core.runner
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """See `EngineProtocol.generate`."""

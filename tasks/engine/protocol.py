@@ -41,6 +41,10 @@ InFlight = Literal["abort", "wait", "keep"]
 goes on with them under the new weights, from which their key-value cache is computed again."""
 
 
+Runner = Literal["first", "second"]
+"""vLLM has two model runners. The second one samples by a counter and runs on cards only."""
+
+
 class EngineSpec(Frozen):
     """Everything an engine is started with."""
 
@@ -146,6 +150,10 @@ class EngineProtocol(Protocol):
 
     def identity(self) -> EngineIdentity:
         """Which weights the engine holds."""
+        ...
+
+    def runner(self) -> Runner:
+        """Which of vLLM's model runners the engine has: the second on a card, for every family."""
         ...
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:

@@ -15,6 +15,7 @@ import numpy as np
 from tasks.config.environment import engine_environment
 from tasks.engine.engine import Engine
 from tasks.engine.protocol import EngineSpec, Sampling
+from tests.tasks.engine_scheduling import Schedulers
 
 VOCABULARY = 32
 EOS = 1
@@ -77,8 +78,13 @@ class FaultyEngine(Engine):
 
     def sampled_so_far(self) -> dict[str, tuple[int, int]]:
         """By request that the scheduler knows something of: how many tokens and log-probabilities it keeps."""
-        kept = self._core._client.engine_core.scheduler._responses
-        return {name: (len(response.tokens), len(response.logprobs)) for name, response in kept.items()}
+        scheduler = self._core._client.engine_core.scheduler
+        rows = scheduler._rows
+        as_row = {name: rows.sampled_as_row(name) if name in rows else 0 for name in scheduler._responses}
+        return {
+            name: (len(response.tokens) + as_row[name], len(response.logprobs) + as_row[name])
+            for name, response in scheduler._responses.items()
+        }
 
     def preempt(self) -> None:
         """Take the key-value cache from everything under way, as when there is too little of it."""
@@ -306,6 +312,7 @@ EngineProcess.register("InPlaceEngine", InPlaceEngine)
 EngineProcess.register("PlainEngine", PlainEngine)
 EngineProcess.register("Reference", Reference)
 EngineProcess.register("Copies", Copies)
+EngineProcess.register("Schedulers", Schedulers)
 
 
 @contextmanager

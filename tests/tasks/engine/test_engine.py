@@ -39,6 +39,10 @@ def fresh(served, tmp_path_factory):
     return served
 
 
+def test_on_cpu_the_first_model_runner_computes(served):
+    assert served.engine.runner() == "first"
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_the_distribution_sampled_from(fresh, temperature):
     batch = assert_agrees(fresh, "old", Sampling(max_tokens=8, temperature=temperature))

@@ -60,3 +60,17 @@ def test_a_response_is_whole_after_its_cache_was_taken(engine):
     assert batch.completions["response_tokens"].equals(alone["response_tokens"])
     found, expected = (np.array(one["logprobs"].to_pylist()) for one in (batch.completions, alone))
     np.testing.assert_allclose(found, expected, atol=1e-5)  # computed in other pieces
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
+@pytest.mark.parametrize(("blocks", "together"), [(400, 40), (60, 12), (30, 8)], ids=["roomy", "full", "scarce"])
+def test_requests_that_come_and_go_get_the_tokens_of_their_own_seeds(engines, ahead, blocks, together):
+    served = engines["qwen3", False]
+    for seed in range(4):
+        told = served.process.Schedulers().run(served.old, seed, ahead, blocks, together)
+        assert told["found"] == {
+            name: told["expected"][name] for name in told["expected"] if name not in told["dropped"]
+        }
+        assert told["left"] == (0, 0, 0, 0, 0)
+        assert len(told["found"]) > 50
+        assert told["steady"] > (100 if together == 40 else 20)

@@ -1,0 +1,198 @@
+"""Requests that sample one token in each step, as columns of arrays: a step costs a few operations of NumPy for all of
+them. Imports numpy only."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Places = NDArray[np.intp]
+"""Indices of rows."""
+
+_COLUMNS = 9
+SERIAL, SLOT, STOPS, COMPUTED, SAMPLED, FLYING, STEPS, LIMIT, ROOM = range(_COLUMNS)
+"""Numbers of a row: its serial number, in order of entry; its line of the buffers; its set of stop tokens; its tokens
+whose keys and values the steps planned so far compute; tokens sampled; tokens that planned steps will sample; steps
+among these that were planned while it was a row; most tokens that it samples; tokens that its cache blocks hold."""
+
+
+class Entry(NamedTuple):
+    """A request as it becomes a row."""
+
+    name: str
+    """Its id."""
+    request: Any
+    """The scheduler's object for it."""
+    stop_token_ids: Sequence[int]
+    """Tokens that end it."""
+    computed: int
+    """See `COMPUTED`."""
+    sampled: int
+    """See `SAMPLED`."""
+    flying: int
+    """See `FLYING`."""
+    limit: int
+    """See `LIMIT`."""
+
+
+class Left(NamedTuple):
+    """A request as it leaves the rows."""
+
+    request: Any
+    """The scheduler's object for it."""
+    tokens: NDArray[np.int32]
+    """What it sampled as a row."""
+    logprobs: NDArray[np.float32]
+    """One for each of them."""
+    computed: int
+    """See `COMPUTED`."""
+    flying: int
+    """See `FLYING`."""
+    steps: int
+    """See `STEPS`."""
+
+
+class Planned(NamedTuple):
+    """The rows of a step, in the order in which the step computes them."""
+
+    number: int
+    """The same for steps of the same rows."""
+    serials: NDArray[np.int64]
+    """Their `SERIAL`."""
+    scheduled: dict[str, int]
+    """1 for the id of each; shared by the steps, never changed."""
+
+
+class Rows:
+    """Requests in order of entry."""
+
+    def __init__(self, capacity: int, longest: int, vocabulary: int) -> None:
+        """At most `capacity` rows of at most `longest` tokens, each below `vocabulary`."""
+        # the system gives a page of these when it is first written
+        self._tokens = np.zeros((capacity, longest), dtype=np.int32)
+        self._logprobs = np.zeros((capacity, longest), dtype=np.float32)
+        self._first = np.zeros(capacity, dtype=np.int64)  # tokens that a request had when it entered, by slot
+        self._free = list(range(capacity))
+        self._vocabulary = vocabulary
+        self._stop_sets: dict[frozenset[int], int] = {}
+        self._stops = np.zeros((0, vocabulary), dtype=bool)
+        self._serial = 0
+        self._number = 0
+        self._planned: Planned | None = None
+        self._serials: dict[str, int] = {}
+        self.requests: list[Any] = []
+        self.table = np.zeros((_COLUMNS, 0), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._serials
+
+    def enter(self, entries: Iterable[Entry]) -> None:
+        """Append requests."""
+        columns = [self._column(entry) for entry in entries]
+        if columns:
+            self.table = np.concatenate([self.table, np.array(columns, dtype=np.int64).T], axis=1)
+            self._planned = None
+
+    def plan(self) -> Planned:
+        """The rows of the next step: all but those whose last token an earlier step samples."""
+        due = self.table[SAMPLED] + self.table[FLYING] < self.table[LIMIT]
+        everyone = bool(due.all())
+        if everyone and self._planned is not None:
+            return self._planned
+        self._number += 1
+        names = list(self._serials) if everyone else _chosen(list(self._serials), due)
+        planned = Planned(self._number, self.table[SERIAL][due], dict.fromkeys(names, 1))
+        self._planned = planned if everyone else None
+        return planned
+
+    def places(self, serials: NDArray[np.int64]) -> tuple[Places, Places]:
+        """Those of `serials` that are still rows: their places, and their indices in `serials`."""
+        own = self.table[SERIAL]
+        if len(own) == len(serials) and np.array_equal(own, serials):
+            every = np.arange(len(own))
+            return every, every
+        found = np.searchsorted(own, serials)  # serials ascend
+        there = np.append(own, -1)[found] == serials
+        return found[there], np.flatnonzero(there)
+
+    def places_of(self, names: Iterable[str]) -> Places:
+        """The places of rows by id."""
+        serials = np.fromiter(map(self._serials.__getitem__, names), dtype=np.int64)
+        return np.searchsorted(self.table[SERIAL], serials)
+
+    def advance(self, planned: Planned) -> None:
+        """A step over these rows was planned."""
+        at, _ = self.places(planned.serials)
+        for column in (COMPUTED, FLYING, STEPS):
+            self.table[column, at] += 1
+
+    def take(self, at: Places, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], as_rows: int) -> Places:
+        """Note what a step sampled for the rows `at`; the places among them that end with it.
+
+        Args:
+            as_rows: so many of `at`, the first ones, were rows when the step was planned.
+        """
+        slots, sampled = self.table[SLOT, at], self.table[SAMPLED, at]
+        columns = sampled - self._first[slots]
+        self._tokens[slots, columns], self._logprobs[slots, columns] = tokens, logprobs
+        self.table[SAMPLED, at] += 1
+        self.table[FLYING, at] -= 1
+        self.table[STEPS, at[:as_rows]] -= 1
+        return at[self._stops[self.table[STOPS, at], tokens] | (sampled + 1 >= self.table[LIMIT, at])]
+
+    def stopped(self, at: Places) -> list[bool]:
+        """Whether the last tokens of rows are among those that end them."""
+        slots = self.table[SLOT, at]
+        last = self._tokens[slots, self.table[SAMPLED, at] - 1 - self._first[slots]]
+        return self._stops[self.table[STOPS, at], last].tolist()
+
+    def leave(self, at: Places) -> list[Left]:
+        """Remove rows, and give back what happened to their requests."""
+        left = [self._left(place) for place in at.tolist()]
+        stay = np.ones(len(self), dtype=bool)
+        stay[at] = False
+        self._free += self.table[SLOT, at].tolist()
+        for one in left:
+            del self._serials[one.request.request_id]
+        self.requests = _chosen(self.requests, stay)
+        self.table = self.table[:, stay]
+        self._planned = None
+        return left
+
+    def sampled_as_row(self, name: str) -> int:
+        """How many tokens a row has sampled since it entered."""
+        (place,) = self.places_of([name])
+        return int(self.table[SAMPLED, place] - self._first[self.table[SLOT, place]])
+
+    def _column(self, entry: Entry) -> list[int]:
+        slot = self._free.pop()
+        self._first[slot] = entry.sampled
+        self._serial += 1
+        self._serials[entry.name] = self._serial
+        self.requests.append(entry.request)
+        stops = self._stop_set(frozenset(entry.stop_token_ids))
+        return [self._serial, slot, stops, entry.computed, entry.sampled, entry.flying, 0, entry.limit, entry.computed]
+
+    def _stop_set(self, tokens: frozenset[int]) -> int:
+        if tokens not in self._stop_sets:
+            if len(self) == 1:  # no other row needs those of before
+                self._stop_sets, self._stops = {}, self._stops[:0]
+            line = np.zeros((1, self._vocabulary), dtype=bool)
+            line[0, [token for token in tokens if token < self._vocabulary]] = True
+            self._stops = np.concatenate([self._stops, line])
+            self._stop_sets[tokens] = len(self._stop_sets)
+        return self._stop_sets[tokens]
+
+    def _left(self, place: int) -> Left:
+        _, slot, _, computed, sampled, flying, steps, _, _ = self.table[:, place].tolist()
+        count = sampled - int(self._first[slot])
+        tokens, logprobs = self._tokens[slot, :count].copy(), self._logprobs[slot, :count].copy()
+        return Left(self.requests[place], tokens, logprobs, computed, flying, steps)
+
+
+def _chosen(values: list[Any], mask: NDArray[np.bool_]) -> list[Any]:
+    return [values[place] for place in np.flatnonzero(mask).tolist()]

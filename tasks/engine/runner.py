@@ -1,0 +1,116 @@
+"""vLLM's second model runner, without work for each request in a step that has the same requests as the one before.
+
+Imports vLLM's code for cards. It takes the place of the runner of `Worker` on CUDA.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch, combine_sampled_and_draft_tokens, prepare_pos_seq_lens
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+from tasks.engine.steps import Arrays, Step
+
+
+class Worker(VllmWorker):
+    """vLLM's worker on a card."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        if self.use_v2_model_runner:
+            assert self.device is not None
+            vars(self)["model_runner"] = Runner(self.vllm_config, self.device)  # its annotation is the first one
+
+
+class Sampled(AsyncModelRunnerOutput):
+    """What a step samples, on its way from the card."""
+
+    def __init__(self, output: AsyncOutput) -> None:
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for it."""
+        output = self._output
+        output.copy_event.synchronize()
+        found = output.model_runner_output
+        return Arrays(
+            req_ids=found.req_ids,
+            req_id_to_index=found.req_id_to_index,
+            logprobs=None if output.logprobs_tensors is None else output.logprobs_tensors.tolists(),
+            prompt_logprobs_dict=output.prompt_logprobs_dict,
+            tokens=output.sampled_token_ids[:, 0],
+            counts=output.num_sampled_tokens_np,
+        )
+
+
+class Runner(GPUModelRunner):
+    """Uses the arrays of the step before again, and counts computed tokens itself."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self._before: tuple[int, BatchExecutionDescriptor, InputBatch] | None = None
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.scheduled_new_reqs:
+            super().add_requests(scheduler_output)
+
+    def prepare_inputs(self, scheduler_output: SchedulerOutput, batch_desc: BatchExecutionDescriptor) -> InputBatch:
+        number = _number(scheduler_output)
+        if number and self._before is not None and self._before[:2] == (number, batch_desc):
+            batch = self._next(self._before[2])
+        else:
+            batch = super().prepare_inputs(scheduler_output, batch_desc)
+        self._before = number, batch_desc, batch
+        # the scheduler says so only of requests that are no rows; for these it is the same
+        self.req_states.num_computed_tokens_np[batch.idx_mapping_np] += batch.num_scheduled_tokens
+        return batch
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
+        output = super().sample_tokens(grammar_output)
+        return Sampled(output) if isinstance(output, AsyncOutput) else output
+
+    def _next(self, before: InputBatch) -> InputBatch:
+        """The batch of the same requests, each with its next token."""
+        states, buffers = self.req_states, self.input_buffers
+        prepare_pos_seq_lens(
+            before.idx_mapping,
+            before.query_start_loc,
+            states.num_computed_tokens.gpu,
+            buffers.positions,
+            buffers.seq_lens,
+        )
+        combine_sampled_and_draft_tokens(
+            buffers.input_ids,
+            before.idx_mapping,
+            states.last_sampled_tokens,
+            before.query_start_loc,
+            before.seq_lens,
+            states.prefill_len.gpu,
+            states.draft_tokens,
+            before.cu_num_logits,
+            before.num_reqs,
+            self.model_state.num_new_sampled_tokens_per_step,
+        )
+        computed = states.num_computed_tokens_np[before.idx_mapping_np]
+        lengths = np.zeros(before.num_reqs_after_padding, dtype=np.int32)
+        lengths[: before.num_reqs] = computed + 1
+        return replace(
+            before,
+            req_ids=[],  # the scheduler knows their order
+            seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
+            num_computed_tokens_np=computed,
+            num_computed_prefill_tokens_np=before.prefill_len_np,
+            is_prefilling_np=np.zeros(before.num_reqs, dtype=bool),
+        )
+
+
+def _number(output: SchedulerOutput) -> int:
+    """The same for steps of the same requests; 0 if others than rows are among them."""
+    return output.planned.number if isinstance(output, Step) and output.planned and output.alone else 0
