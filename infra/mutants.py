@@ -33,6 +33,7 @@ from infra.mutants_plan import PLAN
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
+from infra.mutants_rows import ROWS
 from infra.mutants_scoring import SCORING
 from infra.mutants_site import SITE
 from infra.mutants_stages import STAGES
@@ -49,6 +50,7 @@ from infra.mutants_upkeep import UPKEEP
 MUTANTS = (
     *OBJECTIVES,
     *ENGINE,
+    *ROWS,
     *EVALUATE,
     *FAMILIES,
     *INPUTS,

@@ -4,7 +4,6 @@ from infra.mutants_known import Mutant
 
 _SERVING = ("tests/tasks/engine/test_serving.py",)
 _WHOLE = ("tests/tasks/engine/test_scheduler.py",)
-_ROWS = (f"{_WHOLE[0]}::test_requests_that_come_and_go_get_the_tokens_of_their_own_seeds",)
 _IN_FLIGHT = "tests/tasks/engine/test_in_flight.py::test_"
 _LOADING = "tests/tasks/engine/test_loading.py::test_"
 _UPDATE = "tests/tasks/engine/test_update.py::test_"
@@ -71,54 +70,6 @@ ENGINE = (
         "            self._responses.pop(request.request_id, None)\n",
         "            pass\n",
         _WHOLE,
-    ),
-    Mutant(
-        "rows-past-their-end",
-        "a row goes on for a token more than the request may have",
-        "tasks/engine/rows.py",
-        "(sampled + 1 >= self.table[LIMIT, at])",
-        "(sampled >= self.table[LIMIT, at])",
-        _ROWS,
-    ),
-    Mutant(
-        "stops-of-the-first",
-        "every row ends at the stop tokens of the first",
-        "tasks/engine/rows.py",
-        "self._stops[self.table[STOPS, at], tokens] |",
-        "self._stops[0, tokens] |",
-        _ROWS,
-    ),
-    Mutant(
-        "rows-without-blocks",
-        "a row writes a token beyond its blocks of the key-value cache",
-        "tasks/engine/scheduler.py",
-        "table[COMPUTED, at] >= table[ROOM, at]",
-        "table[COMPUTED, at] > table[ROOM, at]",
-        _ROWS,
-    ),
-    Mutant(
-        "rows-forget-steps-under-way",
-        "a row that loses its blocks forgets the token that a step is sampling",
-        "tasks/engine/scheduler.py",
-        "request.num_computed_tokens, request.num_output_placeholders = left.computed, left.flying",
-        "request.num_computed_tokens, request.num_output_placeholders = left.computed, 0",
-        _ROWS,
-    ),
-    Mutant(
-        "rows-lose-what-they-sampled",
-        "a row that loses its blocks loses what it has sampled",
-        "tasks/engine/scheduler.py",
-        "        response.tokens.frombytes(left.tokens.tobytes())\n",
-        "",
-        _ROWS,
-    ),
-    Mutant(
-        "same-steps-with-new-rows",
-        "steps count as steps of the same requests when one of them has ended",
-        "tasks/engine/rows.py",
-        "        self.table = self.table[:, stay]\n        self._planned = None\n",
-        "        self.table = self.table[:, stay]\n",
-        _ROWS,
     ),
     Mutant(
         "engine-listens-everywhere",
