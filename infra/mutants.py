@@ -19,6 +19,7 @@ from pathlib import Path
 from infra.mutants_closed import CLOSED
 from infra.mutants_engine import ENGINE
 from infra.mutants_evaluate import EVALUATE
+from infra.mutants_face import FACE
 from infra.mutants_families import FAMILIES
 from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
@@ -52,6 +53,7 @@ MUTANTS = (
     *ENGINE,
     *ROWS,
     *EVALUATE,
+    *FACE,
     *FAMILIES,
     *INPUTS,
     *MACHINE,
@@ -79,7 +81,10 @@ MUTANTS = (
     *UPKEEP,
 )
 PROJECT = Path(__file__).resolve().parents[1]
-_COPIED = ("flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md")
+_COPIED = (
+    "ratchet.py", "flows", "tasks", "trainer_core", "storage", "tests", "infra", "docs", "pyproject.toml", "README.md",
+    "LICENSE",
+)  # fmt: skip
 _LIMIT_S = 900
 _EXIT_TESTS_FAILED = 1
 

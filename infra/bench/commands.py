@@ -122,7 +122,10 @@ def overhead(
 
 
 def _process(module: str, options: list[str]) -> int:
-    return subprocess.run([sys.executable, "-m", module, *options], check=False, env=child_python_path()).returncode
+    # -P: a folder `infra` of the user in the working directory would hide ours
+    return subprocess.run(
+        [sys.executable, "-P", "-m", module, *options], check=False, env=child_python_path()
+    ).returncode
 
 
 def _lines(found: BaseModel) -> list[str]:
