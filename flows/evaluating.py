@@ -29,11 +29,11 @@ class ServedWeights:
     """Weights of a run that its engines have served."""
 
     store: Root
-    """Where they are."""
+    """Root that holds them."""
     chosen: Chosen
     """The run and the iteration."""
     revisions: Revisions
-    """What was changed of the run since it began."""
+    """Revisions of the run."""
     stored: StoredConfig
     """Its configuration, as of the last revision."""
 
@@ -87,7 +87,7 @@ def choose_served(root: str, which: str, instead: str) -> ServedWeights:
 
 @contextmanager
 def open_evaluation(run: str, root: Root, stored: StoredConfig, purpose: str = "evaluation") -> Iterator[RunContext]:
-    """What an evaluation, or a check beside the run, works with. Its processes and scratch files go at the end."""
+    """Open the context of an evaluation, or of a check beside the run; its processes and files go at the end."""
     sweep()
     with (
         scratch() as folder,

@@ -1,4 +1,4 @@
-"""What is checked of a run before anything starts: by the command line before its slow imports, and by the flow."""
+"""Checks of a run before anything starts: by the command line before its slow imports, and by the flow."""
 
 from flows.views.trackers import check_trackers
 from storage import layout

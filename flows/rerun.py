@@ -22,7 +22,7 @@ from tasks.stages.names import WORKFLOW, Stage
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asks for."""
+    """A request to repeat a stage."""
 
     iteration: int
     stage: Stage
@@ -37,7 +37,7 @@ class Request:
 
 
 def person() -> str:
-    """Who asks, as records name them: user and host of this process."""
+    """Name of the requester in records: user and host of this process."""
     return f"{psutil.Process().username()}@{socket.gethostname()}"
 
 

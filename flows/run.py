@@ -132,7 +132,7 @@ def ready(name: str, root: str, config: RunConfig, held: Lease | None = None) ->
 def open_context(
     name: str, root: Root, config: RunConfig, progress: Progress, lease: Lease, config_digest: str
 ) -> Iterator[RunContext]:
-    """What stages work with. Its processes and scratch files go at the end, those of a killed process at the start.
+    """Open the context of the stages. Its processes and files end with the block; those of a killed process go first.
 
     What a killed process of this run has left in shared memory, its last state, is taken over.
     """

@@ -110,7 +110,7 @@ def model_facts(config: RunConfig) -> Facts:
 
 
 def advice(config: RunConfig) -> Iterator[str]:
-    """What works, but not as well as it could: one sentence each."""
+    """Advice on settings that work, but not as well as others: one sentence each."""
     settings, ranks = Settings.from_environment(), config.train.parallel.world_size
     cores = len(os.sched_getaffinity(0))
     if settings.device(config.device.kind) == "cpu" and ranks > cores:
@@ -118,7 +118,7 @@ def advice(config: RunConfig) -> Iterator[str]:
 
 
 def prompt_notes(config: RunConfig, prepared: Manifest | None) -> tuple[str, ...]:
-    """What is done with some prompts of a run that begins, and may not be meant: one sentence each."""
+    """Treatment of prompts that may not be intended, for a run that begins: one sentence each."""
     return check_prompts(config).notes if prepared is None and config.retrain is None else ()
 
 
@@ -207,7 +207,7 @@ def _check_algorithm(config: RunConfig) -> None:
 
 
 def _device(config: RunConfig) -> Device:
-    """Where the run computes; refuses what needs more cards than there are, or others."""
+    """Device of the run; refuses settings that need more cards than there are, or others."""
     settings, parallel = Settings.from_environment(), config.train.parallel
     device = settings.device(config.device.kind)
     if device == "cuda" and parallel.world_size > len(settings.gpus):

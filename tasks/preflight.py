@@ -1,4 +1,4 @@
-"""Whether a run is continued with what it was started with: settings that decide its result, and its model."""
+"""Checks of a continued run: the settings that decide its result, and its model, must be those of its start."""
 
 import functools
 import json

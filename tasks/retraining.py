@@ -30,7 +30,7 @@ from tasks.stages.views import Prepared
 from trainer_core.objectives.objective_config import PolicyConfig
 
 _QUIET: dict[str, Any] = {"evaluate": {"every": 0}, "report": {"examples": 0}}
-"""What needs an engine, or samples of the run's own."""
+"""Settings that switch off whatever needs an engine, or samples of the run's own."""
 
 
 def retrain_config(

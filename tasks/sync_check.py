@@ -26,7 +26,7 @@ class CheckedEngine(BaseModel, frozen=True, extra="forbid"):
     differing: tuple[str, ...]
     """Tensors that are not those of the stored state; empty also if these are not known."""
     problem: str | None = None
-    """Why it does not serve the stored weights; None if it does."""
+    """Reason why it does not serve the stored weights; None if it does."""
 
 
 class CheckedSync(BaseModel, frozen=True, extra="forbid"):
@@ -37,13 +37,13 @@ class CheckedSync(BaseModel, frozen=True, extra="forbid"):
     weights_digest: str
     """Of the weights that the iteration's weight sync has recorded."""
     stored: Literal["equal", "different", "not compared"]
-    """Whether the stored state gives these weights."""
+    """Comparison of these weights with those of the stored state."""
     engines: tuple[CheckedEngine, ...]
 
     @computed_field
     @property
     def equal(self) -> bool:
-        """Whether every engine serves them, and the stored state does not give others."""
+        """True if every engine serves them, and the stored state gives no others."""
         return self.stored != "different" and not any(engine.problem for engine in self.engines)
 
 

@@ -58,7 +58,7 @@ def check_command(
 
 
 def _prepared(store: Root, name: str, config: RunConfig) -> Manifest | None:
-    """What a run that there is has stored of its model and prompts. Refuses what would make it another run."""
+    """Manifest of the stored model and prompts of an existing run. Refuses settings that would make it another run."""
     from tasks.checks import prepared_stage
     from tasks.config.stored import check_record
 

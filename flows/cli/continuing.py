@@ -1,4 +1,4 @@
-"""What `ratchet run` is given: the configuration of a new run, or the name of one that there is."""
+"""The argument of `ratchet run`: the configuration of a new run, or the name of an existing one."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from tasks.config.stored import stored_config
 
 
 def names_a_run(given: str, root: Root) -> bool:
-    """Whether a run is meant, not a file.
+    """True for a run, False for a file.
 
     Raises:
         InputError: both are there, or neither.

@@ -15,7 +15,7 @@ FILES = ("run.toml", "reward.py", "prompts.jsonl")
 
 
 class FirstRun(BaseModel, frozen=True, extra="forbid"):
-    """What was written."""
+    """The files that were written."""
 
     folder: str
     """Absolute path."""

@@ -27,7 +27,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Order:
-    """What the command line asks for."""
+    """The request of a command line."""
 
     config: RunConfig
     run: str
@@ -113,7 +113,7 @@ def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
 
 
 def nothing_done(status: RunStatus, asked: int, retrains: bool) -> str:
-    """Why a run that is complete does nothing, and what goes on."""
+    """Explain that a complete run does nothing, and name the option that continues it."""
     more = "" if retrains else f"; --iterations {status.iterations + 1}, or more, goes on"
     if status.iterations > asked:
         return f"nothing is done: {asked} iterations are asked for, and run {status.run} has {status.iterations}{more}"
@@ -148,7 +148,7 @@ def _run_flow_to_its_end(order: Order, root: Root, say: Say) -> None:
 
 
 def _release(run: str, say: Say) -> None:
-    """What the process that completed the run did not release, if it was killed just then."""
+    """Release processes of a completed run whose driver was killed at its end."""
     try:
         release_workers(run)
     except RatchetError as failure:

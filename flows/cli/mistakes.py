@@ -1,4 +1,4 @@
-"""What is wrong with a command line, and the command line that was probably meant."""
+"""Explanations of invalid command lines, with the command that was probably meant."""
 
 import difflib
 import re
@@ -19,7 +19,7 @@ _MEANT = {
     "validate": "check", "save": "export", "new": "init", "plot": "report", "redo": "rerun", "score": "reward",
     "branch": "fork", "clean": "gc", "help": "--help",
 }  # fmt: skip
-"""What others call our commands."""
+"""Names that other programs give our commands."""
 _NEAR = 0.6
 _OURS = ("flows", "tasks", "trainer_core", "storage", "infra")
 

@@ -1,4 +1,4 @@
-"""How commands name a run, an iteration of it and a stage of that: `RUN[@ITERATION][:STAGE]`."""
+"""Names of a run, an iteration and a stage in commands: `RUN[@ITERATION][:STAGE]`."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ _FORM = re.compile(r"(?P<run>[^@:]*)(?:@(?P<iteration>[^:]*))?(?::(?P<stage>.*))
 
 @dataclass(frozen=True)
 class Place:
-    """What a person has named."""
+    """The named run, iteration and stage."""
 
     run: str
     iteration: int | None

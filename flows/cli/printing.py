@@ -1,4 +1,4 @@
-"""What the store commands print, for people and as JSON."""
+"""Output of the store commands, for people and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -32,9 +32,9 @@ class ShownStage(BaseModel, frozen=True, extra="forbid"):
     digest: str
     """Identity of the manifest."""
     retired: bool
-    """Whether retention has deleted its parts."""
+    """True if retention has deleted its parts."""
     replaced: bool = False
-    """Whether it is an evaluation of weights that were replaced since: they are not the run's any more."""
+    """True for an evaluation of weights that a rerun has replaced since."""
     manifest: Manifest
 
 
@@ -49,7 +49,7 @@ class Shown(BaseModel, frozen=True, extra="forbid"):
     reruns: tuple[Rerun, ...] = ()
     """Finished stages that were asked to be done again, each as a revision."""
     choices: tuple[Choice, ...] = ()
-    """What became the head, and why, in the order of time."""
+    """Changes of the head, with their reasons, in the order of time."""
 
     @classmethod
     def of(cls, root: str, stored: Contents, manifests: Sequence[Manifest]) -> "Shown":
@@ -69,7 +69,7 @@ class Shown(BaseModel, frozen=True, extra="forbid"):
 
 
 class Verifications(BaseModel, frozen=True, extra="forbid"):
-    """What the verification of every run of a root has found."""
+    """Verifications of all runs of a root."""
 
     root: str
     runs: tuple[Verification, ...]
@@ -77,12 +77,12 @@ class Verifications(BaseModel, frozen=True, extra="forbid"):
     @computed_field
     @property
     def sound(self) -> bool:
-        """Whether all runs are."""
+        """True if all runs are sound."""
         return all(one.sound for one in self.runs)
 
 
 class Unlocked(BaseModel, frozen=True, extra="forbid"):
-    """Whether a run is free, and who held it."""
+    """The lease of a run after `unlock`."""
 
     run: str
     free: bool
@@ -158,7 +158,7 @@ def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
 
 
 def of_sample_lineage(found: SampleLineage) -> list[str]:
-    """What made a sample, what it is, and what was trained on it."""
+    """Origin of a sample, its content, and the steps that were trained on it."""
     score = found.reward_status or "not scored yet"
     if found.reward is not None:
         score = f"{found.reward:g}"
@@ -217,7 +217,7 @@ def _by_place(garbage: Sequence[Garbage]) -> dict[tuple[str, str], list[Garbage]
 
 
 def of_fork(made: Forked, root: str) -> list[str]:
-    """What a fork has taken over, and how to continue it."""
+    """Size of a fork, and the command that continues it."""
     how = "linked" if made.linked else "copied"
     return [
         f"run {made.run} has iterations 0 to {made.iteration} of {made.parent}: {made.manifests} stages, "
@@ -227,12 +227,12 @@ def of_fork(made: Forked, root: str) -> list[str]:
 
 
 def of_unlocked(result: Unlocked) -> list[str]:
-    """Who held the run."""
+    """Holder of the run."""
     return [result.explanation, f"run {result.run} is {'free' if result.free else 'not free'}"]
 
 
 def of_archive(archive: Archive) -> list[str]:
-    """Where the file is, and what it saves."""
+    """Place of the file, and the bytes that it saves."""
     first, last = archive.iterations
     return [
         archive.key,

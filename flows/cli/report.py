@@ -11,7 +11,7 @@ from storage.upkeep.catalog import require_run
 
 
 class Report(BaseModel, frozen=True, extra="forbid"):
-    """Where the report of a run is."""
+    """URLs of a run's report."""
 
     run: str
     metrics: str

@@ -21,7 +21,7 @@ from tasks.stages.names import WORKFLOW, Stage
 
 
 class Chosen(BaseModel, frozen=True, extra="forbid"):
-    """Which revision became the head."""
+    """A change of the head."""
 
     run: str
     before: int

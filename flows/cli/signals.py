@@ -1,4 +1,4 @@
-"""What SIGINT, SIGTERM and SIGHUP do to a command: the first ends it cleanly, another one at once."""
+"""Handling of SIGINT, SIGTERM and SIGHUP: the first ends a command cleanly, another one at once."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Self
 
 LIMIT_SECONDS = 90.0
-"""How long a clean end may take. Most of it is waiting for a store that does not answer."""
+"""Longest clean end. Most of it is waiting for a store that does not answer."""
 
 _SAME_SECONDS = 1.0  # a closing terminal and the shell in it, or a service manager, send several signals for one reason
 
@@ -36,12 +36,12 @@ class Signals:
 
     @property
     def received(self) -> bool:
-        """Whether one of the signals has arrived."""
+        """True once one of the signals has arrived."""
         return self._received is not None
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects from a process that the received signal has ended."""
+        """Exit code of a process that the received signal has ended, as shells expect it."""
         return 128 + (self._received or signal.SIGINT)
 
     def __enter__(self) -> Self:

@@ -36,7 +36,7 @@ class Difference(BaseModel, frozen=True, extra="forbid"):
 
 
 class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """What was compared, and what differs."""
+    """Counts of what was compared, and the differences."""
 
     manifests: int = 0
     """Committed stages, by the identity of their content."""
@@ -105,7 +105,7 @@ class Pair:
             yield f"the manifest's identity is {left.digest} against {right.digest}"
 
     def _given_up(self, left: Manifest, right: Manifest) -> bool:
-        """Whether retention has deleted one of the states."""
+        """True if retention has deleted one of the states."""
         pairs = ((self.left, left), (self.right, right))
         return any(not root.exists(part.key) for root, manifest in pairs for part in manifest.parts)
 

@@ -72,7 +72,7 @@ class Reached(BaseModel, frozen=True, extra="forbid"):
 
 
 class FaultFolder:
-    """What is to happen to a run, and what happened."""
+    """Planned and delivered kills of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,11 +83,11 @@ class FaultFolder:
         (self.path / _PLANNED).write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8")
 
     def planned(self) -> list[Fault]:
-        """What was to happen."""
+        """Kills that were planned."""
         return [Fault.parse(line) for line in self._lines(_PLANNED)]
 
     def delivered(self) -> list[Fault]:
-        """What happened."""
+        """Kills that were delivered."""
         return [Fault.parse(line) for line in self._lines(_DELIVERED)]
 
     def reached(self) -> list[Reached]:
@@ -116,7 +116,7 @@ class FaultFolder:
         os.kill(process, signal.SIGKILL)
 
     def _claim(self, fault: Fault) -> bool:
-        """Whether this thread delivers it: several may reach a point at once."""
+        """Claim a kill for this thread; False if another one has it, as several may reach a point at once."""
         try:
             (self.path / f"claimed {fault}").touch(exist_ok=False)
         except FileExistsError:

@@ -1,4 +1,4 @@
-"""Where processes of a run can be killed, for `ratchet prove-resume`."""
+"""Points at which processes of a run can be killed, for `ratchet prove-resume`."""
 
 import random
 from collections.abc import Iterator, Sequence

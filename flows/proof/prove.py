@@ -33,7 +33,7 @@ _LINGER_S = 120.0  # Ray's agents take long to notice that their node was killed
 
 @dataclass(frozen=True)
 class ProofOrder:
-    """What the command line asks for."""
+    """The request of the command line."""
 
     config: RunConfig
     path: str
@@ -71,7 +71,7 @@ class ProofReport(BaseModel, frozen=True, extra="forbid"):
     points_missed: tuple[str, ...]
     """Points that were planned and never reached."""
     starts: int
-    """How often the interrupted run was started."""
+    """Number of starts of the interrupted run."""
     done_twice: tuple[str, ...]
     """Stages that were begun again although they were committed."""
     orphans: tuple[str, ...]
@@ -85,16 +85,16 @@ class ProofReport(BaseModel, frozen=True, extra="forbid"):
     rows: int
     metrics: int
     planted: bool
-    """Whether a bit was flipped on purpose."""
+    """True if a bit was flipped on purpose."""
     differences: tuple[str, ...]
     """In the order of work."""
     determinism: str
-    """Where determinism ends, in words."""
+    """End of determinism, in words."""
 
     @computed_field
     @property
     def identical(self) -> bool:
-        """Whether nothing differs, nothing was missed, done twice or left running."""
+        """True if nothing differs and nothing was missed, done twice or left running."""
         return not (self.differences or self.points_missed or self.done_twice or self.orphans)
 
     @computed_field
@@ -210,7 +210,7 @@ def _report(
 
 
 def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparison) -> str:
-    """What the comparison says about the run's determinism, and what it cannot say, in one sentence."""
+    """State in one sentence how far the comparison shows the run to be deterministic."""
     if found.differences:
         first = found.differences[0]
         return f"at {first.stage} of iteration {first.iteration}; everything after it belongs to another run"

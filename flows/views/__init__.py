@@ -1,1 +1,1 @@
-"""What people see of a run."""
+"""Views of a run for people."""

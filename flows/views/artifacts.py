@@ -1,4 +1,4 @@
-"""What the Prefect flow run shows about a run: a table of its iterations, a summary and the curves."""
+"""Artifacts of a Prefect flow run: a table of iterations, a summary and the curves."""
 
 import contextvars
 import json

@@ -1,4 +1,4 @@
-"""Whether a configuration can be run, what its prompts look like, and what the run would take: `ratchet check`."""
+"""`ratchet check`: validation of a configuration, its first prompts as tokens, and the resources of the run."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -43,7 +43,7 @@ class Example(BaseModel, frozen=True, extra="forbid"):
     answer: str | None
     """The solved answer, if the record has one."""
     trained: tuple[Token, ...] | None = None
-    """What the warm-up trains on, after the prompt."""
+    """Tokens that the warm-up trains on, after the prompt."""
     kind: str = ""
     """Of the first record with something that not every record has: tools, tool calls, reasoning, a system text."""
 
@@ -79,7 +79,7 @@ class Checked(BaseModel, frozen=True, extra="forbid"):
     reward: tuple[str, ...]
     """The reward's calls on a few records: their own answer and a wrong one. None if reward.try is false."""
     notes: tuple[str, ...]
-    """What may be a mistake."""
+    """Possible mistakes."""
     needs: Needs
 
 

@@ -25,15 +25,15 @@ class EvaluationRecord(BaseModel, frozen=True, extra="forbid"):
     iteration: int
     """Iteration whose weights answered."""
     replaced: bool = False
-    """Whether these weights were replaced since, by a rerun: then nothing is compared with it."""
+    """True if a rerun has replaced these weights since: then nothing is compared with it."""
     manifest: str
     """Digest of its manifest."""
     stored: str
     """URL of its manifest."""
     finished: datetime
-    """When it was done (UTC)."""
+    """End of the evaluation (UTC)."""
     settings: dict[str, JsonValue]
-    """What was asked."""
+    """Settings of the evaluation."""
     figures: dict[str, float | None]
     """`greedy/reward`, `greedy/pass@1`, `sampled/pass@K` and so on, those of a data source as `greedy/SOURCE/reward`;
     `errors` and `timeouts` count answers without a score."""
@@ -112,7 +112,7 @@ def evaluation_rows(record: EvaluationRecord) -> list[dict[str, str | float | in
 
 
 def evaluation_lines(record: EvaluationRecord) -> list[str]:
-    """What the command line prints."""
+    """Lines for the terminal."""
     lines = [f"weights of iteration {record.iteration} of run {record.run}{compared_with(record)}"]
     if record.passing is None:
         lines.append('which answers pass is not known, so there is no pass@k: give --pass, as in --pass "right >= 1"')
@@ -126,7 +126,7 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
 
 
 def compared_with(record: EvaluationRecord) -> str:
-    """What the changes are against, and what they are not, as the end of a sentence."""
+    """Name the evaluation that the changes are against, and one that is not compared, as the end of a sentence."""
     since = "" if record.before is None else f", change since iteration {record.before}"
     if record.apart is None:
         return since

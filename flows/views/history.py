@@ -1,4 +1,4 @@
-"""What a run has done, from its manifests alone."""
+"""History of a run and its next iteration, from its manifests alone."""
 
 import bisect
 import itertools
@@ -173,7 +173,7 @@ def read_iteration(root: Root, run: str, iteration: int, revisions: Revisions | 
 
 
 def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple[int, str]]:
-    """Which stages of an iteration are committed, in the order of work."""
+    """Committed stages of an iteration, in the order of work."""
     stages = (*stages_of(iteration), *_SELECTING)
     return [(iteration, stage) for stage in stages if (iteration, stage) in newest]
 

@@ -1,4 +1,4 @@
-"""What a run would start, and about how much memory and disk it takes; estimated from the configuration."""
+"""Processes, memory and disk of a run, estimated from the configuration."""
 
 from collections.abc import Mapping
 
@@ -45,7 +45,7 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
 
 
 def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int) -> Needs:
-    """What a run needs.
+    """Estimate the resources of a run.
 
     Args:
         parameters: number of weights of the model.

@@ -27,7 +27,7 @@ from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 
 EVERY_S = 3.0
-"""How often the server is told, at most."""
+"""Least time between two updates of the page."""
 
 _LATE_S = 20.0  # no answer for so long counts as away
 _END_S = 5.0
@@ -75,7 +75,7 @@ class LivePage:
             return list(self._window)
 
     def is_away(self) -> bool:
-        """Whether the server has not answered since it was last asked."""
+        """True if the server did not answer the last request."""
         return self._away is not None
 
     def __enter__(self) -> Self:

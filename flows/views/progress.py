@@ -1,4 +1,4 @@
-"""What the user sees during a run: one live line, and one line for every finished iteration."""
+"""Progress of a run on a terminal: one live line, and one line for every finished iteration."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -166,7 +166,7 @@ class Progress:
 
 
 def portion_text(portion: Portion) -> str:
-    """How far a stage is, in words."""
+    """Progress within a stage, in words."""
     speed = f", {portion.tokens / portion.seconds:.0f} tokens/s" if portion.tokens and portion.seconds else ""
     note = f", {portion.note}" if portion.note else ""
     left = "" if portion.left_s is None or not portion.note else f", {duration(portion.left_s)} left"
@@ -227,7 +227,7 @@ def figures_of(changes: Changes) -> list[tuple[str, Change, str]]:
 
 
 def status_lines(status: RunStatus) -> Sequence[str]:
-    """What `ratchet status` prints."""
+    """Lines of `ratchet status`."""
     earlier = status.history[0].iteration if status.history else 0
     lines = [f"(iterations 0 to {earlier - 1}: --all)"] if earlier else []
     lines += [iteration_line(record, status.asked) for record in status.history]

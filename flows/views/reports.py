@@ -1,4 +1,4 @@
-"""What people see of a run while it goes on: made from each iteration's row behind the work, in threads of its own.
+"""Reports of a run in progress: made from each iteration's row behind the work, in threads of their own.
 
 The files of a run (CSV, TensorBoard, curves) hold one row for each iteration, whatever was killed: at a start they are
 compared with what is complete, and at the end made again from the manifests alone. A failure here is said once and ends

@@ -44,9 +44,9 @@ class Sample(BaseModel, frozen=True, extra="forbid"):
     components: dict[str, float | None] | None
     """Named components of the reward, if it has any."""
     status: str | None
-    """How scoring ended: ok, or why there is no reward; None if it is not scored yet."""
+    """Outcome of scoring: ok, or the reason why there is no reward; None if it is not scored yet."""
     detail: str | None
-    """What went wrong while scoring, in words."""
+    """Error of scoring, in words."""
     advantage: float | None
     """Its reward relative to its group, as the trainer computes it; None if it is not scored yet."""
     finish_reason: str
@@ -70,7 +70,7 @@ class Samples(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which samples of an iteration; each of these adds some."""
+    """A choice of samples of an iteration; each field adds some."""
 
     best: int = 0
     """With the highest rewards."""

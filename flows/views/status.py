@@ -51,7 +51,7 @@ class Change(BaseModel, frozen=True, extra="forbid"):
     since: int | None = None
     """Iteration of `first`."""
     apart: bool = False
-    """Whether there are earlier values that another reward, or another way of asking, has given."""
+    """True if there are earlier values, of another reward function or of other limits."""
 
 
 class Changes(BaseModel, frozen=True, extra="forbid"):
@@ -81,12 +81,12 @@ def changes_of(records: Sequence[IterationRecord]) -> Changes:
 
 
 def judged_by(record: IterationRecord, by: Sequence[str]) -> list[str | None]:
-    """What values of a record may be compared with, by columns of text: equal for those that may."""
+    """Key of comparability of a record's values, from columns of text: equal for values that may be compared."""
     return [record.row.texts.get(name) for name in by]
 
 
 def apart_lines(changes: Changes) -> list[str]:
-    """What is not compared, a sentence each."""
+    """A sentence for each figure of which earlier values are not compared."""
     named = {"mean reward": changes.reward, "held-out evaluation": changes.held_out_reward}
     return [
         f"{name}: earlier values than that of iteration {change.since} are of another reward function, or of other "
@@ -106,7 +106,7 @@ def _change(records: Sequence[IterationRecord], value: Callable[[IterationRecord
 
 
 def _by_chance(evaluated: Sequence[IterationRecord]) -> bool:
-    """Whether rewards that can be others than 0 and 1 were only these once: then it is not known which answers pass."""
+    """True if graded rewards happened to be only 0 and 1 once: then it is not known which answers pass."""
     by = [judged_by(one, (EVALUATED_BY,)) for one in evaluated]
     return {one.passing for one, key in zip(evaluated, by, strict=True) if key == by[-1]} >= {None, EXACT}
 
@@ -130,7 +130,7 @@ class RunStatus(BaseModel, frozen=True, extra="forbid"):
     asked: int
     """RL iterations that the run was started with, or that it has, if a continuation has asked for more."""
     complete: bool
-    """Whether everything that was asked for at the start is done."""
+    """True if all requested iterations are done."""
     revision: int = 0
     """The head: the revision that all of this is about. It rises when a finished stage is done again."""
     redoing: str | None = None
@@ -144,7 +144,7 @@ class RunStatus(BaseModel, frozen=True, extra="forbid"):
     seconds_per_iteration: float | None
     """Median duration of the iterations in `history` after the second."""
     warnings: tuple[str, ...]
-    """Why the run may not learn, as far as `history` shows, and what is not compared; a line each."""
+    """Signs in `history` that the run may not learn, and figures that are not compared; a line each."""
     report: str | None
     """URL of the plot, once there is one."""
     history: tuple[IterationRecord, ...]
@@ -198,7 +198,7 @@ def _stages(
 
 @dataclass(frozen=True)
 class Newest:
-    """What is known of a run without reading all of it."""
+    """The state of a run, without reading all of it."""
 
     records: tuple[IterationRecord, ...]
     """The newest iterations that have begun, or all."""

@@ -22,7 +22,7 @@ from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.stages.names import Stage
 
 STEP = "step/"
-"""What the metrics of single steps begin with, which have a file of their own."""
+"""Prefix of the metrics of single steps, which have a file of their own."""
 
 SECONDS = "seconds"
 """Column with the duration of the iteration, as `IterationRecord.seconds`."""
@@ -44,7 +44,7 @@ class Row(BaseModel, frozen=True, extra="forbid"):
 
     iteration: int
     finished: datetime
-    """When its last stage was made (UTC)."""
+    """End of its last stage (UTC)."""
     values: dict[str, float]
     """By column, STAGE/METRIC; a metric that is missing or not finite has no entry."""
     texts: dict[str, str] = {}

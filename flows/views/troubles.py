@@ -10,7 +10,7 @@ Metrics = Mapping[str, Mapping[str, float | None]]
 
 
 class Trouble(StrEnum):
-    """What is wrong."""
+    """A sign that an iteration teaches nothing."""
 
     EQUAL_GROUPS = "equal-groups"
     ZERO_GRADIENT = "zero-gradient"
@@ -43,7 +43,7 @@ def troubles_of(metrics: Metrics) -> tuple[Trouble, ...]:
 
 
 def explanation(trouble: Trouble) -> str:
-    """What it means, and what may help."""
+    """Meaning of a sign, and possible remedies."""
     return _TEXTS[trouble]
 
 

@@ -1,4 +1,4 @@
-"""What a run works with: where it is stored, what it is made from, who computes."""
+"""The context of a run's stages: its storage, configuration, workers and observers."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -50,18 +50,18 @@ def unheard(_text: str) -> None:
 
 @dataclass(frozen=True)
 class Portion:
-    """How much of a stage is done, while it goes on."""
+    """Progress within a stage."""
 
     iteration: int
     stage: Stage
     done: int
     of: int
     unit: str
-    """What is counted: samples, micro-batches."""
+    """Unit of the count: samples, micro-batches."""
     tokens: int = 0
     """Tokens of what is done so far in this attempt."""
     seconds: float = 0.0
-    """How long that took."""
+    """Duration so far."""
     note: str = ""
     """More about it: loss 0.5."""
     left_s: float | None = None
@@ -69,7 +69,7 @@ class Portion:
 
 
 class Page(Protocol):
-    """Where a person follows a run. Nothing in it waits long, or raises what would end the run."""
+    """The page of a run for people. Its methods do not wait long, and do not raise what would end the run."""
 
     def iteration(self, number: int) -> AbstractContextManager[object]:
         """Encloses the stages of an iteration."""
@@ -120,7 +120,7 @@ class RunContext:
     fence: Fence | None = None
     """The lease under which this process drives the run; a commit without it is refused."""
     outbox: Outbox = field(default_factory=Outbox)
-    """What is stored and published behind the stages."""
+    """Jobs that are done behind the stages: storing and publishing."""
     performer: Performer = directly
     """Runs stages: as Prefect tasks in a flow, else directly."""
     tries: Tries = once
@@ -135,14 +135,14 @@ class RunContext:
     say: Callable[[str], None] = unheard
     """Tells people one line."""
     page: Page = field(default_factory=NoPage)
-    """Where a person follows the run."""
+    """The run's page for people."""
     revisions: Revisions = FIRST
     """The run's revisions, seen from the one that is worked on."""
     documents: Mapping[str, Document] = field(default_factory=dict)
     """Configurations of the run's revisions, by digest, if they differ."""
 
     def reads_the_same(self, stage: Stage, config_digest: str) -> bool:
-        """Whether a stage that was done under another configuration read the settings that it would read now."""
+        """True if a stage under another configuration read the same settings that it would read now."""
         if config_digest == self.config_digest:
             return True
         there = self.documents.get(config_digest)

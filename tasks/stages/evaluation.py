@@ -171,7 +171,7 @@ class _Asked:
     sampled: Sampling
     prepared: Prepared
     made_of: Mapping[str, str]
-    """What the reward functions are made of."""
+    """Sources of the reward functions, by name."""
     clock: float
 
     @classmethod

@@ -42,7 +42,7 @@ WORKFLOW = Workflow(
         Stage.EVALUATE: (),
     },
 )
-"""Which stage has which role in storage."""
+"""Roles of the stages in storage."""
 
 RETRAINING = replace(WORKFLOW, ends_iteration=Stage.TRAIN)
 """The same for a run that trains on stored samples: no engine serves its weights."""

@@ -40,7 +40,7 @@ class Agreement:
 
 
 def limits(config: RunConfig) -> Limits:
-    """What is configured, else three times or more of what was measured in the coarser precision of the two sides."""
+    """The configured limits, or by default at least three times the difference measured in the coarser precision."""
     coarse = "bf16" if "bf16" in (config.engine.precision, config.train.precision) else "fp32"
     section, usual = config.sync, _LIMITS[coarse]
     mean = usual.mean if section.max_mean_difference is None else section.max_mean_difference

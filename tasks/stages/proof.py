@@ -1,4 +1,4 @@
-"""What a weight update must show before any engine serves it: compared by the process that drives the run."""
+"""Proof of a weight update, which the driving process demands before any engine serves it."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

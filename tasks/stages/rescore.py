@@ -58,7 +58,7 @@ class _Scoring:
     selected: Selected
     sources: list[Source]
     made_of: Mapping[str, str]
-    """What the functions are made of. Pieces that others scored have other names, so they are not found."""
+    """Sources of the functions, by name. Names of pieces depend on them, so pieces of other versions are not found."""
     readings: dict[str, tuple[TextCodec, Records]] = field(default_factory=dict)
     """Of the sources that were read so far, by the identity of their stage `prepare`."""
 

@@ -42,7 +42,7 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
 
 
 def _facts(work: Work, sources: Mapping[str, str]) -> dict[str, JsonValue]:
-    """What the functions were made of, and what has changed since the iteration before, which is said."""
+    """Sources of the functions, and those that have changed since the previous iteration, which is reported."""
     earlier = work.context.find(work.iteration - 1, Stage.REWARD) if work.iteration > 1 else None
     before = earlier.facts.get(SOURCE) if earlier is not None else None
     known = before if isinstance(before, dict) else {}

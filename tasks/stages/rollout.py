@@ -57,7 +57,7 @@ def rollout(work: Work, prepared: Prepared, served: Served) -> StageOutput:
 
 
 def sampling(work: Work, prepared: Prepared) -> Sampling:
-    """How the run samples."""
+    """Sampling parameters of the run."""
     section = work.config.rollout
     stop = text_codec(work.context, prepared).stop_tokens
     return Sampling(
@@ -148,7 +148,7 @@ def response_tokens(table: pa.Table) -> int:
 
 @dataclass(frozen=True)
 class _Sampler:
-    """What all pieces of one rollout have in common."""
+    """The sampling of one rollout, piece by piece."""
 
     work: Work
     served: Served

@@ -1,4 +1,4 @@
-"""What the stages that score responses have in common: the responses, the limit on failures, columns and metrics."""
+"""Shared parts of the stages that score: the responses, the limit on failures, columns and metrics."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limi
 
 
 def too_many(scores: Sequence[Score], limit: float) -> bool:
-    """Whether none has a score, or a larger share than `limit` has none."""
+    """True if no response has a score, or a larger share than `limit` has none."""
     unscored = sum(score.reward is None for score in scores)
     return unscored == len(scores) or unscored > failures_allowed(limit, len(scores))
 

@@ -154,7 +154,7 @@ def _check_fit(config: RunConfig, model: Mapping[str, Any], ranges: Ranges) -> N
 
 
 def _temperature(policy: PolicyConfig, ranges: Ranges) -> float:
-    """By which the trainer divides its logits: that of the samples; 1 if it only makes them more likely."""
+    """Temperature that divides the trainer's logits: that of the samples; 1 for a likelihood objective."""
     found = sorted(ranges.temperatures)
     if policy.loss.imitates:
         return 1.0

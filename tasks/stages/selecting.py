@@ -66,7 +66,7 @@ class _Run:
             yield head
 
     def prompts_of(self, rollout: Manifest) -> Prepared | None:
-        """What a rollout was made from, compared by digest: the run's name may be another's by now."""
+        """The prompts of a rollout, compared by digest: another run may have the run's name by now."""
         made_from = rollout.inputs.get("prepare")
         if made_from is None:
             return None
@@ -171,7 +171,7 @@ class Selecting:
 
     @property
     def full(self) -> bool:
-        """Whether the limit is reached, so that no later group fits."""
+        """True once the limit is reached: no later group fits."""
         return self.section.limit is not None and self.rows >= self.section.limit
 
     def add(self, rollout: Rollout) -> Iterator[pa.Table]:
@@ -247,7 +247,7 @@ class Selecting:
 
 
 class SeenHashes:
-    """Which 64-bit hashes have been seen: sorted arrays, merged so that each is at least twice the next.
+    """A set of 64-bit hashes: sorted arrays, merged so that each is at least twice as long as the next.
 
     Of 10^7 different samples two collide with a probability of 3e-6.
     """
@@ -256,7 +256,7 @@ class SeenHashes:
         self._runs: list[NDArray[np.uint64]] = []
 
     def add(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Whether each hash is new, the first of equal ones counting as new: (N,) -> (N,)."""
+        """Mask of the hashes that are new; of equal ones the first is new: (N,) -> (N,)."""
         unique, first = np.unique(hashes, return_index=True)
         known = np.zeros(len(unique), np.bool_)
         for run in self._runs:
@@ -285,7 +285,7 @@ def hashes_of(table: pa.Table) -> NDArray[np.uint64]:
 
 @dataclass
 class Ranges:
-    """What all selected samples together are like."""
+    """Ranges over all selected samples."""
 
     longest: int = 0
     """Most tokens of a prompt with its response."""

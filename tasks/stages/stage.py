@@ -37,7 +37,7 @@ class Work:
     context: RunContext
     iteration: int
     writer: PartWriter
-    """Where its parts go."""
+    """Writer of its parts."""
 
     @property
     def config(self) -> RunConfig:
@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage's body returns to be committed."""
+    """The result of a stage's body, to be committed."""
 
     parts: tuple[Part, ...] = ()
     schema_fingerprint: str | None = None

@@ -30,7 +30,7 @@ _SHARE = 0.8  # of the deadline of a call, which ends the process: this one must
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one update delivered to every engine."""
+    """The outcome of one update of every engine."""
 
     weights_digest: str
     """Identity of all weights together."""
@@ -173,7 +173,7 @@ class _Update:
                 self.context.say(f"engine {number} refuses to sample until the next weight sync: {reason}")
 
     def _plan(self, version: int, arena_bytes: int) -> list[Planned]:
-        """What each rank plans, while the engines look at their models."""
+        """Plans of all ranks, made while the engines look at their models."""
 
         def planning() -> list[Planned]:
             return self.group.results(self.group.submit(TrainerProtocol.plan_weights, version, arena_bytes))
@@ -241,7 +241,7 @@ def _with_pause(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def _parts(side: str, processes: Sequence[Sent] | Sequence[Arrived]) -> dict[str, float]:
-    """What each process spent its time on, of the slowest."""
+    """Durations by activity, of the slowest process."""
     steps = {step for process in processes for step in process.seconds}
     return {f"{side}_{step}": max(process.seconds.get(step, 0.0) for process in processes) for step in sorted(steps)}
 

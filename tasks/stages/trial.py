@@ -36,14 +36,14 @@ class Example(BaseModel, frozen=True, extra="forbid"):
     stored: float | None
     """The stored reward; None if there is none."""
     reward: float | None
-    """What the function gives it; None if that is no score."""
+    """Score of the function; None if there is none."""
     components: dict[str, float] | None
     detail: str
-    """Why there is no score."""
+    """Reason for a missing score."""
 
 
 class Trial(BaseModel, frozen=True, extra="forbid"):
-    """What a reward gives the stored samples of an iteration."""
+    """Scores of a reward on the stored samples of an iteration."""
 
     run: str
     iteration: int
@@ -53,9 +53,9 @@ class Trial(BaseModel, frozen=True, extra="forbid"):
     unscored: int
     """Samples without a score."""
     reasons: dict[str, int]
-    """Why: exception, exit, no_number, non_finite or timeout, with the number of samples."""
+    """Number of unscored samples by reason: exception, exit, no_number, non_finite or timeout."""
     too_many: bool
-    """Whether the stage would fail with so many."""
+    """True if the stage would fail with so many."""
     mean: float | None
     """Mean reward of the samples with a score."""
     components: dict[str, float]

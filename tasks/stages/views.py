@@ -57,7 +57,7 @@ class Performed:
     view: View
     reused: bool
     pending: bool = False
-    """Whether its manifest is still to be published by the outbox."""
+    """True while the outbox is still to publish its manifest."""
 
 
 @dataclass(frozen=True)

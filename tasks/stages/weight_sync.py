@@ -61,7 +61,7 @@ class _Probe:
         self.seconds = 0.0
 
     def before(self) -> Logprobs | None:
-        """What the first engine computes with the weights of the sync before; None if it holds others."""
+        """Log-probabilities of the first engine with the weights of the previous sync; None if it holds others."""
         clock = time.perf_counter()
         first = self._engines[0]
         held = first.identity().weight_version == self._work.iteration - 1
@@ -89,7 +89,7 @@ class _Probe:
         return agreement
 
     def _changed(self, weights_digest: str) -> bool:
-        """Whether the sync before recorded other weights."""
+        """True if the previous sync recorded other weights."""
         iteration = self._work.iteration
         previous = self._work.context.find(iteration - 1, Stage.WEIGHT_SYNC) if iteration else None
         return previous is not None and Served(previous).weights_digest != weights_digest
