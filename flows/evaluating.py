@@ -1,6 +1,9 @@
-"""Evaluating weights that a run has stored, outside the run: its chain, its lease and its processes are left alone."""
+"""Work beside a run on its stored weights: evaluating them, and comparing engines with them.
 
-from collections.abc import Callable, Iterator
+The run's chain, its lease and its processes are left alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,7 +21,9 @@ from tasks.export.choice import Chosen, choose
 from tasks.stages.context import NoPage, Page, Performer, RunContext, directly
 from tasks.stages.evaluation import evaluation
 from tasks.stages.retrying import persistent
-from tasks.workers.fleet import Fleet
+from tasks.sync_check import CheckedSync, check_sync
+from tasks.workers.engines import EngineHandle
+from tasks.workers.fleet import Fleet, engines_on
 from tasks.workers.scratch import scratch, sweep
 
 UNSEEN = NoPage()
@@ -109,3 +114,38 @@ def recorded(root: Root, run: str, digest: str) -> EvaluationRecord:
     if found is None:
         raise InputError(f"evaluation {digest} of run {run!r} is not in {root.url}: the run was removed meanwhile")
     return found
+
+
+def check_engines(root: str, which: str, say: Callable[[str], object]) -> CheckedSync:
+    """Compare the engines of a run with the weights of one iteration. The run's engines are only asked.
+
+    Args:
+        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
+
+    Raises:
+        InputError: there are no such weights, or they cannot be served here.
+    """
+    weights = choose_served(root, which, "nothing can be compared")
+    store, chosen, stored = weights.store, weights.chosen, weights.stored
+    digests = _digests(store, chosen, say)
+    running = _running(chosen.run, stored)
+    if not running:
+        check_config(stored.config, store, prepared_stage(store, chosen.run))
+    with open_evaluation(chosen.run, store, stored, "sync-check") as context:
+        return check_sync(context, chosen.iteration, digests, running, say)
+
+
+def _digests(store: Root, chosen: Chosen, say: Callable[[str], object]) -> dict[str, str] | None:
+    """Digests of the stored weights by name; None if this version cannot convert them without a trainer."""
+    from tasks.export.export import stored_digests  # imports torch, and Megatron later
+
+    try:
+        return stored_digests(store, chosen)
+    except InputError as error:
+        say(f"tensors are not named, only digests compared: {error}")
+        return None
+
+
+def _running(run: str, stored: StoredConfig) -> Mapping[str, EngineHandle]:
+    cluster = process_cluster()
+    return {} if cluster.local else engines_on(run, stored.config, cluster)

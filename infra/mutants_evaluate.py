@@ -171,7 +171,7 @@ EVALUATE = (
     Mutant(
         "an-iteration-of-other-digits",
         "an iteration is named by digits that are none in ASCII",
-        "flows/cli/places.py",
+        "flows/cli/options.py",
         "given.isascii() and given.isdigit()",
         "given.isdigit()",
         ("tests/flows/cli/test_places.py",),
@@ -179,7 +179,7 @@ EVALUATE = (
     Mutant(
         "more-than-a-command-takes",
         "a stage that a command does not take is dropped",
-        "flows/cli/places.py",
+        "flows/cli/options.py",
         "        if given is not None and name not in form:\n",
         "        if False:\n",
         ("tests/flows/cli/test_places.py",),

@@ -92,7 +92,7 @@ MEMORY = (
     Mutant(
         "weights-given-up-before-the-export",
         "weights leave the device before they are exported",
-        "tasks/stages/turns.py",
+        "tasks/stages/held_state.py",
         "    if not weights:\n",
         "    if False:\n",
         _TURNS,

@@ -92,7 +92,7 @@ PAGES = (
     Mutant(
         "evaluation-biased",
         "pass@k is 1 - (1 - c/n)^k",
-        "tasks/stages/passes.py",
+        "tasks/stages/evaluation.py",
         "    return 1.0 - float(np.prod(1.0 - k / np.arange(answers - passing + 1, answers + 1)))\n",
         "    return 1.0 - (1.0 - passing / answers) ** k\n",
         _PASSES,
@@ -100,7 +100,7 @@ PAGES = (
     Mutant(
         "evaluation-counts-errors-as-wrong",
         "an answer without a score counts as one that does not pass",
-        "tasks/stages/passes.py",
+        "tasks/stages/evaluation.py",
         "    scored = [passes[rows][np.isfinite(rewards[rows])] for rows in groups.values()]\n",
         "    scored = [passes[rows] for rows in groups.values()]\n",
         _PASSES,

@@ -219,7 +219,7 @@ TASKS = (
     Mutant(
         "a-report-ends-the-run",
         "a tracker that fails stops the thread that reports",
-        "flows/views/lane.py",
+        "flows/views/reports.py",
         '{first}{_line(error)}")\n        return True\n',
         '{first}{_line(error)}")\n        return False\n',
         ("tests/flows/views/test_lane.py",),

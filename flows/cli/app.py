@@ -238,11 +238,11 @@ _GROUPS = {
         "stop": "upkeep",
     },
     "Look": {
-        "ls": "store", "status": None, "show": "store", "samples": "samples", "report": "report", "lineage": "store",
+        "ls": "store", "status": None, "show": "store", "samples": "look", "report": "look", "lineage": "store",
         "verify": "store",
     },
     "Use": {
-        "evaluate": "evaluate", "reward": "reward", "export": "export", "compact": "store", "check-sync": "check_sync",
+        "evaluate": "weights", "reward": "reward", "export": "weights", "compact": "store", "check-sync": "weights",
     },
     "Keep in order": {"maintain": "maintain", "gc": "store", "rm": "upkeep", "unlock": "store"},
     "A site": {"up": "site", "down": "site", "register": "site", "doctor": "site"},

@@ -5,8 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
-from flows.cli.places import place_in
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, place_in
 from flows.views.output import Output
 from storage.backends.root import open_root
 from storage.errors import InputError, StageFailed

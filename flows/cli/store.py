@@ -6,8 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from flows.cli import printing as lines
-from flows.cli.options import DEFAULT_ROOT, Json, Revision, RootUrl
-from flows.cli.places import place_in
+from flows.cli.options import DEFAULT_ROOT, Json, Revision, RootUrl, place_in
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed

@@ -3,7 +3,7 @@
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from tasks.stages.prepared import model_directory
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.views import IDENTITY, Prepared, Trained
 from tasks.workers.trainers import TrainerGroup
+from trainer_core.config import MemoryConfig
 from trainer_core.protocol import LoadedState, SavedFiles
 from trainer_core.state.facts import needed_for_weights
 
@@ -190,3 +191,41 @@ def local_copy(context: RunContext, state: Trained, weights_only: bool = False) 
         yield materialize(context.root, state.manifest, folder, STATE, needed_for_weights if weights_only else None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> dict[str, float]:
+    """Let the ranks release what the configuration names; returns metrics, none if it names nothing.
+
+    A state that was saved is in files by then, whether or not it is stored, so that nothing reads what is given up.
+
+    Args:
+        weights: whether the weights are among it; not while they are still to be exported.
+    """
+    memory = context.config.train.memory
+    if not weights:
+        memory = memory.model_copy(update={"offload_parameters": False})
+    return {} if not memory.in_use else _released(group, memory)
+
+
+def resume(context: RunContext, group: TrainerGroup) -> dict[str, float]:
+    """Let the ranks take everything back; returns metrics, none if the configuration lets them give up nothing.
+
+    What they gave up under an earlier configuration comes back without being asked for, when it is needed.
+    """
+    if not context.config.train.memory.in_use:
+        return {}
+    clock = time.perf_counter()
+    group.resume()
+    return {"resume_seconds": time.perf_counter() - clock}
+
+
+def summed(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The sums of what `release` has returned several times."""
+    pairs = [pair for one in metrics for pair in one.items()]
+    return {name: sum(value for other, value in pairs if other == name) for name, _ in pairs}
+
+
+def _released(group: TrainerGroup, memory: MemoryConfig) -> dict[str, float]:
+    clock = time.perf_counter()
+    given_up = group.release(memory)
+    return {"released_bytes": float(given_up), "release_seconds": time.perf_counter() - clock}

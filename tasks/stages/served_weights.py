@@ -1,11 +1,10 @@
 """Engines that serve the weights of an iteration: found so, or brought to it, with the same proof as a weight sync."""
 
 from tasks.stages.context import RunContext, await_start
-from tasks.stages.held_state import local_copy, trainers
+from tasks.stages.held_state import local_copy, release, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
 from tasks.stages.transaction import deliver
-from tasks.stages.turns import release
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle
 

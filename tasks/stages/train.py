@@ -8,11 +8,10 @@ from pydantic import JsonValue
 from storage.selection import SHARE
 from tasks.config.retrain import RetrainSection
 from tasks.config.run import RunConfig
-from tasks.stages.held_state import ensure_reference, ensure_state, saved
+from tasks.stages.held_state import ensure_reference, ensure_state, resume, saved
 from tasks.stages.names import Stage
 from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.turns import resume
 from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Trained
 from trainer_core.batches.reading import read_samples, read_selected
 from trainer_core.batches.sequences import Samples

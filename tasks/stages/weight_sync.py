@@ -8,13 +8,12 @@ import numpy as np
 from storage import kill_points, layout
 from storage.errors import SyncMismatch
 from storage.kill_points import Point
-from tasks.stages.held_state import ensure_state
+from tasks.stages.held_state import ensure_state, release, summed
 from tasks.stages.names import Stage
 from tasks.stages.probe import Agreement, Logprobs, agree, check_change, limits, probe_sequences, refuse
 from tasks.stages.served_weights import engines_of
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.transaction import deliver
-from tasks.stages.turns import release, summed
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle
 from tasks.workers.trainers import TrainerGroup

@@ -6,8 +6,7 @@ import tomllib
 import pytest
 
 from flows.cli.app import execute
-from flows.views.checked import notes_of, of_kind, of_kinds
-from flows.views.needs import needs_of
+from flows.views.checked import needs_of, notes_of, of_kind, of_kinds
 from storage.backends.root import open_root
 from tasks.config.document import load_config, parse_config
 from tasks.data.checking import check_prompts

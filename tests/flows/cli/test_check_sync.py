@@ -3,7 +3,7 @@
 import pytest
 
 from flows.cli.app import execute
-from flows.cli.check_sync import _lines
+from flows.cli.weights import _synced
 from tasks.sync_check import CheckedEngine, CheckedSync
 
 GOOD = CheckedEngine(name="engine-0", weight_version=3, weights_digest="d" * 32, differing=())
@@ -23,7 +23,7 @@ def compared(*engines, stored="equal"):
 def test_engines_that_differ_are_told_with_tensors():
     found = compared(GOOD, BAD)
     assert not found.equal
-    assert _lines(found) == [
+    assert _synced(found) == [
         f"run run, iteration 3: weights {'d' * 32}; the stored state gives them",
         "engine-0: serves them",
         "engine-1: it holds weights e, but d were served",
@@ -35,7 +35,7 @@ def test_engines_that_differ_are_told_with_tensors():
 def test_a_stored_state_that_gives_other_weights_is_no_good_either(stored, equal):
     found = compared(GOOD, stored=stored)
     assert found.equal is equal
-    assert ("ratchet verify" in _lines(found)[0]) is not equal
+    assert ("ratchet verify" in _synced(found)[0]) is not equal
 
 
 def test_a_run_that_is_not_there_is_refused(tmp_path, capfd):

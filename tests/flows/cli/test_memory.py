@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from flows.cli.memory import MemoryMeter, tree_bytes
+from flows.cli.launch import MemoryMeter, tree_bytes
 
 HOLD = "import sys; data = bytearray(96 << 20); print('ready', flush=True); sys.stdin.read()"
 

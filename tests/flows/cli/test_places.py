@@ -6,7 +6,7 @@ import pytest
 from cyclopts import App
 
 from flows.cli.app import app, execute
-from flows.cli.places import Place, place_in
+from flows.cli.options import Place, place_in
 from storage.errors import InputError
 
 

@@ -2,7 +2,7 @@
 
 import time
 
-from flows.views.lane import Lane
+from flows.views.reports import Lane
 
 
 def test_a_job_that_fails_is_said_once_and_the_next_are_tried():

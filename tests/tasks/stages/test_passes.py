@@ -7,7 +7,7 @@ import pytest
 
 from storage.schema import EVALUATION_SAMPLES
 from tasks.rewards.passing import passing
-from tasks.stages.passes import figures, ladder, pass_at_k
+from tasks.stages.evaluation import figures, ladder, pass_at_k
 
 
 @pytest.mark.parametrize(("answers", "passing"), [(5, 0), (5, 2), (6, 3), (4, 4), (1, 1)])
