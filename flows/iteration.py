@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flows.views.history import evaluation_due
 from storage.errors import InputError
@@ -116,7 +117,7 @@ SAMPLED = Source(begin, iterate, position_after)
 STORED = Source(begin_stored, iterate_stored, stored_position_after)
 
 
-def source_of(config: RunConfig) -> Source[Position] | Source[StoredPosition]:
+def source_of(config: RunConfig) -> Source[Any]:
     """The source of a run's samples: its engines, or what other runs have stored."""
     return SAMPLED if config.retrain is None else STORED
 

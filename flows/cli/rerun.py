@@ -13,7 +13,7 @@ from storage.errors import InputError
 from storage.ownership.lease import hold
 from storage.revisions import Rerun, read_revisions
 from storage.upkeep.catalog import require_run
-from storage.upkeep.redoing import choose
+from storage.upkeep.redoing import Wanted, choose
 from tasks.config.credentials import shown_text
 from tasks.config.environment import prepare_process
 from tasks.stages.names import WORKFLOW, Stage
@@ -52,7 +52,7 @@ def rerun_command(
     which
         RUN@ITERATION:STAGE: what is done again; STAGE is rollout, reward, train, weight-sync or evaluate.
     """
-    from flows.rerun import Request, ask_again, going_on, person
+    from flows.rerun import ask_again, going_on, person
     from tasks.config.stored import stored_config
 
     prepare_process()
@@ -62,8 +62,8 @@ def rerun_command(
     if revision is None:
         if reason is None:
             raise InputError("give --reason TEXT: why the stage is done again; it is recorded with the result")
-        request = Request(iteration, place, reason, person(), cascade, new_seeds, settings)
-        asked, config = ask_again(store, run, request)
+        wanted = Wanted(iteration, place, reason, person(), cascade, new_seeds)
+        asked, config = ask_again(store, run, wanted, settings)
     else:
         require_run(store, run)
         asked = _asked(read_revisions(store, run).seen(revision).reruns, revision, place, iteration)

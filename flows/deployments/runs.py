@@ -1,7 +1,7 @@
 """Deployments that drive a run: `train` and `new-run`, and `rerun-stage`, which repeats a finished stage."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from prefect.client.schemas.objects import State
@@ -11,7 +11,7 @@ from pydantic import WithJsonSchema
 
 from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, fix, form, log_console, owner
 from flows.driving import is_complete
-from flows.rerun import Request, ask_again
+from flows.rerun import ask_again
 from flows.run import perform, ready
 from flows.views.history import ended_iterations, last_iteration
 from flows.views.progress import Progress
@@ -22,11 +22,11 @@ from storage.ids import check_run_name
 from storage.ownership.lease import Lease, hold
 from storage.revisions import read_revisions
 from storage.upkeep.catalog import names
+from storage.upkeep.redoing import Wanted
 from tasks.config.document import apply_overrides, config_of_tables, load_config, parse_config
 from tasks.config.form import section_form
 from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by, record_config, stored_config
-from tasks.stages.names import Stage
 
 Table = dict[str, Any]
 Tables = dict[str, Table]
@@ -156,8 +156,8 @@ def rerun_stage(
     def work() -> State[Any]:
         identity = flow_run.get_id()
         who = f"flow run {flow_run.get_name()}" if identity else "a flow run"
-        request = Request(iteration, Stage(stage), reason, who, cascade, new_seeds, settings, identity)
-        return repeat(check_run_name(run), root, request)
+        wanted = Wanted(iteration, stage, reason, who, cascade, new_seeds, request=identity)
+        return repeat(check_run_name(run), root, wanted, settings)
 
     then = "and what was made from it" if cascade else "beside what was made first"
     will = f"do {stage} of iteration {iteration} of run {run} again, {then}: {reason}"
@@ -267,13 +267,13 @@ def begin(run: str, root: str, config: RunConfig, held: Lease | None = None) -> 
     return Completed(message=f"run {run} has {done} iterations{'; nothing was to be done' if idle else ''}")
 
 
-def repeat(run: str, root: str, request: Request) -> State[Any]:
+def repeat(run: str, root: str, wanted: Wanted, settings: Sequence[str] = ()) -> State[Any]:
     """Record the request, repeat the stages, and name the revision.
 
     Raises:
         RatchetError: any error that stops the run.
     """
-    asked, config = ask_again(open_root(root), run, request)
+    asked, config = ask_again(open_root(root), run, wanted, settings)
     drive(run, root, config, one_stage=not asked.cascade)
     number = asked.revision
     if not asked.cascade:
