@@ -1,12 +1,12 @@
-"""What was asked for and what the live parts do: a setting that did not take effect stops the trainer.
+"""Comparison of the settings with the live parts: a setting that did not take effect stops the trainer.
 
-One table for the model, its gradient buffers and the optimizer. A row says what is wanted and how to ask the modules,
-buffers and optimizers that were built; Megatron's configuration objects are compared as well, but they say only what
-was asked of Megatron.
+A row names a setting and reads it from the modules, buffers and optimizers that were built. Megatron's configuration
+objects are compared as well, but they hold only what was asked of Megatron.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -57,120 +57,117 @@ class Built:
 
 @dataclass(frozen=True)
 class Row[Config, Live]:
-    """A setting: what is wanted, and what the live parts hold."""
+    """A setting: the wanted value, and the values that the live parts hold."""
 
     name: str
-    wanted: Callable[[Config], Value]
     held: Callable[[Live], set[Value]]
-    """The different values of all parts that have the setting."""
+    """Different values of all parts that have the setting."""
+    wanted: Callable[[Config], Value] | None = None
+    """By default the key of the configuration that the name spells."""
     everywhere: bool = True
-    """Whether each rank has such a part."""
+    """Each rank has such a part."""
+
+    def value(self, config: Config) -> Value:
+        """Wanted value."""
+        read = self.wanted or attrgetter(self.name.removeprefix("optimizer."))
+        return read(config)
 
 
 MODEL: tuple[Row[TrainerConfig, Built], ...] = (
-    Row("parallel.tensor", lambda config: config.parallel.tensor, lambda live: _tensor_ranks(live)),
-    Row("parallel.pipeline", lambda config: config.parallel.pipeline, lambda live: _stages(live)),
-    Row("parallel.virtual_pipeline", lambda config: config.parallel.virtual_pipeline or 1, lambda live: _chunks(live)),
-    Row("parallel.data times context", lambda config: config.parallel.replicas, lambda live: _replicas(live)),
-    Row("parallel.context", lambda config: config.parallel.context, lambda live: _context(live)),
-    Row("precision", lambda config: config.precision, lambda live: {_precision(one.dtype) for one in _weights(live)}),
-    Row("precision of gradients", lambda _: "fp32", lambda live: {_precision(one) for one in _gradients(live)}),
+    Row("parallel.tensor", lambda live: _tensor_ranks(live)),
+    Row("parallel.pipeline", lambda live: {_groups_of(block).pp.size() for block in _of(live, TransformerBlock)}),
     Row(
-        "parallel.sequence",
-        lambda config: config.parallel.sequence,
-        lambda live: _values(_linears(live), "sequence_parallel"),
+        "parallel.virtual_pipeline",
+        lambda live: {len(live.chunks)},
+        lambda config: config.parallel.virtual_pipeline or 1,
     ),
-    Row("hidden_dropout", lambda _: 0.0, lambda live: _values(_of(live, TransformerLayer), "hidden_dropout")),
-    Row("distributed optimizer", lambda _: True, lambda live: _of_groups(live, "use_distributed_optimizer")),
-    Row("division of gradients by replicas", lambda _: 1.0, lambda live: _divisions(live)),
     Row(
-        "megatron.overlap_grad_reduce",
-        lambda config: config.megatron.overlap_grad_reduce,
-        lambda live: _of_groups(live, "overlap_grad_reduce"),
+        "parallel.data times context",
+        lambda live: {buffer.data_parallel_world_size for buffer in _buffers(live)},
+        lambda config: config.parallel.replicas,
     ),
+    Row("parallel.context", lambda live: {_context(module) for module in _of(live, Attention)}),
+    Row("precision", lambda live: {_precision(one.dtype) for one in _weights(live)}),
+    Row("precision of gradients", lambda live: {_precision(one) for one in _gradients(live)}, lambda _: "fp32"),
+    Row("parallel.sequence", lambda live: _values(_linears(live), "sequence_parallel")),
+    Row("hidden_dropout", lambda live: _values(_of(live, TransformerLayer), "hidden_dropout"), lambda _: 0.0),
+    Row("distributed optimizer", lambda live: _of_groups(live, "use_distributed_optimizer"), lambda _: True),
+    Row(
+        "division of gradients by replicas",
+        lambda live: {buffer.gradient_scaling_factor for buffer in _buffers(live)},
+        lambda _: 1.0,
+    ),
+    Row("megatron.overlap_grad_reduce", lambda live: _of_groups(live, "overlap_grad_reduce")),
     Row(
         "megatron.overlap_param_gather",
-        lambda config: config.megatron.overlap_param_gather,
         lambda live: {set(one.remove_forward_pre_hook_handles) == set(one.module.modules()) for one in live.chunks},
     ),
-    Row("megatron.recompute", lambda config: config.megatron.recompute, lambda live: _recomputed(live)),
-    Row("megatron.attention", lambda config: config.megatron.attention, lambda live: _attention(live)),
-    Row(
-        "megatron.gradient_accumulation_fusion",
-        lambda config: config.megatron.gradient_accumulation_fusion,
-        lambda live: _values(live.linears, *_FUSED),
-    ),
+    Row("megatron.recompute", lambda live: _recomputed(live)),
+    Row("megatron.attention", lambda live: _attention(live)),
+    Row("megatron.gradient_accumulation_fusion", lambda live: _values(live.linears, *_FUSED)),
     Row(
         "megatron.output_gradient_accumulation_fusion",
-        lambda config: config.megatron.output_gradient_accumulation_fusion,
         lambda live: _values(live.outputs, *_FUSED),
         everywhere=False,
     ),
-    Row(
-        "parallel.expert",
-        lambda config: config.parallel.expert,
-        lambda live: {one.ep_group.size() for one in _experts(live)},
-        everywhere=False,
-    ),
+    Row("parallel.expert", lambda live: {one.ep_group.size() for one in _experts(live)}, everywhere=False),
     Row(
         "parallel.expert_tensor",
-        lambda config: config.parallel.expert_tensor or config.parallel.tensor,
         lambda live: _tensor_ranks(live, of_experts=True),
+        lambda config: config.parallel.expert_tensor or config.parallel.tensor,
         everywhere=False,
     ),
-    Row("experts: dispatcher", lambda _: "MoEAlltoAllTokenDispatcher", lambda live: _dispatchers(live), False),
+    Row(
+        "experts: dispatcher",
+        lambda live: {type(one.token_dispatcher).__name__ for one in _experts(live)},
+        lambda _: "MoEAlltoAllTokenDispatcher",
+        everywhere=False,
+    ),
     Row(
         "experts.auxiliary_loss",
-        lambda config: config.experts.auxiliary_loss,
         lambda live: {one.config.moe_aux_loss_coeff for one in _experts(live)},
         everywhere=False,
     ),
     Row(
         "experts.bias_update_rate",
-        lambda config: config.experts.bias_update_rate,
         lambda live: {one.config.moe_router_bias_update_rate for one in _experts(live)},
         everywhere=False,
     ),
 )
 
+
+def _of_parameters(name: str, read: Callable[[dict[str, Any]], Value]) -> Row[OptimizerConfig, Sequence[Any]]:
+    """A setting of the groups of parameters of the innermost optimizers, which take the steps."""
+    return Row(
+        f"optimizer.{name}",
+        lambda parts: {read(group) for part in parts for group in part.optimizer.param_groups},
+        everywhere=False,
+    )
+
+
 OPTIMIZER: tuple[Row[OptimizerConfig, Sequence[Any]], ...] = (
-    Row("optimizer.learning_rate", lambda config: config.learning_rate, lambda parts: _groups(parts, "max_lr"), False),
+    _of_parameters("learning_rate", lambda group: group["max_lr"]),
+    _of_parameters("min_learning_rate", lambda group: group["min_lr"]),
+    _of_parameters("beta1", lambda group: group["betas"][0]),
+    _of_parameters("beta2", lambda group: group["betas"][1]),
+    _of_parameters("eps", lambda group: group["eps"]),
+    Row("optimizer.weight_decay", lambda parts: _decays(parts), everywhere=False),
+    Row("optimizer.clip_grad", lambda parts: {one.config.clip_grad for one in parts}),
     Row(
-        "optimizer.min_learning_rate",
-        lambda config: config.min_learning_rate,
-        lambda parts: _groups(parts, "min_lr"),
-        False,
-    ),
-    Row(
-        "optimizer.beta1",
-        lambda config: config.beta1,
-        lambda parts: {one["betas"][0] for one in _all_groups(parts)},
-        False,
-    ),
-    Row(
-        "optimizer.beta2",
-        lambda config: config.beta2,
-        lambda parts: {one["betas"][1] for one in _all_groups(parts)},
-        False,
-    ),
-    Row("optimizer.eps", lambda config: config.eps, lambda parts: _groups(parts, "eps"), False),
-    Row("optimizer.weight_decay", lambda config: config.weight_decay, lambda parts: _decays(parts), everywhere=False),
-    Row("optimizer.clip_grad", lambda config: config.clip_grad, lambda parts: {one.config.clip_grad for one in parts}),
-    Row(
-        "distributed optimizer", lambda _: True, lambda parts: {isinstance(one, DistributedOptimizer) for one in parts}
+        "distributed optimizer", lambda parts: {isinstance(one, DistributedOptimizer) for one in parts}, lambda _: True
     ),
 )
 
 
 def read_back[Config, Live](rows: Iterable[Row[Config, Live]], config: Config, live: Live) -> Effective:
-    """What the live parts hold of each setting; a setting that no part of this rank has is left out.
+    """Settings of the live parts; a setting that no part of this rank has is left out.
 
     Raises:
         InputError: it differs from what is wanted.
     """
     found: Effective = {}
     for row in rows:
-        held, wanted = row.held(live), row.wanted(config)
+        held, wanted = row.held(live), row.value(config)
         if held or row.everywhere:
             compare(row.name, wanted, next(iter(held)) if len(held) == 1 else sorted(held, key=repr))
             found[row.name] = wanted
@@ -178,13 +175,13 @@ def read_back[Config, Live](rows: Iterable[Row[Config, Live]], config: Config, l
 
 
 def read_layers(parallel: ParallelConfig, live: Built) -> Effective:
-    """How many layers this rank holds.
+    """Number of layers that this rank holds.
 
     Raises:
         InputError: it differs from its share of the model's.
     """
     blocks = _of(live, TransformerBlock)
-    stages, rank = stage_layers(parallel, live.layers), cast(Any, blocks[0].pg_collection).pp.rank()
+    stages, rank = stage_layers(parallel, live.layers), _groups_of(blocks[0]).pp.rank()
     held = sum(len(block.layers) for block in blocks)
     compare("layers of this rank", stages[rank] if stages else None, held)
     return {"layers of this rank": held}
@@ -194,7 +191,7 @@ def check_effective(provider: TransformerConfig, wanted: dict[str, Any]) -> None
     """Compare Megatron's model configuration, which modules share, with the settings; building a model may change it.
 
     Raises:
-        InputError: if a field differs.
+        InputError: a field differs.
     """
     for name, value in wanted.items():
         compare(name, value, vars(provider)[name])
@@ -257,40 +254,25 @@ def _is_repeated(linear: torch.nn.Module) -> bool:
     return bool(divided) and all(one is False for one in divided)
 
 
-def _stages(live: Built) -> set[Value]:
-    return {cast(Any, block.pg_collection).pp.size() for block in _of(live, TransformerBlock)}
+def _groups_of(module: Any) -> Any:
+    return module.pg_collection
 
 
-def _context(live: Built) -> set[Value]:
-    """Ranks over which the attention goes."""
-    found = set()
-    for module in _of(live, Attention):
-        core = vars(module.core_attention)
-        # Transformer Engine's holds its group, or none if there is one rank
-        group = core["cp_group"] if _TE_ATTENTION & core.keys() else cast(Any, module.pg_collection).cp
-        found.add(group.size() if group is not None else 1)
-    return found
-
-
-def _chunks(live: Built) -> set[Value]:
-    return {len(live.chunks)}
+def _context(module: Attention) -> int:
+    """Ranks over which an attention goes."""
+    core = vars(module.core_attention)
+    # Transformer Engine's holds its group, or none if there is one rank
+    group = core["cp_group"] if _TE_ATTENTION & core.keys() else _groups_of(module).cp
+    return group.size() if group is not None else 1
 
 
 def _buffers(live: Built) -> list[Any]:
-    """What gradients are accumulated in; `buffers` of the wrapper is not torch's method of that name."""
+    """Gradient buffers; `buffers` of the wrapper is not torch's method of that name."""
     return [buffer for chunk in live.chunks for buffer in cast(list[Any], chunk.buffers)]
 
 
-def _replicas(live: Built) -> set[Value]:
-    return {buffer.data_parallel_world_size for buffer in _buffers(live)}
-
-
-def _divisions(live: Built) -> set[Value]:
-    return {buffer.gradient_scaling_factor for buffer in _buffers(live)}
-
-
 def _of_groups(live: Built, name: str) -> set[Value]:
-    """What the groups of buckets, which reduce gradients, are told."""
+    """Settings of the groups of buckets, which reduce gradients."""
     return {vars(group.ddp_config)[name] for chunk in live.chunks for group in chunk.bucket_groups}
 
 
@@ -311,19 +293,7 @@ def _experts(live: Built) -> list[Any]:
     return [module for module in live.modules if "token_dispatcher" in vars(module)]
 
 
-def _dispatchers(live: Built) -> set[Value]:
-    return {type(module.token_dispatcher).__name__ for module in _experts(live)}
-
-
-def _all_groups(parts: Sequence[Any]) -> list[dict[str, Any]]:
-    """Groups of parameters of the innermost optimizers, which take the steps."""
-    return [group for part in parts for group in part.optimizer.param_groups]
-
-
-def _groups(parts: Sequence[Any], name: str) -> set[Value]:
-    return {group[name] for group in _all_groups(parts)}
-
-
 def _decays(parts: Sequence[Any]) -> set[Value]:
     """Of the matrices: norms and biases are not decayed."""
-    return {group["weight_decay"] for group in _all_groups(parts) if group["wd_mult"]}
+    groups = (group for part in parts for group in part.optimizer.param_groups)
+    return {group["weight_decay"] for group in groups if group["wd_mult"]}
