@@ -1,4 +1,4 @@
-"""What an exported model says about itself: the README.md of its folder."""
+"""Model card of an export: the README.md of its folder."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from trainer_core.config import Precision
 def model_card(
     config: RunConfig, lineage: WeightsLineage, prepared: Manifest, evaluated: Manifest | None, precision: Precision
 ) -> str:
-    """The card as Markdown, with the metadata that the hub reads."""
+    """Card as Markdown, with the metadata that the hub reads."""
     rows = dict(_rows(config, lineage, evaluated, precision))
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Which iteration of which run is exported: the last, a given one, or the best evaluated whose state is kept."""
+"""Choice of the exported iteration: the last, a given one, or the best evaluated whose state is kept."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _METRICS = {PASSES: "pass_rate", "reward": "reward_mean"}
 
 @dataclass(frozen=True)
 class Chosen:
-    """One iteration of a run, and what the run has recorded."""
+    """One iteration of a run, with the records of the run."""
 
     run: str
     iteration: int
     recorded: Contents
     why: str = ""
-    """By which measure it is the best, and of which iterations; empty if it was not chosen as the best."""
+    """Measure and iterations by which it is the best; empty if it was not chosen as the best."""
 
     def manifest(self, stage: Stage, iteration: int | None = None) -> Manifest:
         """The manifest of a stage, by default of the chosen iteration.
@@ -78,7 +78,7 @@ def choose(root: Root, which: str) -> Chosen:
 
 
 def _kept(recorded: Contents) -> list[int]:
-    """Iterations that are complete and whose states are there, ascending."""
+    """Complete iterations whose states are kept, ascending."""
     synced = _by_iteration(recorded, _last_stage(recorded))
     states = _by_iteration(recorded, Stage.TRAIN)
     return sorted(
@@ -87,7 +87,7 @@ def _kept(recorded: Contents) -> list[int]:
 
 
 def _last_stage(recorded: Contents) -> Stage:
-    """The stage that completes an iteration: a run on stored samples serves no weights."""
+    """Stage that completes an iteration: a run on stored samples serves no weights."""
     return Stage.TRAIN if _by_iteration(recorded, Stage.SELECT) else Stage.WEIGHT_SYNC
 
 
@@ -119,12 +119,12 @@ def _no_measure(run: str, measure: str, newest: Manifest) -> str:
 
 
 def _judged_by(evaluated: Manifest, measure: str) -> list[JsonValue]:
-    """What figures of an evaluation may be compared with."""
+    """Facts of an evaluation that make its figures comparable: equal for the same reward, prompts and condition."""
     return [evaluated.facts.get(name) for name in (SCORED_BY, ASKED, *([PASS] if measure == PASSES else []))]
 
 
 def _by_chance(newest: Manifest, evaluated: Iterable[Manifest]) -> bool:
-    """Whether a reward that can be another number than 0 and 1 was only these in the newest evaluation."""
+    """True if a reward that can take other values than 0 and 1 took only these in the newest evaluation."""
     by = newest.facts.get(SCORED_BY)
     return newest.facts.get(PASS) == EXACT and any(
         one.facts.get(SCORED_BY) == by and one.facts.get(PASS) is None for one in evaluated

@@ -44,7 +44,7 @@ _CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.m
 
 
 class Exported(BaseModel):
-    """What an export wrote."""
+    """Result of an export."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,7 +55,7 @@ class Exported(BaseModel):
     precision: Precision
     """Type of the weights in it."""
     weights_digest: str
-    """Identity of the weights as they were served, which the export was compared with."""
+    """Identity of the weights as they were served; the export is compared with it."""
     tensors: int
     bytes: int
     """Size of the weights."""
@@ -106,14 +106,14 @@ def export(
 
 
 def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:
-    """`tensor_digest` by name of the weights that a stored state gives; raises as `export`, but for the digests."""
+    """`tensor_digest` by name of the weights of a stored state; raises as `export`, except for the digests."""
     with _opened(root, chosen) as (weights, _state, _model_config):
         return {name: tensor_digest(tensor) for name, tensor in weights}
 
 
 @contextmanager
 def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", SavedState, dict]]:
-    """The weights of a stored state, the state, and the content of the model's config.json."""
+    """Weights of a stored state, the state, and the content of the model's config.json."""
     with scratch() as folder:
         prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
         model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
@@ -133,7 +133,7 @@ def _weights(folder: Path, state: SavedState, vocab_size: int) -> "StoredWeights
 def _streamed(
     weights: "StoredWeights", types: Mapping[str, tuple[torch.dtype, str]], digests: dict[str, str]
 ) -> Iterator[tuple[str, memoryview]]:
-    """The bytes of each tensor; `digests` gets that of each as it was served."""
+    """Bytes of each tensor; `digests` receives the digest of each tensor as it was served."""
     for name, tensor in weights:
         digests[name] = tensor_digest(tensor)
         yield name, memoryview(tensor.to(types[name][0]).reshape(-1).view(torch.uint8).numpy())
@@ -150,7 +150,7 @@ def _compare(chosen: Chosen, found: str) -> None:
 
 
 def _write_texts(root: Root, chosen: Chosen, target: Target, precision: Precision, model_config: dict) -> None:
-    """Everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
+    """Write everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
     prepared = chosen.manifest(Stage.PREPARE, 0)
     texts = {part.name.removeprefix(MODEL): read_part(root, part) for part in _texts(prepared)}
     texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
@@ -169,7 +169,7 @@ def _texts(prepared: Manifest) -> Sequence:
 
 
 def _generation(given: dict, model_config: dict, prepared: Manifest) -> dict[str, object]:
-    """The model's generation settings, with the stop tokens that the run used."""
+    """Generation settings of the model, with the stop tokens of the run."""
     known = {key: model_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     stop = prepared.facts.get("stop_tokens")
     used = {"eos_token_id": stop} if isinstance(stop, list) and stop else {}

@@ -18,21 +18,21 @@ _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that will be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors spells it: F32, BF16."""
+    """Name in safetensors: F32, BF16."""
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * _BYTES[self.dtype]
 
 
 def planned_shards(tensors: Iterable[Planned], limit: int) -> dict[str, list[Planned]]:
-    """The tensors of each file, in their order; a file has at most `limit` bytes of them, or one tensor."""
+    """Tensors of each file, in order; a file holds at most `limit` bytes of them, or a single tensor."""
     shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in tensors:
@@ -47,7 +47,7 @@ def planned_shards(tensors: Iterable[Planned], limit: int) -> dict[str, list[Pla
 
 
 def header(shard: Sequence[Planned]) -> bytes:
-    """What comes before the tensors of a file."""
+    """Bytes of a file before its tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in shard:

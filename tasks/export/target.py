@@ -1,4 +1,4 @@
-"""The folder that an export fills, on any fsspec filesystem. `config.json` comes last: without it there is no model."""
+"""Folder of an export, on any fsspec filesystem. `config.json` is written last: without it there is no model."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from tasks.config.environment import resolve, without_secrets
 
 _LAST = "config.json"
 _MARK = ".unfinished-export"
-"""Is there from the first write to the last."""
+"""Present from the first write to the last."""
 
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _BLOCK = 1 << 20
@@ -25,7 +25,7 @@ _FAILURES = (OSError, ImportError, ValueError)
 
 
 class Hashed:
-    """A file that hashes what is written to it."""
+    """A file that hashes the bytes written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash = file, xxhash.xxh3_128()
@@ -39,7 +39,7 @@ class Hashed:
 
     @property
     def digest(self) -> str:
-        """xxh3-128 of what was written."""
+        """xxh3-128 of the bytes written."""
         return self._hash.hexdigest()
 
 
@@ -56,7 +56,7 @@ class Target:
 
     @classmethod
     def new(cls, url: str) -> "Target":
-        """Accept a folder that does not exist, is empty, or was left by an export that was interrupted.
+        """Accept a folder that does not exist, is empty, or was left by an interrupted export.
 
         Raises:
             InputError: it holds something else, has credentials in its URL, or cannot be reached.
@@ -76,7 +76,7 @@ class Target:
         return target
 
     def begin(self) -> None:
-        """Mark the folder as unfinished, and remove the weights that an interrupted export left."""
+        """Mark the folder as unfinished, and remove the weights of an interrupted export."""
         self.write(_MARK, b"")
         del self.digests[_MARK]
         for name in self.names():
@@ -84,7 +84,7 @@ class Target:
                 self.fs.rm_file(f"{self.path}/{name}")
 
     def finish(self, config: bytes) -> None:
-        """Read everything back, write what makes the folder a model and remove the mark.
+        """Read everything back, write config.json and remove the mark.
 
         Raises:
             StorageError: a file is not what was written.
@@ -95,7 +95,7 @@ class Target:
         self.fs.rm_file(f"{self.path}/{_MARK}")
 
     def names(self) -> list[str]:
-        """Names of what is in the folder, sorted.
+        """Sorted names in the folder.
 
         Raises:
             NotADirectoryError: it is a file.
@@ -143,5 +143,5 @@ class Target:
 
 
 def local_or_url(to: str) -> str:
-    """A local folder as an absolute path; a URL or a reference as it is."""
+    """Absolute path of a local folder; a URL or a reference is unchanged."""
     return to if "://" in to or to.startswith("env:") else str(Path(to).expanduser().absolute())

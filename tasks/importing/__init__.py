@@ -1,1 +1,1 @@
-"""Samples made elsewhere, as runs that `ratchet retrain` selects from."""
+"""Import of samples made elsewhere, as runs that `ratchet retrain` selects from."""

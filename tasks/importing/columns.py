@@ -1,4 +1,4 @@
-"""Columns of files by what they become, of the types that each may have: another type is refused."""
+"""Columns of imported files and the types that each may have: another type is refused."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from tasks.data.values import shown, text_of
 from tasks.importing.files import Batch
 
 _NOT_STORABLE = (OverflowError, UnicodeError, pa.ArrowException)
-"""What Arrow raises about an integer beyond 64 bits, or a text that is not UTF-8."""
+"""Errors of Arrow for an integer beyond 64 bits, or a text that is not UTF-8."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that a column may have."""
+    """Values that a column may have."""
 
     words: str
     wide: pa.DataType
@@ -27,10 +27,10 @@ class Kind:
     values: frozenset[type]
     """Their types in JSON; in a column of lists, those of the elements."""
     columns: Callable[[pa.DataType], bool]
-    """Whether a column of Parquet may have a type; in a column of lists, its elements."""
+    """True for a type that a column of Parquet, or the elements of its lists, may have."""
     listed: bool = False
     optional: bool = False
-    """Whether a value may be null."""
+    """A value may be null."""
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -67,7 +67,7 @@ KINDS = {
     "temperature": _NUMBER,
     "top_p": _NUMBER,
 }
-"""What a sample has."""
+"""Properties of a sample."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Column:
 
     batch: Batch
     name: str
-    """What it becomes."""
+    """Property of a sample."""
     called: str
     """Its name in the file."""
 
     def array(self) -> pa.Array:
-        """Its values in the wide type of their kind, without nulls unless they may be null.
+        """Values in the wide type of their kind, without nulls unless they may be null.
 
         Raises:
             InputError: a value is of another kind, naming the sample.
@@ -138,13 +138,13 @@ class Column:
 
 
 def any_of(lists: pa.Array, wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether any value of a row is wrong: (sum of lengths,) -> (N,)."""
+    """True for each row with a wrong value: (sum of lengths,) -> (N,)."""
     rows = np.repeat(np.arange(len(lists)), lengths_of(lists))
     return np.bincount(rows[wrong], minlength=len(lists)) > 0
 
 
 def lengths_of(lists: pa.Array) -> NDArray[np.int64]:
-    """Lengths of lists: (N,)."""
+    """(N,) lengths of lists."""
     return pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON and Parquet files, some at a time, each value of a column with the type that it has there."""
+"""Rows of JSONL, JSON and Parquet files, in batches, each value with its type in the file."""
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,21 +28,21 @@ class Batch:
     names: tuple[str, ...]
     """Columns that the file has."""
     columns: Mapping[str, pa.Array | Sequence[Any]]
-    """Those of them that are wanted: of Parquet in its types, of JSON in those of each value."""
+    """Wanted columns: of Parquet in its types, of JSON in those of each value."""
     rows: int
 
 
 @dataclass(frozen=True)
 class Local:
-    """A file with its content on this machine."""
+    """A file, copied to this machine if it is elsewhere."""
 
     file: str
-    """As it was named."""
+    """Name given by the user."""
     path: Path
     form: str
 
     def batches(self, wanted: Collection[str]) -> Iterator[Batch]:
-        """The wanted columns.
+        """Batches with the wanted columns.
 
         Raises:
             InputError: it cannot be read.
@@ -70,7 +70,7 @@ class Local:
 
 @contextmanager
 def local_files(files: Sequence[str]) -> Iterator[list[Local]]:
-    """Files by their paths or URLs, on this machine while the block lasts.
+    """Local copies of files, by path or URL, for the duration of the block.
 
     Raises:
         InputError: one is of another form, is named twice or does not exist.

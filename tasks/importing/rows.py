@@ -1,4 +1,4 @@
-"""Rows of files as the columns of our tables."""
+"""Conversion of rows of files to the columns of our tables."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from tasks.importing.columns import KINDS, Column, any_of, lengths_of
 from tasks.importing.files import Batch
 
 UNKNOWN = -1
-"""Weight version and seed of a sample that does not say them."""
+"""Weight version and seed of a sample without them."""
 
 _INT32 = 2**31 - 1
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32
@@ -27,21 +27,21 @@ _REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True)
 class ImportOrder:
-    """What is asked for."""
+    """Request of an import."""
 
     files: tuple[str, ...]
     """Paths or URLs of .jsonl, .json or .parquet files."""
     run: str
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Column of the files by what it becomes; what is not named is looked for under our own name."""
+    """Column of the files by property of a sample; by default the column has our name."""
     temperature: float | None = None
-    """At which all samples were drawn, if no column says so."""
+    """Temperature of all samples, if no column has it."""
     logprobs: bool = True
-    """Whether the samples must have log-probabilities. Without, only maximum likelihood can be trained on them."""
+    """The samples must have log-probabilities. Without, only losses that weigh no advantages train on them."""
 
 
 def mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Columns by what they become, from WHAT=COLUMN of each.
+    """Columns by property, from texts WHAT=COLUMN.
 
     Raises:
         InputError: one has another form, or one property is given twice.
@@ -66,7 +66,7 @@ class Rows:
 
     @property
     def found(self) -> dict[str, str]:
-        """Columns that the file has, by what they become."""
+        """Columns that the file has, by property."""
         wanted = {name: self.order.columns.get(name, name) for name in KINDS}
         return {name: column for name, column in wanted.items() if column in self.batch.columns}
 
@@ -120,13 +120,13 @@ class Rows:
         return None if found is None else found.to_pylist()
 
     def prompt_error(self, row: int, name: str, first: int) -> InputError:
-        """That a prompt's id was another prompt's before."""
+        """Error for a prompt whose id another prompt had before."""
         column = self._column("prompt_id")
         assert column is not None
         return column.error(row, f"is {name!r}, as of sample {first}, but its prompt_tokens are others")
 
     def constants(self, run: str, iteration: int) -> dict[str, pa.Array]:
-        """The columns that a row need not have."""
+        """Columns that a row need not have."""
         rows = self.batch.rows
         version = self._numbers("weight_version", pa.int32(), lambda one: (one >= UNKNOWN) & (one <= _INT32))
         seed = self._numbers("seed", pa.int64(), lambda one: one >= UNKNOWN)
@@ -142,7 +142,7 @@ class Rows:
         }
 
     def scores(self, ids: pa.Array, numbers: pa.Array) -> pa.Table:
-        """Rewards as a table of scores; those that are not there are null."""
+        """Rewards as a table of scores; missing ones are null."""
         column, rows = self._column("reward"), self.batch.rows
         rewards = pa.nulls(rows, pa.float64()) if column is None else column.array()
         there = rewards.is_valid()
@@ -205,7 +205,7 @@ class Rows:
 
 
 def check_temperature(temperature: float | None) -> None:
-    """Refuse a temperature that samples cannot have been drawn at.
+    """Refuse a temperature at which nothing can be sampled.
 
     Raises:
         InputError: it is negative or not finite.

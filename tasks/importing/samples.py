@@ -1,4 +1,4 @@
-"""Samples made elsewhere as a run of their own: an iteration of rollout and scores for each file.
+"""Import of samples as a run of their own: each file becomes an iteration of rollout and scores.
 
 Such a run has no model or prompts, so it cannot be continued. Its token ids must be those of the model that is to be
 trained on them.
@@ -31,7 +31,7 @@ from tasks.stages.names import Stage
 
 
 class Imported(BaseModel):
-    """What was imported."""
+    """Result of an import."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,11 +44,11 @@ class Imported(BaseModel):
     scored: int
     """Samples with a reward."""
     columns: dict[str, str]
-    """Column of the files by what it became."""
+    """Column of the files by property."""
 
 
 class ImportRecord(BaseModel):
-    """What the `run.json` of imported samples holds."""
+    """Content of `run.json` of imported samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +60,7 @@ class ImportRecord(BaseModel):
 
     @classmethod
     def of(cls, order: ImportOrder) -> "ImportRecord":
-        """The record of what is asked for."""
+        """Record of a request."""
         files = tuple(Path(file).name for file in order.files)
         return cls(imported=files, columns=dict(order.columns), temperature=order.temperature, logprobs=order.logprobs)
 
@@ -122,13 +122,13 @@ def _check_unused(root: Root, run: str, record: ImportRecord) -> None:
 
 @dataclass
 class _Samples:
-    """The samples of one file, as our tables."""
+    """Samples of one file, as our tables."""
 
     order: ImportOrder
     place: Local
     found: dict[str, str] = field(default_factory=dict)
     _prompts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Of each prompt the digest of its tokens, and the row in which it came first, from 1."""
+    """Digest of each prompt's tokens, and the number of its first row, from 1."""
     _next: dict[str, int] = field(default_factory=dict)
     _seen: set[tuple[str, int]] = field(default_factory=set)
 
@@ -145,7 +145,7 @@ class _Samples:
             raise InputError(f"{self.place.file}: there are no samples in it")
 
     def tables(self, iteration: int) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Samples and their scores, some at a time.
+        """Batches of samples and their scores.
 
         Raises:
             InputError: they cannot be used.
@@ -175,7 +175,7 @@ class _Samples:
         return samples, rows.scores(columns["prompt_id"], columns["sample_id"])
 
     def _check_alike(self, rows: Rows) -> None:
-        """Refuse properties that only some batches have: the others would get a default."""
+        """Refuse properties that only some batches have: the others would get defaults."""
         odd = sorted(name for name in self.found.keys() ^ rows.found.keys() if not KINDS[name].optional)
         if rows.batch.first and odd:
             has, had = ("has", "have not") if odd[0] in rows.found else ("has no", "have one")

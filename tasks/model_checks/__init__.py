@@ -1,1 +1,1 @@
-"""Whether a model can be trained and served, known from its files before Ray, vLLM or Megatron is imported."""
+"""Checks that a model can be trained and served, from its files, before Ray, vLLM or Megatron is imported."""

@@ -1,4 +1,4 @@
-"""Which architectures are supported. Data, because the registries are slow to import; a test compares."""
+"""Supported architectures. Data, because the registries are slow to import; a test compares."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +22,10 @@ KNOWN_TO_BOTH = frozenset(
 """Text models that megatron-bridge and vLLM both have, in the versions of pyproject.toml."""
 
 LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Of these, the dense decoders with RMSNorm and a gated MLP."""
+"""Dense decoders among them, with RMSNorm and a gated MLP."""
 
 WITHOUT_TRANSFORMER_ENGINE = LLAMA_LIKE | {"Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"}
-"""Those that can be built without Transformer Engine, and so on CPU: besides, mixtures of experts, and multi-latent
-attention."""
+"""Architectures that can be built without Transformer Engine, and so on CPU."""
 
 NOT_FULL_ATTENTION = frozenset(
     {
@@ -35,15 +34,15 @@ NOT_FULL_ATTENTION = frozenset(
         "MiMoV2FlashForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Step3p5ForCausalLM",
     }
 )  # fmt: skip
-"""Those with layers that see the past through a window, in part, or as a state; Transformer Engine's exchange of keys
-from rank to rank does none of that."""
+"""Architectures with layers that see the past through a window, in part, or as a state. Transformer Engine's exchange
+of keys between ranks supports none of these."""
 
 _WINDOW_OF_MISTRAL = 4096
-"""What transformers assumes of a Mistral that says nothing."""
+"""Default of transformers for a Mistral."""
 
 
 def architecture_of(facts: Mapping[str, Any], where: str) -> str:
-    """The architecture that config.json names.
+    """Architecture that config.json names.
 
     Raises:
         InputError: it names none.
@@ -62,7 +61,7 @@ def check_architecture(facts: Mapping[str, Any], device: Device, accepted: Seque
     Args:
         facts: the content of config.json.
         device: where trainer and engine compute.
-        accepted: keys of config.json that are let pass.
+        accepted: keys of config.json that pass without a check.
         where: the model's name in messages.
 
     Raises:
@@ -120,7 +119,7 @@ def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:
 
 
 def _window(facts: Mapping[str, Any], where: str) -> int | None:
-    """The sliding window that the model uses, in tokens."""
+    """Sliding window of the model, in tokens."""
     mistral = architecture_of(facts, where) == "MistralForCausalLM"
     window = facts.get("sliding_window", _WINDOW_OF_MISTRAL if mistral else None)
     used = facts.get("use_sliding_window", mistral)

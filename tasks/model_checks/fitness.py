@@ -15,14 +15,14 @@ from trainer_core.effects import Unused, without_effect
 from trainer_core.platform import te_absent
 
 Facts = Mapping[str, Any]
-"""The content of a model's config.json."""
+"""Content of a model's config.json."""
 
 _TOKENIZER = "tokenizer_config.json"
 _OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate")
 
 
 def source_facts(config: RunConfig, device: Device) -> Facts:
-    """The config.json of the model that a new run starts from, after its files were checked.
+    """Checked config.json of the model that a new run starts from.
 
     Raises:
         InputError: the model cannot be had, is not whole, or cannot be trained or served.
@@ -75,7 +75,7 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
 
 
 def _without_experts(facts: Facts) -> list[Unused[TrainerConfig]]:
-    """The settings of experts that this model leaves without effect."""
+    """Settings of experts that have no effect on this model."""
     if not experts_of(facts):
         reason, names = "a model without experts", (*_OF_ROUTERS, "parallel.expert_tensor")
     elif architecture_of(facts, "") == "Qwen3MoeForCausalLM":

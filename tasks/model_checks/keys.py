@@ -1,7 +1,7 @@
-"""The keys of config.json that trainer and engine know, by architecture: what they obey, and what has no effect.
+"""Keys of config.json by architecture: values that trainer and engine obey, and keys without effect.
 
-Data: what is said here of values was compared once with the sources of megatron-bridge, vLLM and transformers in the
-versions of pyproject.toml, and a test computes log-probabilities with each value of `tried`.
+Data: it was compared once with the sources of megatron-bridge, vLLM and transformers in the versions of pyproject.toml.
+A test computes log-probabilities with each value of `tried`.
 """
 
 import json
@@ -19,23 +19,23 @@ class Obeyed:
     """A key that decides what a model computes."""
 
     words: str
-    """The values that trainer and engine compute with, for people."""
+    """Values that trainer and engine compute with, for display."""
     holds: Callable[[Any, Table], bool]
-    """Whether a value, in its table, is one of them."""
+    """True for a value, in its table, that is one of them."""
     tried: tuple[Any, ...] = ()
-    """Values of it that a test compares with transformers."""
+    """Values that a test compares with transformers."""
     absent: str | None = None
     """Consequence of leaving the key out, if it cannot be left out."""
 
 
 def only(*values: Any, absent: str | None = None) -> Obeyed:
-    """These values alone."""
+    """Only these values."""
     words = " or ".join(json.dumps(value) for value in values)
     return Obeyed(words, lambda value, _: any(_same(value, one) for one in values), values, absent)
 
 
 def whole(*tried: Any, least: int = 1, absent: str | None = None) -> Obeyed:
-    """Each whole number from `least` on, and null if it is tried."""
+    """Whole numbers from `least` on, and null if it is tried."""
     words = f"a whole number of at least {least}{' or null' * (None in tried)}"
     return Obeyed(
         words,
@@ -46,17 +46,17 @@ def whole(*tried: Any, least: int = 1, absent: str | None = None) -> Obeyed:
 
 
 def number(*tried: Any, least: float = 0.0, absent: str | None = None) -> Obeyed:
-    """Each finite number from `least` on, but 0."""
+    """Finite numbers from `least` on, except 0."""
     return Obeyed(f"a number above 0, at least {least:g}", lambda value, _: _is_number(value, least), tried, absent)
 
 
 def same_as(other: str, absent: str | None = None) -> Obeyed:
-    """The value of another key, or null, which stands for it."""
+    """Value of another key, or null, which stands for it."""
     return Obeyed(f"the value of {other}", lambda value, table: value in (None, table.get(other)), (), absent)
 
 
 def alias_of(other: str) -> Obeyed:
-    """A newer name of another whole number, which need not be there too."""
+    """Newer name of another whole number, which may be missing."""
     return Obeyed(
         f"a whole number, that of {other} if that is given",
         lambda value, table: type(value) is int and value >= 1 and value == table.get(other, value),
@@ -240,7 +240,7 @@ KEYS: Mapping[str, Mapping[str, Obeyed]] = {
     },
     "DeepseekV3ForCausalLM": {**_EVERYWHERE, **_NO_WINDOW, **_LATENT},
 }
-"""What of config.json each architecture that can be built without Transformer Engine obeys."""
+"""Obeyed keys of config.json, by architecture that can be built without Transformer Engine."""
 
 _FACTOR = number(4.0, 1.5, least=1.0, absent="it is the scaling")
 _OF_EVERY_ROPE: Mapping[str, Obeyed] = {"rope_theta": number(1e6, 500.0), "partial_rotary_factor": only(1.0)}
@@ -281,4 +281,4 @@ ROPE: Mapping[str, Mapping[str, Mapping[str, Obeyed]]] = {
         "DeepseekV3ForCausalLM": {"default": {}, "yarn": _LATENT_YARN},
     }.items()
 }
-"""What of `rope_parameters` (or `rope_scaling`, its older name) they obey, by `rope_type` (or `type`)."""
+"""Obeyed keys of `rope_parameters` (or `rope_scaling`, its older name), by architecture and `rope_type` (or `type`)."""

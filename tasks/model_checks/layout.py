@@ -1,4 +1,4 @@
-"""Whether a model can be divided as [train.parallel] says, and served on the engine's platform."""
+"""Checks that a model can be divided by [train.parallel] and served on the engine's platform."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from storage.errors import InputError
 from trainer_core.config import Device, ParallelConfig, check_experts, check_stages, experts_of
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes that vLLM's attention on CPU has kernels for."""
+"""Head sizes with kernels in vLLM's attention on CPU."""
 
 _NUMBERS = (
     "num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size",
@@ -77,7 +77,7 @@ def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> Non
 
 
 def key_value_heads(facts: Mapping[str, Any]) -> int:
-    """How many heads keys and values have."""
+    """Number of heads of keys and values."""
     return int(facts.get("num_key_value_heads") or facts["num_attention_heads"])
 
 

@@ -1,4 +1,4 @@
-"""Whether trainer and engine compute what config.json says: each key is one that they obey, or has no effect."""
+"""Check that trainer and engine compute the model of config.json: they obey each key, or it has no effect."""
 
 import difflib
 import json
@@ -13,12 +13,12 @@ _TYPE_NAMES = ("rope_type", "type")
 
 
 def check_keys(facts: Table, architecture: str, accepted: Sequence[str], where: str) -> None:
-    """Refuse a config.json with a key, or a value, that changes the model and that trainer or engine do not obey.
+    """Refuse a config.json with a key or a value that changes the model and that trainer or engine ignores.
 
     Args:
         facts: its content.
         architecture: that it names.
-        accepted: keys that are let pass, from `model.accept`.
+        accepted: keys of `model.accept`, which pass.
         where: the model's name in messages.
 
     Raises:
@@ -41,7 +41,7 @@ def check_keys(facts: Table, architecture: str, accepted: Sequence[str], where: 
 
 
 def _refused(facts: Table, architecture: str) -> Iterator[tuple[str, str]]:
-    """Each key that is not obeyed, with the reason."""
+    """Disobeyed keys with their reasons."""
     if architecture not in KEYS:
         yield (
             "architectures",
@@ -60,7 +60,7 @@ def _refused(facts: Table, architecture: str) -> Iterator[tuple[str, str]]:
 def _disobeyed(
     table: Table, known: Mapping[str, Obeyed], owner: str, prefix: str, others: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """The keys of a table that are unknown, have another value, or are not there but have to be."""
+    """Keys of a table that are unknown, have another value, or are missing."""
     for key, value in table.items():
         shown = f"{prefix}{key} = {json.dumps(value)} in config.json"
         if key in known:
@@ -77,7 +77,7 @@ def _disobeyed(
 
 
 def _disobeyed_positions(facts: Table, architecture: str) -> Iterator[tuple[str, str]]:
-    """The same of the parameters of rotary positions, in each of their spellings."""
+    """Disobeyed parameters of rotary positions, in each of their spellings."""
     given = {name: facts[name] for name in _ROPE_NAMES if facts.get(name) not in (None, {})}
     for name, rope in given.items():
         if not isinstance(rope, dict):

@@ -1,6 +1,6 @@
-"""Whether the safetensors files of a model are whole and hold the tensors that its config.json describes.
+"""Check that the safetensors files of a model are whole and hold the tensors of its config.json.
 
-Only headers are read, so it takes milliseconds however large the model is.
+It reads headers only, so it takes milliseconds however large the model is.
 """
 
 import json
@@ -42,7 +42,7 @@ def check_weights(folder: ModelFolder, facts: Mapping[str, Any]) -> None:
 
 
 def _tensors(folder: ModelFolder, name: str, size: int) -> dict[str, Shape]:
-    """Names and shapes of the tensors in a file whose header and size fit together."""
+    """Names and shapes of the tensors in a file, after its header is compared with its size."""
     length = struct.unpack("<Q", folder.read(name, 0, _LENGTH))[0] if size >= _LENGTH else 0
     if not 0 < length <= min(size - _LENGTH, _LONGEST_HEADER):
         raise InputError(f"{folder}: {name} is not a safetensors file, or is cut off: copy the model again")

@@ -1,1 +1,1 @@
-"""From stored tables to token batches."""
+"""Token batches made from stored tables."""

@@ -1,4 +1,4 @@
-"""The only form of a batch: sequences one after another in flat arrays, without padding between them."""
+"""Flat batches: sequences one after another, without padding between them."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class FlatBatch:
     """
 
     rows: Indices
-    """(S,) number of each segment's sequence; -1 for a segment that fills up: it counts nowhere."""
+    """(S,) number of each segment's sequence; -1 for padding, which counts nowhere."""
     lengths: Indices
     """(S,) positions of each segment; they sum to T."""
     response_lengths: Indices
@@ -31,11 +31,11 @@ class FlatBatch:
     positions: Indices
     """(T,) place of each input in its segment."""
     filling: NDArray[np.bool_]
-    """(T,) whether a position only fills up: it counts nowhere."""
+    """(T,) True for padding, which counts nowhere."""
     predicting: Indices
-    """(R,) the positions that predict a response token, ascending."""
+    """(R,) positions that predict a response token, ascending."""
     targets: Indices
-    """(R,) the tokens that they predict."""
+    """(R,) tokens that they predict."""
     responses: Indices
     """(R,) place of each predicted token among the response tokens of all sequences; -1 in an empty batch."""
 
@@ -59,10 +59,10 @@ _EMPTY = FlatBatch(
 
 
 def flatten(sequences: Sequences, rows: Indices, multiple: int = 1, context: Context = WHOLE) -> FlatBatch:
-    """The batch of these rows, in their order, filled up to a multiple of that many positions.
+    """Batch of these rows, in their order, padded to a multiple of that many positions.
 
     Without rows it is one position that counts nowhere: every data-parallel rank runs the same number of batches.
-    `context` says which share of it is wanted; each has the same number of positions.
+    `context` selects the share of a rank; all shares have the same number of positions.
     """
     whole = _flattened(sequences, rows) if len(rows) else _EMPTY
     if context.ranks == 1:
@@ -72,10 +72,7 @@ def flatten(sequences: Sequences, rows: Indices, multiple: int = 1, context: Con
 
 
 def alike(batches: Sequence[FlatBatch]) -> list[FlatBatch]:
-    """The same batches, filled up to one shape: as many segments, positions and predicting positions in each.
-
-    What fills up counts nowhere.
-    """
+    """Pad batches to one shape, with equal numbers of segments, positions and predicting positions."""
     shapes = [(len(batch.rows), len(batch.tokens), len(batch.targets)) for batch in batches]
     if len(set(shapes)) == 1:
         return list(batches)
@@ -84,7 +81,7 @@ def alike(batches: Sequence[FlatBatch]) -> list[FlatBatch]:
 
 
 def _filled_up_to(batch: FlatBatch, segments: int, positions: int, predicting: int) -> FlatBatch:
-    """One segment takes the missing positions and predictions, the others are empty."""
+    """One added segment takes the missing positions and predictions; the others are empty."""
     missing = positions - len(batch.tokens), predicting - len(batch.targets)
     added = segments - len(batch.rows)  # at least 1
     lengths, responses = np.zeros((2, added), dtype=np.int64)
@@ -104,7 +101,7 @@ def _filled_up_to(batch: FlatBatch, segments: int, positions: int, predicting: i
 
 
 def _divided(batch: FlatBatch, context: Context) -> FlatBatch:
-    """The share of a context-parallel rank."""
+    """Share of a context-parallel rank."""
     lengths = context.held(batch.lengths)  # (S,), sum to T of this rank
     positions = context.positions(_ranges(np.zeros_like(lengths), lengths), np.repeat(lengths, lengths))
     real = positions < np.repeat(batch.lengths, lengths)
@@ -161,10 +158,10 @@ def _flattened(sequences: Sequences, rows: Indices) -> FlatBatch:
 
 
 def _starts(lengths: Indices) -> Indices:
-    """Where each of several stretches begins if they lie one after another."""
+    """First places of stretches that lie one after another."""
     return np.cumsum(lengths) - lengths
 
 
 def _ranges(starts: Indices, lengths: Indices) -> Indices:
-    """The numbers start, start + 1, ... of each stretch, one stretch after another."""
+    """Numbers start, start + 1, ... of each stretch, one stretch after another."""
     return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())

@@ -1,4 +1,4 @@
-"""Which sequences go through the model together, on which data-parallel rank."""
+"""Division of sequences over data-parallel ranks and micro-batches."""
 
 import heapq
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a micro-batch may be."""
+    """Limits of a micro-batch."""
 
     tokens: int
-    """Most positions; a sequence that is longer goes alone."""
+    """Most positions; a longer sequence goes alone."""
     sequences: int | None = None
     """Most sequences; None: as many as fit."""
 
@@ -24,7 +24,7 @@ def share(lengths: Indices, rows: Indices, replicas: int, limits: Limits, multip
 
     Longest first, each sequence goes to the emptiest micro-batch (LPT, Graham 1969), of which there are as few as fit.
     All replicas get the same number, as the schedules require, and those that run at the same time are of similar size.
-    What is missing is an empty array. The result depends on nothing but the arguments.
+    Missing micro-batches are empty arrays. The result depends on nothing but the arguments.
 
     Args:
         lengths: (N,) positions of all sequences.
@@ -47,7 +47,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _fewest(lengths: Indices, limits: Limits) -> int:
-    """A number of micro-batches below which the sequences cannot fit."""
+    """Lower bound of the number of micro-batches."""
     by_tokens = -(-int(np.minimum(lengths, limits.tokens).sum()) // limits.tokens)
     by_sequences = -(-len(lengths) // (limits.sequences or max(1, len(lengths))))
     large = int(np.count_nonzero(2 * lengths > limits.tokens))  # no two of them fit together
@@ -55,7 +55,7 @@ def _fewest(lengths: Indices, limits: Limits) -> int:
 
 
 def _fill(lengths: Indices, order: Indices, count: int, limits: Limits) -> list[Indices] | None:
-    """`count` micro-batches that hold `order`, or None if it does not fit so."""
+    """`count` micro-batches that hold `order`, or None if it does not fit."""
     members: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, number) for number in range(count)]  # a heap of (positions, micro-batch) with room
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""The stored tables of an iteration, joined into what the trainer trains on."""
+"""Samples and examples read from the stored tables of an iteration."""
 
 import numpy as np
 import pyarrow as pa
@@ -19,28 +19,19 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
     """Join the stored rollout and reward tables of an iteration, in the rollout's order.
 
     Raises:
-        StageFailed: if a rollout row has no reward row.
-        StorageError: if stored bytes do not match the manifests.
+        StageFailed: a rollout row has no reward row.
+        StorageError: stored bytes do not match the manifests.
     """
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
     table = read_table(root, rollouts, ROLLOUT, columns)
     scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])
     keys, offered = _keys(table, scores)
     rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN without a score
-    prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
-    return Samples(
-        tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),
-        prompt_lengths=prompt_lengths,
-        response_lengths=response_lengths,
-        engine_logprobs=_flat(table, "logprobs").astype(np.float32),
-        rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),  # without a negative zero
-        groups=np.unique(keys >> _SAMPLE_BITS, return_inverse=True)[1].astype(np.int32),
-        usable=np.isfinite(rewarded) & (response_lengths > 0),
-    )
+    return _samples(table, rewarded, keys >> _SAMPLE_BITS)
 
 
 def read_selected(root: Root, share: Part, scores: Part | None) -> Samples:
-    """The samples of one share of a selection.
+    """Samples of one share of a selection.
 
     Args:
         share: a table of the schema SELECTION.
@@ -57,28 +48,32 @@ def read_selected(root: Root, share: Part, scores: Part | None) -> Samples:
     if not scored.select(names).combine_chunks().equals(table.select(names).combine_chunks()):
         raise StageFailed(f"the scores {scores} are not those of the samples {share.name}: do the stage again")
     rewarded = scored["reward"].to_numpy()  # (N,), NaN without a score
-    prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
-    return Samples(
-        tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),
-        prompt_lengths=prompt_lengths,
-        response_lengths=response_lengths,
-        engine_logprobs=_flat(table, "logprobs").astype(np.float32),
-        rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),
-        groups=np.unique(table["group"].to_numpy(), return_inverse=True)[1].astype(np.int32),
-        usable=np.isfinite(rewarded) & (response_lengths > 0),
-    )
+    return _samples(table, rewarded, table["group"].to_numpy())
 
 
 def solved_examples(prompts: pa.Table) -> SupervisedExamples:
-    """The rows of a prompt table that have an answer, in order."""
+    """Rows of a prompt table that have an answer, in order."""
     solved = prompts.filter(prompts["answer_tokens"].is_valid())
     prompt_lengths, answer_lengths = _lengths(solved, "prompt_tokens"), _lengths(solved, "answer_tokens")
     tokens = _interleave(solved, "answer_tokens", prompt_lengths, answer_lengths)
     return SupervisedExamples(tokens, prompt_lengths, answer_lengths)
 
 
+def _samples(table: pa.Table, rewarded: NDArray[np.float32], groups: NDArray[np.int64]) -> Samples:
+    prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
+    return Samples(
+        tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),
+        prompt_lengths=prompt_lengths,
+        response_lengths=response_lengths,
+        engine_logprobs=_flat(table, "logprobs").astype(np.float32),
+        rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),  # without a negative zero
+        groups=np.unique(groups, return_inverse=True)[1].astype(np.int32),
+        usable=np.isfinite(rewarded) & (response_lengths > 0),
+    )
+
+
 def _keys(*tables: pa.Table) -> list[NDArray[np.int64]]:
-    """For each table one number per row, equal for the same sample and ordered by prompt id, then sample id."""
+    """One number per row of each table, equal for the same sample and ordered by prompt id, then sample id."""
     names = pa.chunked_array([chunk for table in tables for chunk in table["prompt_id"].chunks], pa.string())
     encoded = names.combine_chunks().dictionary_encode()
     ranks = np.empty(len(encoded.dictionary), dtype=np.int64)

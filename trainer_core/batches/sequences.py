@@ -30,7 +30,7 @@ class Sequences:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """(N,) positions of each sequence that predict a token: all but the last."""
+        """(N,) predicting positions of each sequence: all but the last."""
         return self.lengths - 1
 
     def per_response_token(self, values: NDArray) -> NDArray:
@@ -39,7 +39,7 @@ class Sequences:
 
 
 class SupervisedExamples(Sequences):
-    """Prompts with the responses to be learned."""
+    """Prompts with responses to imitate."""
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "SupervisedExamples":
@@ -52,16 +52,16 @@ class SupervisedExamples(Sequences):
 
 @dataclass(frozen=True)
 class Samples(Sequences):
-    """Sampled responses of one iteration with what the engine and the reward report about them."""
+    """Sampled responses of one iteration, with the engine's log-probabilities and the rewards."""
 
     engine_logprobs: NDArray[np.float32]
-    """Of all response tokens, flat, in nats, under the distribution they were sampled from."""
+    """Log-probabilities of all response tokens, flat, in nats, under the distribution that sampled them."""
     rewards: NDArray[np.float32]
     """(N,) scores; arbitrary where `usable` is False."""
     groups: NDArray[np.int32]
     """(N,) number of the prompt group."""
     usable: NDArray[np.bool_]
-    """(N,) whether there is a reward and at least one response token."""
+    """(N,) True where there is a reward and at least one response token."""
 
 
 def response_sums(values: NDArray, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -71,7 +71,7 @@ def response_sums(values: NDArray, lengths: NDArray[np.int64]) -> NDArray[np.flo
 
 
 def as_sequences(sequences: Sequence[NDArray[np.int32]]) -> Sequences:
-    """Whole sequences, in which every token but the first counts as response."""
+    """Sequences in which every token but the first counts as response."""
     tokens = np.concatenate(sequences).astype(np.int32)
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
     return Sequences(tokens, np.ones_like(lengths), lengths - 1)

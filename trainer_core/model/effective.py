@@ -30,12 +30,12 @@ _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")  # Transfor
 
 @dataclass(frozen=True)
 class Built:
-    """The live parts of a model on this rank."""
+    """Live parts of a model on this rank."""
 
     chunks: Sequence[DistributedDataParallel]
     """Modules in their gradient buffers."""
     layers: int
-    """Of the whole model."""
+    """Layers of the whole model."""
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -44,7 +44,7 @@ class Built:
 
     @property
     def outputs(self) -> list[torch.nn.Module]:
-        """The output layer; on ranks that do not have it, none."""
+        """Output layer; empty on ranks that do not have it."""
         named = (pair for chunk in self.chunks for pair in chunk.named_modules())
         return [module for name, module in named if name.rpartition(".")[2] == "output_layer"]
 
@@ -284,7 +284,7 @@ def _recomputed(live: Built) -> set[Value]:
 
 
 def _attention(live: Built) -> set[Value]:
-    """The kernels that may be used. Without Transformer Engine there is no choice."""
+    """Permitted kernels. Without Transformer Engine there is no choice."""
     cores = [cast(Any, module.core_attention) for module in _of(live, Attention)]
     return {core.config.attention_backend.name if _TE_ATTENTION & vars(core).keys() else "auto" for core in cores}
 
@@ -294,6 +294,6 @@ def _experts(live: Built) -> list[Any]:
 
 
 def _decays(parts: Sequence[Any]) -> set[Value]:
-    """Of the matrices: norms and biases are not decayed."""
+    """Weight decay of the matrices: norms and biases have none."""
     groups = (group for part in parts for group in part.optimizer.param_groups)
     return {group["weight_decay"] for group in groups if group["wd_mult"]}

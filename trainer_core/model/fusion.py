@@ -1,8 +1,7 @@
-"""Weight gradients that the backward pass adds to the gradient buffers itself, instead of leaving that to a hook.
+"""Fused accumulation of weight gradients: the backward pass adds them to the gradient buffers itself.
 
-Megatron has one setting for all its linear layers. But Transformer Engine's layers bring their kernel with them, while
-the output layer, which is always Megatron's own, needs that of Apex. So each kind has its own setting here, and it is
-given to the modules after they are built.
+Megatron has one setting for all its linear layers. Transformer Engine's layers have their own kernel; the output layer,
+which is always Megatron's, needs that of Apex. So each kind has its own setting here, set after the modules are built.
 """
 
 import torch
@@ -16,7 +15,7 @@ _OURS, _THEIRS = "gradient_accumulation_fusion", "fuse_wgrad_accumulation"
 
 
 def fuse_accumulation(built: Built, config: MegatronConfig) -> None:
-    """Give the linear layers what the configuration asks for.
+    """Set the fusion of linear layers as configured.
 
     Raises:
         InputError: a layer has no kernel for it.

@@ -1,11 +1,10 @@
-"""What of a trainer leaves the device while something else has it: parameters, gradients, the optimizer's state.
+"""Release of a trainer's device memory while something else uses the device: parameters, gradients, optimizer state.
 
-Storages are emptied and filled again, and no tensor is replaced. So whatever looks into one stays what it was: a
-parameter in its buffer, an fp32 main weight that is a view of the parameter, a `main_grad`, what a saver keeps.
-Gradient buffers are dropped by Megatron's own `offload_grad_buffers`. Its other two means are not used:
-`offload_to_cpu` of an optimizer gives main weights new tensors, of which the model knows nothing where they were views
-of its parameters; and `reload_from_cpu` of a parameter buffer returns before the bytes have arrived, and knows no
-frozen parameters.
+Storages are emptied and filled again, and no tensor is replaced. So views stay valid: a parameter in its buffer, an
+fp32 main weight that is a view of the parameter, a `main_grad`. Megatron's own `offload_grad_buffers` drops gradient
+buffers. Two other functions of Megatron are not used: `offload_to_cpu` of an optimizer gives main weights new tensors,
+also where they were views of parameters; `reload_from_cpu` of a parameter buffer returns before the bytes have arrived,
+and skips frozen parameters.
 """
 
 import weakref
@@ -24,7 +23,7 @@ Tensors = Callable[[], Iterable[torch.Tensor]]
 
 
 class Residence:
-    """Which of the three kinds of memory of one rank are on the device. At first all are."""
+    """Place of the three kinds of memory of one rank: at first all are on the device."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self._chunks = chunks
@@ -33,10 +32,10 @@ class Residence:
         self._gradients_dropped = False
         self._of_optimizer: Tensors = tuple
         self.accumulating = False
-        """Whether the gradient buffers hold what no update has used yet."""
+        """The gradient buffers hold gradients that no update has used yet."""
 
     def has(self, kind: Kind) -> bool:
-        """Whether it is on the device."""
+        """True if it is on the device."""
         away = {
             "parameters": self._parameters.released,
             "gradients": self._gradients_dropped,
@@ -45,22 +44,22 @@ class Residence:
         return not away[kind]
 
     def serve(self, tensors: Tensors) -> None:
-        """From now on the optimizer's state is what `tensors` returns; that of an earlier optimizer is forgotten."""
+        """Take the optimizer's state from `tensors` from now on, and forget that of an earlier optimizer."""
         self._optimizer.forget()
         self._of_optimizer = tensors
 
     def release(self, wanted: MemoryConfig) -> int:
-        """Give up what is wanted and still there; returns the bytes. Nothing may be computing with it.
+        """Free device memory of these kinds; returns the bytes. Nothing may be computing with it.
 
         Raises:
-            AccumulationPending: gradients are to be dropped that no update has used; nothing was given up.
+            AccumulationPending: gradients are to be dropped that no update has used; nothing was freed.
         """
         if wanted.drop_gradients and self.accumulating:
             raise AccumulationPending(
                 "gradients are to be dropped, but they belong to an update that was not taken yet: take it, or begin "
                 "another pass, before train.memory.drop_gradients takes effect"
             )
-        torch.cuda.synchronize()  # whatever still computes with them, on any stream
+        torch.cuda.synchronize()  # kernels on any stream may still use them
         freed = 0
         if wanted.drop_gradients and not self._gradients_dropped:
             freed += self._drop_gradients()
@@ -72,9 +71,9 @@ class Residence:
         return freed
 
     def resume(self, *kinds: Kind) -> None:
-        """Put these kinds, or without arguments all of them, where they were; gradients come back as zeros.
+        """Bring these kinds, by default all, back to the device; gradients come back as zeros.
 
-        On return every byte has arrived. If the device has no room, what is missing remains on the host.
+        On return every byte has arrived. If the device has no room, the rest remains on the host.
         """
         if "parameters" in kinds or not kinds:
             self._parameters.resume()
@@ -95,7 +94,7 @@ class Residence:
         return size
 
     def _of_model(self) -> Iterable[torch.Tensor]:
-        """All parameters, also frozen ones, which are in no buffer."""
+        """All parameters, including frozen ones, which are in no buffer."""
         return (parameter.data for chunk in self._chunks for parameter in chunk.module.parameters())
 
     def _optimizer_storages(self) -> list[torch.UntypedStorage]:
@@ -105,7 +104,7 @@ class Residence:
 
 
 class _Compartment:
-    """Storages that are emptied and filled together, and host memory for their bytes, kept for the next time."""
+    """Storages that are emptied and filled together, and reusable host memory for their bytes."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -117,7 +116,7 @@ class _Compartment:
         return bool(self._away)
 
     def forget(self) -> None:
-        """Leave what is away: nobody needs it any more."""
+        """Drop the offloaded copy."""
         self._away = []
 
     def release(self, storages: Iterable[torch.UntypedStorage]) -> int:
@@ -138,7 +137,7 @@ class _Compartment:
                 storage.resize_(part.nbytes)
             _bytes(storage).copy_(part, non_blocking=True)
         if self._away:
-            torch.cuda.synchronize()  # who reads next may do so on another stream
+            torch.cuda.synchronize()  # the next reader may be on another stream
         self._away = []
 
     def _memory(self, size: int) -> torch.Tensor:
@@ -152,7 +151,7 @@ class _Compartment:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages of tensors, each once, by their addresses; empty ones have none."""
+    """Storages of tensors, each once, by address; empty ones have none."""
     found = (_storage(tensor) for tensor in tensors)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 

@@ -1,4 +1,4 @@
-"""The process groups of a trainer and the few collectives that the trainer uses itself."""
+"""Process groups of a trainer, and the collectives that the trainer uses itself."""
 
 import datetime
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from trainer_core.platform.platform import Platform
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the layout. Megatron's `parallel_state` holds the groups themselves."""
+    """Place of this rank in the layout. Megatron's `parallel_state` holds the groups."""
 
     rank: int
     """Global rank."""
     parallel: ParallelConfig
     """Layout."""
     device: torch.device
-    """Where this rank computes."""
+    """Device of this rank."""
     data_rank: int
-    """Which share of a batch this rank takes."""
+    """Number of this rank's share of a batch."""
     is_last_stage: bool
-    """Whether the loss is computed here."""
+    """This rank computes the loss."""
     speaks: bool
-    """Whether this rank contributes the results of the tokens it holds: tensor rank 0 of the last pipeline stage."""
+    """This rank contributes the results of its tokens: tensor rank 0 of the last pipeline stage."""
     context: Context
-    """Which share of each sequence this rank holds."""
+    """Share of each sequence that this rank holds."""
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -53,7 +53,7 @@ class Mesh:
             dist.barrier()
 
     def combine(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum `values` over the ranks that speak; every rank gets the sum. Collective.
+        """Sum `values` over the ranks with `speaks`; every rank gets the sum. Collective.
 
         Ranks own disjoint entries or partial sums, so adding the zeros of the others is exact.
         """
@@ -70,7 +70,7 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
     """Meet the other ranks at the rendezvous file and build Megatron's process groups. Collective.
 
     Raises:
-        InputError: if the number of ranks is not the product of the layout.
+        InputError: the number of ranks is not the product of the layout.
     """
     if spec.world_size != parallel.world_size:
         raise InputError(
@@ -107,6 +107,6 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
 
 
 def leave() -> None:
-    """Destroy the process groups, so that the process can end without a warning."""
+    """Destroy the process groups; without it the process ends with a warning."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Flat batches on the device, as the model takes them."""
+"""Flat batches on the device, in the form of the model's input."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ class MicroBatch:
     """One flat batch on this rank's device: S segments, T positions, R response tokens."""
 
     host: FlatBatch
-    """The same in host memory."""
+    """The batch in host memory."""
     tokens: torch.Tensor
     """(1, T) int64."""
     positions: torch.Tensor
-    """(1, T) int64, place of each token in its segment."""
+    """(1, T) int64, position of each token in its segment."""
     packing: PackedSeqParams
-    """Where segments begin and end, for the attention."""
+    """Boundaries of segments, for the attention."""
     filling: torch.Tensor | None
-    """(1, T) bool, positions that experts and their router must not count; None if there are none. Context-parallel
-    ranks all have one, because with it routers exchange more."""
+    """(1, T) bool, padding that experts and their router must not count; None if there is none. Context-parallel ranks
+    always have one, because with it routers exchange more."""
     predicting: torch.Tensor
     """(R,) int64, positions that predict response tokens."""
     targets: torch.Tensor
     """(R,) int64, the response tokens."""
     segments: Segments
-    """Which sequence each response token belongs to."""
+    """Sequence of each response token."""
     weights: torch.Tensor
     """(S,) float32, weight of each sequence in the loss; 0 for one that does not count."""
     count: torch.Tensor
@@ -57,11 +57,11 @@ def place(
     """Copy all batches of a pass to the device, each array at once and from pinned memory.
 
     Args:
-        batches: what to copy.
+        batches: in host memory.
         weights: (N,) of the sequences that the batches' rows name.
         values: (response tokens of all sequences,) each.
         mesh: this rank's place, with the device.
-        transformer_engine: whether its attention kernels are used.
+        transformer_engine: its attention kernels are used.
     """
 
     def move(arrays: list[NDArray]) -> tuple[torch.Tensor, ...]:
@@ -114,16 +114,16 @@ def place(
 
 
 def _chosen(values: Vector, places: NDArray[np.int64]) -> Vector:
-    """The values at these places, 0 where the place is -1."""
+    """Values at these places, 0 where the place is -1."""
     chosen = np.zeros(len(places), dtype=np.float32)
     chosen[places >= 0] = values[places[places >= 0]]
     return chosen
 
 
 def _thd(ends: torch.Tensor, longest: int, ranks: int) -> PackedSeqParams:
-    """What Transformer Engine asks for; with context-parallel `ranks` the ends are those of whole sequences.
+    """Packing for Transformer Engine; with context-parallel `ranks` the ends are those of whole sequences.
 
-    What fills up a sequence comes last in it, so that no other position attends to it: it counts as part of it.
+    The padding of a sequence comes last in it, so that no other position attends to it: it counts as part of it.
     """
     rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP * ranks
     padded: dict[str, Any] = {}

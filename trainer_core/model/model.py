@@ -58,15 +58,15 @@ class Model:
     dtype: torch.dtype
     """Type of the weights and of what pipeline stages exchange."""
     transformer_engine: bool
-    """Whether layers are built from Transformer Engine's modules."""
+    """Layers are built from Transformer Engine's modules."""
     effective: Effective
-    """The settings that the live modules and buffers were found to have."""
+    """Settings as read from the live modules and buffers."""
     graphs: bool
-    """Whether micro-batches of one shape may be launched as one CUDA graph each."""
+    """Micro-batches of one shape may be launched as one CUDA graph each."""
     residence: Residence
-    """What of parameters, gradients and optimizer is on the device."""
+    """Place of parameters, gradients and optimizer state."""
     balance: Balance | None
-    """The auxiliary loss of routers, if they have one."""
+    """Auxiliary loss of routers, if they have one."""
 
     def forward(
         self,
@@ -93,7 +93,7 @@ class Model:
         )
 
     def _filling(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor | None:
-        """The mask as the module wants it: behind the first stage of a pipeline, of this rank's positions alone."""
+        """Mask of the module: behind the first stage of a pipeline, of this rank's positions alone."""
         if batch.filling is None or not self.config.sequence_parallel or get_attr_wrapped_model(module, "pre_process"):
             return batch.filling
         group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
@@ -101,12 +101,12 @@ class Model:
 
     @contextlib.contextmanager
     def weights(self, access: Access) -> Iterator[None]:
-        """Everything but Megatron's own passes reads and writes weights and buffers in here. Collective.
+        """Block in which all code but Megatron's own passes reads and writes weights and buffers. Collective.
 
-        With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass;
-        here the rest is gathered first, and nothing is gathered while the block lasts. What Megatron computes with in
-        float32, the biases of routers, is in float32 here, also if something has cast it with the rest.
-        Weights that were given up are put back.
+        With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass:
+        the block gathers the rest first, and nothing is gathered inside it. The biases of routers, with which Megatron
+        computes in float32, are float32 here, also if a cast of the whole module has changed them. Offloaded weights
+        come back.
 
         Raises:
             RatchetError: weights or buffers were changed where they may only be read.
@@ -129,10 +129,10 @@ class Model:
             )
 
     def release(self, wanted: MemoryConfig) -> int:
-        """Give up what is wanted until it is needed again; returns the bytes. Collective.
+        """Free device memory until it is needed again; returns the bytes. Collective.
 
         Raises:
-            AccumulationPending: see `Residence.release`.
+            AccumulationPending: gradients are to be dropped that no update has used.
         """
         gathering = wanted.offload_parameters and self.residence.has("parameters")
         with self.weights("readable") if gathering else contextlib.nullcontext():
@@ -140,7 +140,7 @@ class Model:
 
     @contextlib.contextmanager
     def buffers_kept_on_failure(self) -> Iterator[None]:
-        """If the block fails for its numbers, buffers are as before: passes move some, as the biases of routers."""
+        """Restore the buffers if the block raises NumericsError: passes change some, such as the biases of routers."""
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
         before = [buffer.clone() for buffer in buffers]
         try:
@@ -153,7 +153,7 @@ class Model:
             raise
 
     def _restore_float32(self) -> None:
-        """As each forward pass of a router begins: what casts a whole module to low precision casts them too."""
+        """Make the biases of routers float32 again: a cast of a whole module to low precision changes them too."""
         if self.dtype == torch.float32 or not self.config.num_moe_experts:
             return
         for part in (part for module in self.modules for part in walk(module)):
@@ -161,12 +161,12 @@ class Model:
                 part._maintain_float32_expert_bias()
 
     def _versions(self) -> list[int]:
-        """How often each tensor was changed in place, as torch counts it."""
+        """torch's counts of in-place changes of each tensor."""
         return [tensor._version for tensor in self.tensors()]
 
     @contextlib.contextmanager
     def unreduced(self) -> Iterator[None]:
-        """Passes in here leave the sums of their micro-batches: not divided by tokens, nor reduced over replicas."""
+        """Block in which passes leave sums over micro-batches, neither divided by tokens nor reduced over replicas."""
         reduction, self.config.finalize_model_grads_func = self.config.finalize_model_grads_func, None
         try:
             yield
@@ -174,18 +174,18 @@ class Model:
             self.config.finalize_model_grads_func = reduction
 
     def reduce(self, tokens: torch.Tensor) -> None:
-        """End a pass in `unreduced`, over `tokens`, () int32, of this replica. Collective."""
+        """Divide and reduce the gradients of a pass in `unreduced`, over this replica's () `tokens`. Collective."""
         finalize_model_grads(list(self.chunks), tokens)
 
     def zero_gradients(self) -> None:
-        """Begin a pass that accumulates gradients: there are none, and none is reduced yet."""
+        """Begin a pass that accumulates gradients, with empty buffers."""
         self.residence.resume("gradients")
         self.residence.accumulating = True
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
     def sources[B](self, batches: Sequence[B]) -> Iterator[B] | list[Iterator[B]]:
-        """The micro-batches of a pass as a schedule takes them: each chunk goes through all; the first tells."""
+        """Micro-batches of a pass as a schedule takes them: each chunk goes through all; the first reports progress."""
         first = told(batches, "micro-batches")
         return first if len(self.chunks) == 1 else [first, *(iter(batches) for _ in self.chunks[1:])]
 
@@ -204,7 +204,7 @@ class Model:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """The modules below the gradient wrappers."""
+        """Modules below the gradient wrappers."""
         return [chunk.module for chunk in self.chunks]
 
 
@@ -217,13 +217,13 @@ def _predicted_logits(
     context: torch.Tensor,
     **_: object,
 ) -> torch.Tensor:
-    """What megatron-core calls instead of its own output step: (T, 1, H) -> (R, V/tp), without the other positions."""
+    """Output step in place of megatron-core's own: (T, 1, H) -> (R, V/tp), of the predicting positions alone."""
     logits, _ = output_layer(hidden_states.index_select(0, context), weight=output_weight)  # (R, 1, V/tp)
     return scale_logits(logits).squeeze(1)
 
 
 def _gathered_logits(*, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
-    """The same where the ranks of a tensor-parallel group have a share of the positions each: (T/tp, 1, H)."""
+    """Output step where tensor-parallel ranks hold a share of the positions each: (T/tp, 1, H)."""
     # the output layer sums the gradient over ranks, so each takes its share of it
     whole = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)  # (T, 1, H)
     return _predicted_logits(hidden_states=whole, **given)
@@ -233,7 +233,7 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
     """Content of the model's config.json.
 
     Raises:
-        InputError: if the directory holds no such file, or it is not JSON.
+        InputError: the directory holds no such file, or it is not JSON.
     """
     path = Path(model_dir, "config.json")
     try:
@@ -250,7 +250,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     `deterministic` makes Megatron choose kernels whose results do not depend on timing.
 
     Raises:
-        InputError: if there is no model, its architecture is not supported, or it does not fit the layout.
+        InputError: there is no model, its architecture is not supported, or it does not fit the layout.
     """
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
@@ -287,7 +287,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
 
 
 def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> TrainerConfig:
-    """The configuration with what is left to the platform."""
+    """Configuration with the choices of the platform filled in."""
     decided: dict[str, Any] = {"attention": attention_of(config.megatron, platform.transformer_engine, deterministic)}
     if config.megatron.gradient_accumulation_fusion is None:
         decided["gradient_accumulation_fusion"] = platform.transformer_engine
@@ -331,13 +331,13 @@ def _modules(provider: GPTModelProvider) -> list[torch.nn.Module]:
 
 
 def _take_all_positions(outputs: Sequence[Any]) -> None:
-    """Only the positions that predict are projected, and they are known by their places among all of a batch."""
+    """Let the output layer take gathered positions: the predicting ones are known by places in the whole batch."""
     for layer in outputs:
         layer.sequence_parallel, layer.allreduce_dgrad = False, True
 
 
 def _refused(error: Exception) -> InputError:
-    """What the checks before the start did not foresee."""
+    """Error for a refusal of Megatron that no earlier check has caught."""
     return InputError(
         f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or [train.megatron]"
     )
@@ -346,7 +346,7 @@ def _refused(error: Exception) -> InputError:
 def _wrap(
     provider: GPTModelProvider, modules: Sequence[torch.nn.Module], config: MegatronConfig
 ) -> tuple[DistributedDataParallel, ...]:
-    """Give the modules gradient buffers, and the schedules their end-of-batch callbacks; done once per process."""
+    """Wrap the modules in gradient buffers and set the callbacks of the schedules; once per process."""
     settings = buffer_settings(config)
     chunks = tuple(DistributedDataParallel(provider, settings, module) for module in modules)
     provider.finalize_model_grads_func = finalize_model_grads

@@ -28,9 +28,9 @@ class Optimizer:
         self.schedule = _schedule(self.megatron, config)
         model.config.grad_scale_func = self.megatron.scale_loss
         self.effective = read_back(OPTIMIZER, config, self.parts)
-        """The settings that the live optimizers were found to have."""
+        """Settings as read from the live optimizers."""
         self._residence.serve(self._tensors)
-        self._residence.accumulating = False  # what an earlier pass has left is for no update of this optimizer
+        self._residence.accumulating = False  # gradients of an earlier pass are for no update of this optimizer
 
     @property
     def parts(self) -> list[Any]:
@@ -51,7 +51,7 @@ class Optimizer:
         """Apply the gradients in the model's buffers; returns their global norm before clipping. Collective.
 
         Raises:
-            NumericsError: if the norm is not finite; weights and moments are then unchanged.
+            NumericsError: the norm is not finite; weights and moments are then unchanged.
         """
         self._residence.resume()
         self._residence.accumulating = False
@@ -67,7 +67,7 @@ class Optimizer:
         return norm
 
     def allocate(self) -> None:
-        """Create the moments before the first update, as saving and loading expect, or put them back."""
+        """Create the moments before the first update, as saving and loading expect, or bring them back."""
         self._residence.resume("optimizer")
         for part in _parts(self.megatron):
             if not part.optimizer.state:
@@ -77,10 +77,10 @@ class Optimizer:
                     state.setdefault("step", torch.tensor(0.0))
 
     def resume(self, updates: int) -> None:
-        """Continue a fresh optimizer as the one that has done `updates`: the schedule's place and Adam's counters.
+        """Set the schedule and Adam's counters of a fresh optimizer as after `updates`.
 
-        torch's AdamW counts for each parameter, in place, so that each has a counter of its own; Transformer Engine's
-        counts for each group.
+        torch's AdamW counts per parameter, in place, so that each has its own counter; Transformer Engine's counts per
+        group.
         """
         self.schedule.step(updates)
         for part in _parts(self.megatron):

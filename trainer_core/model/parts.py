@@ -1,4 +1,4 @@
-"""A quick walk over the modules of a model: torch's own builds a generator for each level of each name."""
+"""Fast walk over the modules of a model: torch's own builds a generator for each level of each name."""
 
 import torch
 

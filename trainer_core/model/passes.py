@@ -1,4 +1,4 @@
-"""Run the model over sequences, in flat micro-batches, through Megatron's forward-backward schedules."""
+"""Passes of the model over sequences, in flat micro-batches, through Megatron's forward-backward schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], TokenLoss]
 
 @dataclass(frozen=True)
 class Scores:
-    """The model's values for the response tokens of all sequences, flat; float32, 0 in rows that were not requested."""
+    """Values of the response tokens of all sequences, flat; float32, 0 in rows that were not requested."""
 
     logprobs: Vector
     """Log-probability of each response token, in nats."""
@@ -36,28 +36,28 @@ class Scores:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, and what of the model's output it needs."""
+    """Loss of a pass, and the model outputs that it needs."""
 
     loss: LossFunction
     """Loss of each response token."""
     temperature: float
     """Divides the logits."""
     entropy: EntropyUse
-    """Whether the loss or the report needs the entropy."""
+    """Use of the entropy in the loss or the report."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What is known after a pass that left gradients in the model's buffers."""
+    """Results of a pass that left gradients in the model's buffers."""
 
     loss: float
     """Weighted mean over response tokens."""
     clip_fraction: float
     """Share of response tokens whose surrogate was clipped."""
     scores: Callable[[], Scores]
-    """The values that the loss was computed from. Collective."""
+    """Values from which the loss was computed. Collective."""
     auxiliary_loss: float | None
-    """What routers were balanced with beside `loss`, coefficient included; None if they were not."""
+    """Auxiliary loss of routers beside `loss`, coefficient included; None if they are not balanced."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Passes:
     model: Model
     mesh: Mesh
     limits: Limits
-    """Of a micro-batch of one data-parallel rank."""
+    """Limits of a micro-batch of one data-parallel rank."""
     recorders: Recorders | None = None
-    """Record micro-batches to launch them again, instead of kernel by kernel."""
+    """Recorders of micro-batches, which launch them again as one graph; None launches kernel by kernel."""
 
     def score(
         self, sequences: Sequences, rows: NDArray[np.int64], temperature: float, entropy: EntropyUse = "none"
@@ -145,7 +145,7 @@ class Passes:
         finish: Callable[..., Any],
         forward_only: bool,
     ) -> list[Report]:
-        """The passes of the micro-batches, in the order of Megatron's schedule, and what their gradients sum up to."""
+        """Run micro-batches in the order of Megatron's schedule; the buffers then hold the sums of their gradients."""
 
         def forward(batches: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
@@ -172,14 +172,14 @@ class Passes:
     def _scored(
         self, batch: MicroBatch, logits: torch.Tensor, temperature: float, entropy: EntropyUse
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """What the schedule calls on the last stage: (sum to differentiate, tokens it covers, report)."""
+        """Finish a micro-batch on the last stage: (sum to differentiate, its tokens, report)."""
         found = torch.stack(self._logprobs(batch, logits, temperature, entropy))  # (2, R)
         return found.sum(), batch.count, {"values": found}
 
     def _differentiated(
         self, batch: MicroBatch, logits: torch.Tensor, objective: Objective
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """As `_scored`, with the loss."""
+        """Finish a micro-batch on the last stage, with the loss."""
         logprobs, entropy = self._logprobs(batch, logits, objective.temperature, objective.entropy)
         result = objective.loss(batch, logprobs, entropy)
         total = (batch.segments.own_sum(result.loss) * batch.weights).sum()

@@ -1,7 +1,7 @@
 """Micro-batches of one shape, launched as one CUDA graph each instead of kernel by kernel.
 
-A small model computes faster than a host can launch its kernels. The graph is recorded in each pass, so nothing
-in it outlives the tensors that it names.
+A small model computes faster than a host can launch its kernels. Each pass records its own graph, so that a graph
+never outlives its tensors.
 """
 
 import time
@@ -16,59 +16,59 @@ from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.progress import told
 
 FEWEST = 4
-"""Micro-batches for which recording, which takes as long as one or two of them, can be worth its time."""
+"""Fewest micro-batches of a pass that records one: recording takes as long as one or two of them."""
 _DEVICE_BOUND = 1.05
 """A device that ends so much later than the host was what took the time."""
 
 Report = Mapping[str, torch.Tensor]
-"""What a pass keeps of a micro-batch."""
+"""Results of a micro-batch that a pass keeps."""
 Run = Callable[[Sequence[MicroBatch]], list[Report]]
-"""Takes micro-batches through the model."""
+"""Runs micro-batches through the model."""
 Work = Callable[[], list[Report]]
-"""Takes one through it."""
+"""Runs a single one."""
 
 
 class Recorder(Protocol):
-    """Records work and does it again, if that is worth its time."""
+    """Records work and repeats it, if that saves time."""
 
     def first(self, work: Work) -> list[Report]:
-        """Do it as it is, and see what it takes."""
+        """Do the work unrecorded, and measure its time."""
         ...
 
     def pays(self, left: int, positions: int) -> bool:
-        """Whether `left` micro-batches of so many positions end sooner if the next is recorded."""
+        """True if `left` micro-batches of so many positions end sooner when the next is recorded."""
         ...
 
     def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:
-        """What the work returns, without its values, and a function that does it again and fills in the values."""
+        """Record the work; returns its result without values, and a function that repeats it and fills them in."""
         ...
 
 
 @dataclass(frozen=True)
 class Recorders:
-    """One for each kind of pass: a pass without gradients tells nothing of what one with them takes."""
+    """Recorder of each kind of pass: their times differ."""
 
     scoring: Recorder
-    """Of passes without gradients."""
+    """For passes without gradients."""
     training: Recorder
-    """Of passes with them."""
+    """For passes with gradients."""
 
 
 @dataclass
 class Pace:
-    """Seconds that were last seen; 0 is not known yet."""
+    """Last measured seconds; 0 is not known yet."""
 
     launch: float = 0.0
-    """Of the host, to launch a micro-batch kernel by kernel."""
+    """Time of the host to launch a micro-batch kernel by kernel."""
     elapsed: float = 0.0
-    """From that launch until the device had ended."""
+    """Time from that launch to the end of the device's work."""
     recording: float = 0.0
-    """Of recording one."""
+    """Time to record a micro-batch."""
     position: float = 0.0
-    """Of the device, for one position of a recorded one."""
+    """Time of the device for one position of a recorded micro-batch."""
 
     def pays(self, left: int, positions: int) -> bool:
-        """See `Recorder.pays`. What is not known yet is taken to be in favour."""
+        """True if recording pays; unknown times count in favour."""
         device = self.position * positions
         if self.elapsed > _DEVICE_BOUND * self.launch:
             device = self.elapsed
@@ -76,7 +76,7 @@ class Pace:
 
 
 class Graphs:
-    """CUDA graphs of the kernels that work launches on the current stream, which must not be the device's default."""
+    """CUDA graphs of kernels on the current stream, which must not be the device's default."""
 
     def __init__(self) -> None:
         self._pace = Pace()
@@ -125,7 +125,7 @@ class Graphs:
         return results, again
 
     def _learn(self) -> None:
-        """What the device took in the pass of this kind before; called when all of that has ended."""
+        """Measure the device's time in the previous pass of this kind, which has ended."""
         if len(self._replays) > 1:
             (begun, _), (ended, _) = self._replays[0], self._replays[-1]
             self._pace.position = begun.elapsed_time(ended) / 1e3 / sum(size for _, size in self._replays)
@@ -133,14 +133,14 @@ class Graphs:
 
 
 def graphs() -> Recorders:
-    """Recorders of CUDA graphs, which have seen nothing yet."""
+    """Recorders of CUDA graphs without measurements."""
     return Recorders(scoring=Graphs(), training=Graphs())
 
 
 def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Recorder) -> list[Report]:
-    """Take all micro-batches of a pass, of one shape, through the model, by recording one of them if that pays.
+    """Run all micro-batches of a pass, of one shape, and record one of them if that pays.
 
-    The first runs as it is: what is made once, such as plans of kernels and tables of rotations, is made there.
+    The first runs unrecorded: it creates plans of kernels and tables of rotations.
     """
     waiting = iter(told(batches, "micro-batches"))
     first = next(waiting)
@@ -165,7 +165,7 @@ def _mark() -> torch.cuda.Event:
 
 
 def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
-    """All that differs between micro-batches of one shape."""
+    """Tensors that differ between micro-batches of one shape."""
     fixed = (batch.tokens, batch.positions, batch.predicting, batch.targets, batch.weights, batch.count)
     return [*fixed, batch.packing.cu_seqlens_q, batch.segments.lengths, *batch.values.values()]
 

@@ -1,4 +1,4 @@
-"""The random generators of one rank: seeding, capturing, restoring."""
+"""Random generators of one rank: seeding, capturing, restoring."""
 
 import contextlib
 import random
@@ -38,7 +38,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore the state that `capture` returned on this rank."""
+    """Restore a state that `capture` returned on this rank."""
     random.setstate(state["random"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -48,7 +48,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave every generator as it was before the block: inspecting a state must not change the training.
+    """Restore every generator after the block: inspecting a state must not change the training.
 
     Attention kernels draw from the device's generator even without dropout.
     """
@@ -60,5 +60,5 @@ def undisturbed() -> Iterator[None]:
 
 
 def _tracker() -> CudaRNGStatesTracker:
-    """Holds the generators that differ between tensor-parallel ranks."""
+    """Tracker of the generators that differ between tensor-parallel ranks."""
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())

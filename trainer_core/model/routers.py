@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: what is counted where a batch is filled up, and how strong the auxiliary loss is."""
+"""Routers of a mixture of experts: counts that leave out padding, and the strength of the auxiliary loss."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 
 class Balance:
-    """The auxiliary loss that balances the load of experts, of the micro-batches of one pass.
+    """Auxiliary loss that balances the load of experts, over the micro-batches of one pass.
 
     Megatron divides all gradients by the response tokens of a pass, while the auxiliary loss is one of positions,
     prompts included. So each micro-batch counts with its share of the positions, and their sum is multiplied by that
@@ -32,13 +32,13 @@ class Balance:
         self._terms.clear()
 
     def own_sum(self) -> float:
-        """This rank's part of the auxiliary loss of the pass, coefficient included; the ranks' parts sum up to it."""
+        """This rank's part of the auxiliary loss of the pass, coefficient included; the parts of all ranks add up."""
         return float(torch.stack(self._terms).double().sum()) if self._terms else 0.0
 
     def _counted(self, router: Any, apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A router's auxiliary loss of a micro-batch, whose positions are counted, over all ranks that hold some.
+        """Auxiliary loss of a router that counts a micro-batch's positions over all ranks that hold some.
 
-        One that only fills up has a loss of 0: upstream divides by its tokens that count.
+        A micro-batch of padding alone has a loss of 0: upstream divides by its counted tokens.
         """
 
         def applied(
@@ -46,7 +46,7 @@ class Balance:
         ) -> torch.Tensor:
             choices = reduce_from_tensor_model_parallel_region(routing_map.sum(), router.tp_cp_group)
             self._held = choices / router.topk
-            if with_padding_mask:  # of tensor-parallel ranks that divide the positions, one alone may be without tokens
+            if with_padding_mask:  # a sequence-parallel rank may hold no tokens
                 scores, routing_map = scores * (choices != 0), routing_map | (choices == 0)  # (T, E) each
             return apply(probs, scores, routing_map, *sizes, with_padding_mask=with_padding_mask)
 
@@ -55,14 +55,14 @@ class Balance:
     def _attach(
         self, activation: torch.Tensor, _coefficient: float, loss: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        """What a router calls in place of its own method, with its loss of this rank's positions."""
+        """Replace the router's own method; `loss` is that of this rank's positions."""
         share = loss * self._held / self._positions
         self._terms.append(share.detach())
         return MoEAuxLossAutoScaler.apply(activation, share * self._divisor)  # pyright: ignore[reportReturnType]
 
 
 def prepare_routers(modules: Iterable[torch.nn.Module], balanced: bool) -> Balance | None:
-    """Let the routers among the modules count right, and if they are `balanced` give them an auxiliary loss."""
+    """Correct the counts of the routers among the modules, and if `balanced` give them an auxiliary loss."""
     routers = [module for module in modules if isinstance(module, TopKRouter)]
     for router in routers:
         if router.enable_expert_bias:
@@ -71,7 +71,7 @@ def prepare_routers(modules: Iterable[torch.nn.Module], balanced: bool) -> Balan
 
 
 def _count_without_filling(router: Any) -> None:
-    """Let a router with a bias count tokens where a batch is filled up: upstream's mask lacks the axis of experts."""
+    """Let a router with a bias leave out padding: upstream's mask lacks the axis of experts."""
     count = router._apply_expert_bias
 
     def counted(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:

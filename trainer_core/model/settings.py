@@ -1,4 +1,4 @@
-"""Every setting of Megatron's model configuration and of its gradient buffers that this trainer chooses."""
+"""Settings of Megatron's model configuration and gradient buffers that this trainer chooses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +40,7 @@ def dtype_of(config: TrainerConfig) -> torch.dtype:
 
 
 def model_settings(config: TrainerConfig, platform: Platform, deterministic: bool) -> dict[str, Any]:
-    """Every field of Megatron's model configuration that this trainer sets, whatever the model is."""
+    """Fields of Megatron's model configuration that this trainer sets for every model."""
     dtype = dtype_of(config)
     settings: dict[str, Any] = {
         "sequence_parallel": config.parallel.sequence,
@@ -97,7 +97,7 @@ def _of_pipeline(config: TrainerConfig) -> dict[str, Any]:
 
 
 def provider_settings(provider: GPTModelProvider, rope: Mapping[str, Any], config: ExpertsConfig) -> dict[str, Any]:
-    """What depends on the model besides, and what megatron-bridge leaves open or sets without being asked.
+    """Further fields, which depend on the model, and which megatron-bridge leaves open or sets unasked.
 
     Args:
         provider: as megatron-bridge made it.
@@ -105,13 +105,13 @@ def provider_settings(provider: GPTModelProvider, rope: Mapping[str, Any], confi
         config: of experts.
 
     Raises:
-        InputError: the model has no experts, but something is asked of them.
+        InputError: the model has no experts, but [train.experts] is set.
     """
     return _of_positions(provider, rope) | _of_experts(provider, config)
 
 
 def _of_positions(provider: GPTModelProvider, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Transformers' defaults of YaRN, where config.json says nothing."""
+    """YaRN's parameters, with the defaults of transformers."""
     if provider.position_embedding_type != "yarn":
         return {}
     return {
@@ -133,7 +133,7 @@ def _of_experts(provider: GPTModelProvider, config: ExpertsConfig) -> dict[str, 
 
 
 def buffer_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
-    """How gradients are kept, reduced, and divided between data-parallel ranks."""
+    """Settings of gradient buffers: storage, reduction, division between data-parallel ranks."""
     return DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
@@ -144,10 +144,10 @@ def buffer_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def uses_graphs(config: TrainerConfig, platform: Platform, deterministic: bool, has_experts: bool) -> bool:
-    """Whether micro-batches may be recorded as CUDA graphs.
+    """True if micro-batches may be recorded as CUDA graphs.
 
     Raises:
-        InputError: that is asked for, and something is in the way.
+        InputError: graphs are requested, and something prevents them.
     """
     megatron = config.megatron
     in_the_way = {

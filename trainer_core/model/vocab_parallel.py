@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 EntropyUse = Literal["none", "reported", "differentiated"]
-"""What the entropy is needed for: nothing, its value alone, or its gradient too."""
+"""Use of the entropy: none, its value alone, or its gradient too."""
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits that are worked on at a time. In float32 that is 128 MiB, and no other array of the vocabulary's width is made
-besides the gradient of the logits."""
+"""Logits of a chunk: 128 MiB in float32. No other array of the vocabulary's width is made besides the gradient."""
 
 FUSED_CHUNK_ELEMENTS = 1 << 30
-"""The same where a chunk is one kernel, which makes no such array at all: few launches, and 32-bit offsets."""
+"""Logits of a chunk that is one kernel, which makes no such array: few launches, and 32-bit offsets."""
 
 
 def log_probabilities(
@@ -35,7 +34,7 @@ def log_probabilities(
         temperature: divides the logits; > 0.
         vocab_size: columns at and beyond it are padding and get no probability.
         group: the tensor-parallel group.
-        entropy: whether to compute the entropy, and whether it is differentiable; 0 if "none".
+        entropy: its use; 0 if "none".
 
     Returns:
         Log-probabilities, which are differentiable, and entropies; both (R,) float32 (float64 for float64 logits), in
@@ -102,7 +101,7 @@ class _VocabParallel(torch.autograd.Function):
 
 
 def _statistics(logits: torch.Tensor, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-normalizer and entropy (0 unless asked for) over the columns that are given: (R, C) -> (R,), (R,)."""
+    """Log-normalizer and entropy (0 unless requested) over the given columns: (R, C) -> (R,), (R,)."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     normalizer = logits.new_full(logits.shape[:1], -torch.inf, dtype=dtype)
     entropy = logits.new_zeros(logits.shape[:1], dtype=dtype)
@@ -120,7 +119,7 @@ def _statistics(logits: torch.Tensor, temperature: float, with_entropy: bool) ->
 def _combined(
     own: torch.Tensor, own_entropy: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole log-normalizer (R,), and the sums over ranks of the targets' logits and of the entropy (2, R)."""
+    """Whole log-normalizer (R,), and sums over ranks of the targets' logits and of the entropy (2, R)."""
     if dist.get_world_size(group) == 1:
         return own, torch.stack((chosen, own_entropy))
     largest = own.clone()
@@ -166,7 +165,7 @@ def _step(
     grad: torch.Tensor,
     *_: torch.Tensor,
 ) -> None:
-    """Fill in the gradient of a chunk, but for what its targets add."""
+    """Fill in the gradient of a chunk, without the terms of its targets."""
     probs = (_scaled(logits, temperature) - normalizer).exp()
     gradient.copy_(probs * (-grad / temperature))
 
