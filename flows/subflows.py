@@ -36,7 +36,7 @@ from tasks.stages.views import Performed, View
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
-"""How long an iteration waits for its subflow. It begins without one after that."""
+"""Longest wait of an iteration for its subflow. It begins without one after that."""
 
 _AGAIN_S = 60.0  # how long later iterations then do not try
 _SHORT_S = 1.0
@@ -145,7 +145,7 @@ class _Iteration:
     failed: Callable[[BaseException], None]
     """Told of each error of storing."""
     elsewhere: Callable[[BaseException], bool]
-    """Whether an error is one of storing, which its own task run shows."""
+    """True for an error of storing, which its own task run shows."""
     turn: threading.Lock
     """Who asks the server: one that runs on SQLite refuses one of two requests at once, and the client then waits."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -176,11 +176,11 @@ class _Iteration:
         self._queue.put(None)
 
     def is_subflow(self) -> bool:
-        """Whether its stages are shown in a subflow run of their own."""
+        """True if its stages are shown in a subflow run of their own."""
         return self._subflow
 
     def alive(self) -> bool:
-        """Whether something of it may still be shown."""
+        """True while something of it may still be shown."""
         return any(thread.is_alive() for thread in self._threads)
 
     def follow(self, what: str, published: "Future[None]") -> None:
@@ -272,6 +272,6 @@ def _report(flow_run: UUID, end: State[Any]) -> None:
 
 
 def _soon(published: "Future[None]") -> bool:
-    """Whether it is durable within moments."""
+    """True if it is durable within moments."""
     waiting = wait([published], _SHORT_S).not_done
     return not (waiting or published.cancelled() or published.exception())

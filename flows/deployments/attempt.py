@@ -78,7 +78,7 @@ class Asked:
     places: Mapping[str, str | None] = field(default_factory=dict)
     """Other paths and URLs that were given, by parameter."""
     patience_minutes: float | None = None
-    """How long the work waits for another process that drives the run; None if the work does not need its lease."""
+    """Longest wait for another process that drives the run; None if the work does not need its lease."""
 
 
 def attempt(asked: Asked, work: Callable[[], State[Any]]) -> State[Any]:
@@ -183,7 +183,7 @@ def check_places(places: Mapping[str, str | None]) -> None:
 
 
 def is_absolute(place: str) -> bool:
-    """Whether a path or URL means the same from every folder."""
+    """True for a path or URL that means the same from every folder."""
     local = place.removeprefix("file://")
     return "://" in local or Path(local).is_absolute()
 

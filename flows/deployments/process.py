@@ -43,12 +43,12 @@ def main() -> None:
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """Whether a line of the flow run's log is not Prefect's own: of its beginning, of its end, of loading code."""
+    """True for a line of the log that is not Prefect's own: of its beginning, of its end, of loading code."""
     return record.levelno >= logging.WARNING or "prefect" not in Path(record.pathname).parts
 
 
 def is_reported(begun: datetime) -> bool:
-    """Whether the server knows how the attempt ended that this process began; another may be under way by now."""
+    """True if the server has a final state of the attempt that this process began; another may be under way by now."""
     from prefect.runtime import flow_run
 
     identity, deadline, away = flow_run.get_id(), time.monotonic() + _AWAY_S, False

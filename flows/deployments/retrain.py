@@ -113,7 +113,7 @@ class Here:
     moment: datetime
     """Its scheduled start, in the time zone of its schedule."""
     is_scheduled: bool = False
-    """Whether a schedule started it."""
+    """True if a schedule started it."""
 
 
 def this_flow_run() -> Here:
@@ -162,7 +162,7 @@ def own_name(store: Root, run: str, here: Here) -> str:
 
 
 def is_free(store: Root, run: str, here: Here) -> bool:
-    """Whether there is no run of that name, or this flow run has begun it."""
+    """True if there is no run of that name, or this flow run has begun it."""
     if not store.exists(layout.run_config_key(run)):
         return not names(store, run, 0).manifests
     return here.identity is not None and begun_by(store, run) == here.identity
@@ -171,7 +171,7 @@ def is_free(store: Root, run: str, here: Here) -> bool:
 def fixed(
     run: str, root: str, start: str | None, since: str | None, newer_than: str | None, moment: datetime
 ) -> dict[str, str]:
-    """What is relative to now, as it is for good: kept with the flow run, so that a Retry has the same.
+    """Resolve relative parameters, and keep the result with the flow run, so that a Retry has the same.
 
     Raises:
         InputError: the run to start from has no state, or both times are given.

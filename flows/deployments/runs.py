@@ -102,7 +102,7 @@ def new_run(
 
     Args:
         run: Id of the new run. A name that a run has already is refused.
-        iterations: How many iterations the run gets; it can be continued beyond them later.
+        iterations: Number of iterations; the run can be continued beyond them later.
         model: The model.
         data: The prompts.
         train: Optimizer, policy, layout and limits of the trainer.

@@ -1,4 +1,4 @@
-"""How a Prefect server of ours uses SQLite: a transaction takes the write lock when it begins."""
+"""Write lock of SQLite in our Prefect servers: a transaction takes it when it begins."""
 
 from typing import Any
 

@@ -71,7 +71,7 @@ class Diagnosis(BaseModel):
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is an error; a warning is none."""
+        """True if no finding is an error; a warning is none."""
         return all(one.level != "error" for one in self.findings)
 
 
@@ -164,14 +164,14 @@ def _site(folder: SiteFolder) -> Iterator[Finding]:
 
 
 def free_port(port: int = PORT) -> Finding:
-    """Whether `ratchet up` can have its port; for a machine without a site."""
+    """Check the port of `ratchet up`, on a machine without a site."""
     if (why := taken(port)) is not None:
         return _finding("ports", "warning", f"{port} {why}: `ratchet up --port` takes another one")
     return _finding("ports", "ok", f"{port} is free for `ratchet up`")
 
 
 def listeners(processes: Sequence[RunningProcess]) -> Finding:
-    """Whether the processes of a site and what they have started listen on this machine alone."""
+    """Check that the processes of a site and their children listen on this machine alone."""
     beyond: list[str] = []
     count = 0
     for one in filter(None, map(find, processes)):

@@ -22,7 +22,7 @@ _OWN_RUNS = "retrain"  # the flow of which each flow run begins a run of its own
 
 
 class ScheduleEntry(BaseModel):
-    """A schedule of a deployment. Which one it is says its slug; those made in the UI are left alone."""
+    """A schedule of a deployment, identified by its slug; those made in the UI are left alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,7 +1,7 @@
-"""Flow runs whose process or worker is gone: they are tried again, whatever the server noticed of it.
+"""Reconciliation of flow runs whose process or worker is gone: they are tried again.
 
-The states of the flow runs are read. Nothing here waits for an event, since a server that is restarted forgets which
-ones it was waiting for.
+The worker reads the states of the flow runs. Nothing here waits for an event, since a server that is restarted forgets
+which ones it was waiting for.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from prefect.states import AwaitingRetry, Cancelled, Failed, Scheduled
 AGAIN = "AwaitingRetryAfterCrash"
 """Name of the state in which a flow run is tried again after a crash."""
 LIMIT = 3
-"""How often that is done, until a person presses Retry."""
+"""Most tries after crashes, until a person presses Retry."""
 QUIET_S = 10.0
 """A crash is acted on after this long.
 
@@ -64,7 +64,7 @@ def reconcile(
     quiet_s: float = QUIET_S,
     gone_s: float = GONE_S,
 ) -> tuple[str, ...]:
-    """Try again what has crashed and what is under way without a process.
+    """Try again the flow runs that have crashed, and those under way without a process.
 
     Args:
         alive: identities of the flow runs that have a process; None if only the server can know that.

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def is_warning(record: logging.LogRecord) -> bool:
-    """Whether a line is more than information."""
+    """True for a line above information."""
     return record.levelno >= logging.WARNING
 
 

@@ -22,18 +22,18 @@ ANSWER = "bare-engine:"
 
 
 class Requests(BaseModel):
-    """What to sample."""
+    """Requests of one round."""
 
     prompts: list[list[int]]
     """Token ids."""
     seeds: list[int]
     """One for each prompt."""
     sampling: Sampling
-    """How."""
+    """Sampling parameters."""
 
 
 class Took(BaseModel):
-    """What one round took."""
+    """Cost of one round."""
 
     seconds: float
     """On the wall clock."""

@@ -1,4 +1,4 @@
-"""What the bench of the trainer trains: shapes of models and of samples. Imports no torch."""
+"""Shapes of models and samples of the trainer's bench. Imports no torch."""
 
 from typing import Literal
 
@@ -34,7 +34,7 @@ class Case(Frozen):
     model: GeneratedModel
     """Its shape."""
     precision: Precision
-    """Of weights and activations."""
+    """Type of weights and activations."""
     samples: int
     """Samples of an iteration."""
     prompt: int
@@ -109,7 +109,7 @@ def draw_samples(case: Case, mixed: bool, seed: int = 0) -> Samples:
 
 
 def floating_point_operations(case: Case, positions: NDArray[np.int64], predicted: int) -> float:
-    """Of a forward and a backward pass over sequences of `positions`, (S,).
+    """Count the operations of a forward and a backward pass over sequences of `positions`, (S,).
 
     6 for each weight and position, and in each layer 6 H L^2 for the causal attention of H columns over L positions.
     The output layer counts for the `predicted` positions alone, the embedding not at all (PaLM, arXiv 2204.02311,

@@ -1,4 +1,4 @@
-"""A model directory of any size in no time: its file of weights is a hole, which reads as zeros and takes no room."""
+"""A model directory of any size: its file of weights is sparse, reads as zeros and takes no disk."""
 
 import json
 import math

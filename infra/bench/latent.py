@@ -23,9 +23,9 @@ class LatentModel(Frozen):
     """Experts that a token goes to."""
     heads: int
     query_rank: int
-    """Of the latent vector from which queries are made."""
+    """Rank of the latent vector of queries."""
     value_rank: int
-    """Of the one from which keys and values are made."""
+    """Rank of the latent vector of keys and values."""
     plain: int
     """Dimensions of a key without position."""
     rotary: int
@@ -35,7 +35,7 @@ class LatentModel(Frozen):
     vocabulary: int
 
     def config(self) -> dict[str, object]:
-        """As `transformers.DeepseekV3Config` names it, and what vLLM reads besides."""
+        """The config.json: keys of `transformers.DeepseekV3Config` and those that only vLLM reads."""
         return {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",

@@ -1,4 +1,4 @@
-"""What each switch of `train.memory` gives up, how long that takes, and that the updates after it are the same."""
+"""Memory that each switch of `train.memory` frees, its seconds, and a comparison of the updates after it."""
 
 import tempfile
 import time
@@ -27,17 +27,17 @@ class Switch(BaseModel):
     """One switch."""
 
     gib: float
-    """Memory that it gives up: as the device tells it, or on CPU as the trainer counts it."""
+    """Memory that it frees: as the device reports it, or on CPU as the trainer counts it."""
     first_s: float
-    """Seconds that giving up takes for the first time, when memory on the host is reserved."""
+    """Seconds of the first offload, which reserves memory on the host."""
     out_s: float
-    """Seconds that it takes from then on."""
+    """Seconds of each further offload."""
     back_s: float
-    """Seconds until everything is back."""
+    """Seconds of the reload."""
 
 
 class MemoryBench(BaseModel):
-    """What was measured, on one rank."""
+    """Measurements on one rank."""
 
     device: str
     """Name of the device."""
@@ -47,17 +47,17 @@ class MemoryBench(BaseModel):
     drop_gradients: Switch
     offload_optimizer: Switch
     rest_gib: float
-    """What the device still holds when all three have given up theirs: its context and other processes; on CPU 0."""
+    """Memory of the device that is still in use with all three switches on: context and other processes; on CPU 0."""
     repeatable: bool
-    """Whether the device computes the same bits twice."""
+    """True if the device computes the same bits twice."""
     same_updates: bool
-    """Whether the metrics of the updates behind each switch, and the state after them, are those of a trainer that kept
+    """True if the metrics of the updates behind each switch, and the state after them, are those of a trainer that kept
     everything; says nothing where the device does not repeat itself."""
 
 
 @dataclass(frozen=True)
 class _Life:
-    """What is seen of a trainer that takes an update, another one behind each switch, and one behind all of them."""
+    """Results of a trainer that takes an update, another one behind each switch, and one behind all of them."""
 
     updates: list[dict[str, float]]
     state: StateIdentity

@@ -1,4 +1,4 @@
-"""What the workflow costs beyond the work: `ratchet bench overhead [--json]`.
+"""Cost of the workflow beyond the work: `ratchet bench overhead [--json]`.
 
 The real loop and stages run over workers of a few numpy lines, once called directly and once as a Prefect flow with a
 server of its own. The difference in CPU time of this process is the overhead of Prefect's client and of the reports.
@@ -116,7 +116,7 @@ def cpu_of_flow_iterations(folder: Path, database: Path, iterations: int, repeat
 def per_iteration(
     run_to: Callable[[int], None], iterations: int, repeats: int, *meters: Callable[[], float]
 ) -> list[float]:
-    """What an iteration adds to each meter: a flow run of many iterations against one of a single iteration.
+    """Increase of each meter by an iteration: a flow run of many iterations against one of a single iteration.
 
     So the cost of starting and ending, which has its own place, does not count.
     """
@@ -220,7 +220,7 @@ def s3_requests(folder: Path, iterations: int = 4) -> tuple[float, float]:
 
 
 def beyond(requests: list[str]) -> int:
-    """How many requests are not for a part or a manifest itself."""
+    """Number of requests that are not for a part or a manifest itself."""
     from storage import layout
 
     keys = (one.partition(" ")[2].partition("?")[0].partition("/overhead/")[2] for one in requests)

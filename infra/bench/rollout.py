@@ -37,11 +37,11 @@ _MEAN_SHARE = 4  # mixed responses have a quarter of the most tokens on average
 
 
 class RolloutBench(BaseModel):
-    """What was measured. Rates are medians over rounds; on CPU they are per second of processor time, which other
+    """Measurements. Rates are medians over rounds; on CPU they are per second of processor time, which other
     processes do not change much, of all processes of a side."""
 
     device: str
-    """Where."""
+    """Name of the device."""
     case: CaseName
     """The model."""
     samples: int
@@ -49,27 +49,27 @@ class RolloutBench(BaseModel):
     pairs: int
     """Rounds of each side, in turns."""
     tokens_per_s: float
-    """Of Ratchet's engine through its own calls; all responses have the most tokens."""
+    """Rate of Ratchet's engine through its own calls; all responses have the most tokens."""
     bare_tokens_per_s: float
-    """Of vLLM's AsyncLLM: all requests queued, final outputs only."""
+    """Rate of vLLM's AsyncLLM: all requests queued, final outputs only."""
     ratio: float
     """Median over pairs of the first by the second."""
     ratio_spread: float
     """Largest minus smallest ratio of a pair."""
     mixed_tokens_per_s: float
-    """Of Ratchet's engine; a few responses are much longer than most."""
+    """Rate of Ratchet's engine; a few responses are much longer than most."""
     mixed_bare_tokens_per_s: float
-    """Of AsyncLLM for these."""
+    """Rate of AsyncLLM for these."""
     mixed_ratio: float
     """Median over pairs of the first by the second."""
     wall_ratio: float
-    """As `ratio`, by the wall clock."""
+    """The ratio by the wall clock."""
     mixed_wall_ratio: float
-    """As `mixed_ratio`, by the wall clock."""
+    """The mixed ratio by the wall clock."""
     generate_tokens_per_s: float
-    """Of vLLM's LLM.generate, measured afterwards; responses of the most tokens."""
+    """Rate of vLLM's LLM.generate, measured afterwards; responses of the most tokens."""
     mixed_generate_tokens_per_s: float
-    """Of LLM.generate for mixed lengths."""
+    """Rate of LLM.generate for mixed lengths."""
 
 
 Side = Callable[[Requests], Took]
@@ -136,7 +136,7 @@ def _requests(case: Case, count: int, mixed: bool) -> Requests:
 
 
 def _ours(engine: EngineHandle, device: Device) -> Side:
-    """What a rollout does: on a GPU a batch for each prompt, which is as fine as parts can be stored."""
+    """Batches of a rollout: on a GPU one for each prompt, the finest size of a stored part."""
     processes = [psutil.Process(), *map(psutil.Process, engine.processes())]
 
     def used() -> float:

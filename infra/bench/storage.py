@@ -119,7 +119,7 @@ def tensor_views(table: pa.Table) -> list[tuple[torch.Tensor, ...]]:
 
 
 def tensors_of(records: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-    """What a trainer makes from records with Python lists."""
+    """Arrays of a trainer from records with Python lists."""
     kinds = {"logprobs": torch.float32}
     return [[torch.tensor(record[name], dtype=kinds.get(name, torch.int32)) for name in LISTS] for record in records]
 

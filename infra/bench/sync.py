@@ -18,18 +18,18 @@ from tasks.workers.cluster import Cluster
 
 
 class SyncBench(BaseModel):
-    """What was measured: medians over rounds, in which the sides take turns, by the clock on the wall."""
+    """Measurements: medians over rounds, in which the sides take turns, by the wall clock."""
 
     device: str
-    """Where."""
+    """Name of the device."""
     case: SyncCaseName
-    """What was synced."""
+    """Name of the case."""
     ranks: int
     """Trainer ranks."""
     cards: str
     """Those of the trainer's ranks, and those of the engine."""
     transport: str
-    """How the bytes moved on Ratchet's side."""
+    """Transport of Ratchet's side."""
     pairs: int
     """Rounds, after one that does not count."""
     tensors: int
@@ -44,7 +44,7 @@ class SyncBench(BaseModel):
     first_seconds: float
     """The same in the first round, which opens arenas and compiles the kernel of digests."""
     kept_plan_seconds: float
-    """With the plan of an update before: what is made afresh each time takes the difference."""
+    """Seconds with the plan of an earlier update; the difference is the cost of planning."""
     stock_seconds: float
     """megatron-bridge's export with fresh tasks into vLLM's own reload: on CPU by safetensors in shared memory, on a
     card by vLLM's transfer of CUDA IPC handles, between cards by its packed broadcasts (NCCL, connected before).
@@ -72,18 +72,18 @@ class SyncBench(BaseModel):
     unverified_pause_s: float
     """The pause without digests of what was sent, arrived and landed; of several updates in each round."""
     verify_share: float
-    """What verification takes of the pause: each of those updates has one with digests beside it, before or after it in
+    """Share of the pause for verification: each of those updates has one with digests beside it, before or after it in
     turns; the median over these pairs of 1 minus the one pause by the other."""
     object_collectives: int
     """Collectives of Python objects in one of Ratchet's updates, over all ranks."""
     stock_object_collectives: int
-    """In one stock update."""
+    """The same in one stock update."""
     metadata_exchanges: int
     """Exchanges of metadata between trainer ranks in one update."""
     extra_gib: float
     """Memory of all cards that Ratchet's first update took and kept, by trainer and engine together; 0 on CPU."""
     stock_extra_gib: float
-    """And the stock way."""
+    """The same of the stock way."""
     steps: dict[str, float]
     """Ratchet's update by step, and in each by what the slowest process spent its time on; seconds."""
 
@@ -95,7 +95,7 @@ def bench_sync(case_name: SyncCaseName | None, pairs: int, wanted: TransportChoi
     Without a case it is the one that fits the device: "cpu" without a GPU, "0.75b" with one.
 
     Args:
-        wanted: how the bytes move on Ratchet's side.
+        wanted: transport of Ratchet's side.
 
     Raises:
         InputError: `pairs` is below 1; or the case needs more cards than there are.

@@ -1,4 +1,4 @@
-"""What the driver of the sync bench asks of trainer ranks and engine beyond a run's calls. Imports no torch or vLLM."""
+"""Calls of the sync bench to trainer ranks and engine beyond those of a run. Imports no torch or vLLM."""
 
 from typing import Protocol
 
@@ -18,11 +18,11 @@ class SyncRankProtocol(Protocol):
         ...
 
     def keep_plan(self, keep: bool) -> None:
-        """Whether `plan_weights` from now on returns what it has made last, for that version."""
+        """Let `plan_weights` return its last plan from now on, for that version; or let it plan again."""
         ...
 
     def look(self, seen: bool) -> None:
-        """Whether digests are computed from now on."""
+        """Compute digests from now on, or none."""
         ...
 
     def object_collectives(self) -> int:
@@ -55,7 +55,7 @@ class SyncRankProtocol(Protocol):
         ...
 
     def stock_tensors(self) -> StockTensors:
-        """Names, types and shapes of what `stock_broadcast` sends, found by exporting once."""
+        """Names, types and shapes of the tensors of `stock_broadcast`, found by exporting once."""
         ...
 
     def stock_meet(self, port: int, workers: int) -> None:
@@ -71,11 +71,11 @@ class SyncGroup(TrainerGroup, SyncRankProtocol, forwards=SyncRankProtocol):
     """The trainer ranks of the bench."""
 
     def object_collectives(self) -> int:
-        """Of all ranks; see `SyncRankProtocol.object_collectives`."""
+        """Sum over all ranks."""
         return sum(self.results(self.submit(SyncRankProtocol.object_collectives)))
 
     def card_bytes(self) -> int:
-        """Of all ranks' cards; see `SyncRankProtocol.card_bytes`."""
+        """Sum over the cards of all ranks."""
         return sum(self.results(self.submit(SyncRankProtocol.card_bytes)))
 
 

@@ -1,4 +1,4 @@
-"""What the sync bench syncs, and what it notes of a round. Imports no torch."""
+"""Cases of the sync bench, and the record of a round. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from trainer_core.config import Frozen, ParallelConfig, Precision
 
 
 class SyncCase(Frozen):
-    """What is synced, from how many ranks, and to what."""
+    """A model, the layout of its trainer, and its engine."""
 
     model: GeneratedModel | LatentModel
     """Its shape."""
     precision: Precision
-    """Of trainer and engine."""
+    """Type of the weights in trainer and engine."""
     pipeline: int = 1
     """Stages of the trainer's pipeline, a rank each."""
     layers_first_stage: int | None = None
@@ -24,7 +24,7 @@ class SyncCase(Frozen):
     tensor: int = 1
     """Workers of the engine."""
     cards: EngineCards = "shared"
-    """As `engine.cards`."""
+    """Value of `engine.cards`."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -86,7 +86,7 @@ class SyncRound:
     """One round of all ways."""
 
     delivery: Delivery
-    """Of ours."""
+    """Ratchet's delivery."""
     seconds: float
     kept_plan_seconds: float
     pauses: list[tuple[float, float]]
@@ -101,5 +101,5 @@ class SyncRound:
     object_collectives: int
     stock_object_collectives: int
     extra_bytes: int
-    """Of the cards."""
+    """Memory of the cards."""
     stock_extra_bytes: int

@@ -42,7 +42,7 @@ class SyncEngine(Engine):
         self._core.forget_prompts()
 
     def look(self, seen: bool) -> None:
-        """Whether digests are computed from now on."""
+        """Compute digests from now on, or none."""
         self._core.workers(cast(Any, look), seen=seen)
 
     def card_bytes(self) -> int:
@@ -50,7 +50,7 @@ class SyncEngine(Engine):
         return sum(self._core.workers(cast(Any, used_bytes)))
 
     def copy_seconds(self, channel: Channel, plan: WeightPlan) -> list[float]:
-        """What a plain copy of an arena of the sender of each bucket takes the first worker."""
+        """Seconds of a plain copy of an arena of the sender of each bucket to the first worker."""
         return self._core.workers(
             cast(Any, timed_copies), channel=channel.model_dump_json(), plan=plan.model_dump_json()
         )[0]

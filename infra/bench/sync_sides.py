@@ -144,7 +144,7 @@ class Sides:
                 at_once([sending, partial(self._engine.stock_handles, str(folder))])
 
     def _measured[R](self, way: Callable[[], R]) -> tuple[R, float, int, int]:
-        """What a way returns, its seconds, collectives of objects, and bytes of cards that it took and kept."""
+        """Result of one way, its seconds, collectives of objects, and bytes of cards that it took and kept."""
         self._group.object_collectives()
         before = self._card_bytes()
         begun = time.perf_counter()
@@ -162,7 +162,7 @@ class Sides:
         return seconds, _apart(engine, trainer, way)
 
     def _sampled(self) -> float:
-        """How far engine and trainer are apart, on average over tokens that the engine samples."""
+        """Mean difference of log-probabilities between engine and trainer over tokens that the engine samples."""
         prompts = [sequence[:_PROMPT] for sequence in self._probe]
         found = self._engine.generate(prompts, range(_PROBE), Sampling(max_tokens=_SAMPLED))
         responses, engine = ([np.asarray(row) for row in found[name].to_pylist()] for name in _SAMPLES)

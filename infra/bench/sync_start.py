@@ -1,4 +1,4 @@
-"""How a trainer rank of the sync bench starts. Imports neither torch nor Megatron."""
+"""Start of a trainer rank of the sync bench. Imports neither torch nor Megatron."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def start_sync_rank(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "SyncRank":
-    """As `start_trainer`."""
+    """Start the rank in this process, as `start_trainer` starts the product's."""
     from trainer_core.platform.platform import prepare
 
     platform = prepare(rank.device, rank.local_rank)

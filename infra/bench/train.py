@@ -30,30 +30,30 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 
 
 class TrainBench(BaseModel):
-    """What was measured. Rates are medians over pairs; on CPU they are per second of processor time."""
+    """Measurements. Rates are medians over pairs; on CPU they are per second of processor time."""
 
     device: str
     """Name of the device."""
     case: CaseName
-    """What was trained."""
+    """Name of the case."""
     transformer_engine: bool
-    """Whether layers are Transformer Engine's."""
+    """True if the layers are Transformer Engine's."""
     pairs: int
     """Times that each side was measured, in turns."""
     tokens: int
     """Positions of an iteration in which all samples have the most tokens."""
     tokens_per_s: float
-    """Of Ratchet's step: one update, scored and reported."""
+    """Rate of Ratchet's step: one update, scored and reported."""
     plain_tokens_per_s: float
-    """Of the plain step, with micro-batches of as many tokens."""
+    """Rate of the plain step, with micro-batches of as many tokens."""
     ratio: float
     """Median over pairs of the first by the second."""
     ratio_spread: float
     """Largest minus smallest ratio of a pair."""
     packed_tokens_per_s: float
-    """Of Ratchet's step, with responses of mixed lengths; positions without padding."""
+    """Rate of Ratchet's step, with responses of mixed lengths; positions without padding."""
     packed_plain_tokens_per_s: float
-    """Of the plain step, which pads each micro-batch to its longest row."""
+    """Rate of the plain step, which pads each micro-batch to its longest row."""
     packed_ratio: float
     """Median over pairs of the first by the second."""
     mfu: float | None

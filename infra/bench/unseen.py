@@ -1,4 +1,4 @@
-"""Weight updates without their digests: what those cost is the difference. Imports torch."""
+"""Weight updates without digests, to measure the cost of digests. Imports torch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -40,6 +40,6 @@ _SEEN = digest.PreparedDigests, planned_digests.PlannedDigests
 
 
 def look(seen: bool) -> None:
-    """Whether this process from now on computes digests of what it sends, receives and finds."""
+    """Let this process compute digests from now on of the weights that it sends, receives and finds, or none."""
     found = _SEEN if seen else (Unseen, UnseenBuckets)
     digest.__dict__["PreparedDigests"], planned_digests.__dict__["PlannedDigests"] = found

@@ -32,7 +32,7 @@ QUICK = ["evaluate.every=0"]
 
 @pytest.fixture
 def given(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: str) -> dict[str, Any]:
-    """What each flow run of `train` is given."""
+    """Parameters of each flow run of `train`."""
     monkeypatch.setattr(run, "open_context", small_context)
     monkeypatch.setattr(attempt, "_LOOK_S", 0.05)
     (tmp_path / "small.toml").write_text(_DOCUMENT)

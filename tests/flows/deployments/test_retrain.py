@@ -1,4 +1,4 @@
-"""Whose run a flow run of `retrain` begins, what it fixes and refuses; the flow itself runs in tests/flows/site."""
+"""Names, fixed parameters and refusals of the deployment `retrain`; the flow itself runs in tests/flows/site."""
 
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a deployment refuses, waits for and says; the flow itself runs in tests/flows/site."""
+"""Refusals, waits and messages of a deployment; the flow itself runs in tests/flows/site."""
 
 import logging
 import time

@@ -88,7 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
 
 
 def faults(folder: Path) -> Path:
-    """Where the faults of flow runs over the real stack are planned."""
+    """Folder of the planned faults of flow runs over the real stack."""
     return folder.parent / "faults"
 
 
@@ -107,7 +107,7 @@ def client(site: SiteHere) -> Iterator[SyncPrefectClient]:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pictures of the browser tests are kept."""
+    """Folder of the pictures of the browser tests."""
     folder = Path(os.environ.get("PICTURES") or tmp_path_factory.mktemp("pictures"))
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -47,9 +47,9 @@ class Kind:
     breaks: Callable[[Path], object]
     repairs: Callable[[Path], object]
     words: tuple[str, ...]
-    """Of the message."""
+    """Parts of the message."""
     stage: Stage
-    """That fails."""
+    """The stage that fails."""
     settings: tuple[str, ...] = ()
 
     @property
@@ -186,7 +186,7 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "verify": ({"root": "/data/runs"},),
     "import": ({**RUN, "files": ["/data/a.jsonl"], "columns": ["reward=score"], "without_logprobs": True},),
 }  # fmt: skip
-"""What a person fills in: texts, numbers, lists, switches and choices. `tests/flows/deployments/test_forms.py` tries
+"""Input of a person: texts, numbers, lists, switches and choices. `tests/flows/deployments/test_forms.py` tries
 every choice of each list without a browser."""
 _TABS = {int: "int", str: "str", float: "float"}
 

@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""Findings of the doctor."""
 
 import subprocess
 from dataclasses import replace

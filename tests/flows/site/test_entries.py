@@ -1,4 +1,4 @@
-"""What of a file of deployments is refused before anything starts, and how that is said."""
+"""Errors in a file of deployments, refused before anything starts, and their messages."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What happens to a site and its flow runs when a person ends, kills or restarts parts of it."""
+"""A site and its flow runs when a person ends, kills or restarts parts of it."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_an_up_that_is_killed_leaves_no_second_worker(site: SiteHere):
 
 
 def test_a_schedule_that_was_missed_fires_once_for_each_time(site: SiteHere, client, config, root):
-    """What Prefect had planned before the site went down is made up for, one after another, each time once."""
+    """Flow runs that Prefect had planned before the site went down are made up for, each once."""
     deployment = client.read_deployment_by_name("train/train")
     given = {"run": "e", "root": root, "more": 1, "config": config, "settings": ["evaluate.every=0"]}
     schedule = IntervalSchedule(interval=timedelta(seconds=20), anchor_date=datetime.now(UTC))

@@ -1,4 +1,4 @@
-"""What the doctor says of ports, and of what a real server is told to do."""
+"""Findings of the doctor on ports, and on the registration of a real server."""
 
 import socket
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which processes belong to a site."""
+"""Processes of a site."""
 
 import signal
 import sys
