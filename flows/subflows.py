@@ -47,12 +47,6 @@ _INTERRUPTED_S = 2.0
 
 _SERVER_ERRORS = (httpx.HTTPError, PrefectException, OSError)
 
-Advanced = Callable[[Portion], None]
-
-
-def ignored(_portion: Portion) -> None:
-    """Show nothing."""
-
 
 class Subflows:
     """The page of a run in Prefect; as a context manager it waits, for a limited time, until the server has its end.
@@ -60,19 +54,21 @@ class Subflows:
     Make it within the run's flow.
     """
 
-    def __init__(self, run: str, last: int, advanced: Advanced = ignored, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, run: str, last: int, advanced: Callable[[Portion], None] | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
         """
         Args:
             run: its id, with which the names of its subflow runs begin.
             last: the last iteration.
             advanced: told of each portion of a stage.
-            patience_s: how long an iteration waits for its subflow.
+            patience_s: longest wait of an iteration for its subflow.
         """
         self._run, self._parent = run, contextvars.copy_context()
         self._last, self._advanced, self._patience_s = last, advanced, patience_s
         self._iterations: list[_Iteration] = []
         self._ahead: _Iteration | None = None
-        self._failed: list[BaseException] = []
+        self._published: list[Future[None]] = []
         self._turn = threading.Lock()
         self._retry = 0.0
 
@@ -80,33 +76,50 @@ class Subflows:
         """Do the work of a stage in a Prefect task, in the subflow of the iteration that is under way."""
         if stage is Stage.WEIGHT_SYNC and iteration < self._last:
             self._ahead = self._opened(iteration + 1)  # a second or two before it is needed
-        task = stage_task(stage)
-        return outcome(self._current().run(task, iteration, work, inputs, self._shown_elsewhere))
+        context = self._iterations[-1].context if self._iterations else self._parent.copy()
+        return outcome(context.run(stage_task(stage), iteration, work, inputs, self._shown_elsewhere))
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
         """See `Page`."""
         self._iterations = [one for one in self._iterations if one.alive()]
-        one = self._ahead if self._ahead is not None and self._ahead.number == number else self._opened(number)
-        if self._ahead is not None and self._ahead is not one:
-            self._ahead.drop()
-            self._iterations.append(self._ahead)
-        self._ahead = None
+        self._published = [one for one in self._published if not _is_stored(one)]
+        if self._ahead is not None and self._ahead.number == number:
+            one, self._ahead = self._ahead, None
+        else:
+            one = self._opened(number)
+        self._drop_ahead()
         one.begin(self._parent, self._patience_s)
-        if not one.is_subflow():
+        if not one.is_subflow:
             self._retry = max(self._retry, time.monotonic() + _AGAIN_S)
         self._iterations.append(one)
-        with one:
+        end: State[Any] | None = None
+        try:
             yield
+        except Exception as error:
+            elsewhere = self._shown_elsewhere(error)
+            end = (
+                Cancelled(message=f"iteration {number} was stopped, because storing failed")
+                if elsewhere
+                else Failed(message=f"iteration {number}: {without_secrets(str(error))}")
+            )
+            raise
+        except BaseException:
+            end = Cancelled(message=f"iteration {number} was interrupted; what it has committed is kept")
+            raise
+        finally:
+            one.close(end)
 
     def storing(self, iteration: int, what: str, published: "Future[None]") -> None:
         """See `Page`."""
         if self._iterations:
+            self._published.append(published)
             self._iterations[-1].follow(what, published)
 
     def advanced(self, portion: Portion) -> None:
         """See `Page`."""
-        self._advanced(portion)
+        if self._advanced is not None:
+            self._advanced(portion)
 
     def __enter__(self) -> Self:
         return self
@@ -115,25 +128,24 @@ class Subflows:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         deadline = time.monotonic() + (_LINGER_S if isinstance(error, Exception | None) else _INTERRUPTED_S)
-        if self._ahead is not None:
-            self._ahead.drop()
-            self._iterations.append(self._ahead)
+        self._drop_ahead()
         for one in self._iterations:
             one.join(deadline)
 
     def _opened(self, number: int) -> "_Iteration":
-        one = _Iteration(self._run, number, self._failed.append, self._shown_elsewhere, self._turn)
+        one = _Iteration(self._run, number, self._turn)
         if time.monotonic() >= self._retry:
             one.open(self._parent)
         return one
 
-    def _current(self) -> contextvars.Context:
-        return self._iterations[-1].context if self._iterations else self._parent.copy()
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close(Cancelled(message="the run has ended before this iteration began"))
+            self._iterations.append(self._ahead)
+            self._ahead = None
 
     def _shown_elsewhere(self, error: BaseException) -> bool:
-        for one in self._iterations:
-            one.settle()
-        return any(one is error for one in self._failed)
+        return any(one.done() and not one.cancelled() and one.exception() is error for one in self._published)
 
 
 @dataclass
@@ -142,20 +154,17 @@ class _Iteration:
 
     run: str
     number: int
-    failed: Callable[[BaseException], None]
-    """Told of each error of storing."""
-    elsewhere: Callable[[BaseException], bool]
-    """True for an error of storing, which its own task run shows."""
     turn: threading.Lock
-    """Who asks the server: one that runs on SQLite refuses one of two requests at once, and the client then waits."""
+    """Held by the thread that asks the server: with SQLite it refuses one of two requests at once, and the client then
+    waits."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """In which its stages run."""
+    """Context in which its stages run."""
+    is_subflow: bool = False
+    """True if its stages are shown in a subflow run of their own."""
     _queue: "SimpleQueue[tuple[str, Future[None]] | None]" = field(default_factory=SimpleQueue)
-    _following: "list[Future[None]]" = field(default_factory=list)
     _opened: threading.Event = field(default_factory=threading.Event)
     _claim: threading.Lock = field(default_factory=threading.Lock)
     _threads: list[threading.Thread] = field(default_factory=list)
-    _subflow: bool = False
     _end: State[Any] | None = None
 
     def open(self, parent: contextvars.Context) -> None:
@@ -170,50 +179,23 @@ class _Iteration:
             self._start(parent, lambda: self._show(subflow=False))
             self._opened.wait()
 
-    def drop(self) -> None:
-        """It does not begin after all."""
-        self._end = Cancelled(message="the run has ended before this iteration began")
+    def close(self, end: State[Any] | None) -> None:
+        """End it with that state, or as Completed, once all of it is durable."""
+        self._end = end
         self._queue.put(None)
-
-    def is_subflow(self) -> bool:
-        """True if its stages are shown in a subflow run of their own."""
-        return self._subflow
 
     def alive(self) -> bool:
         """True while something of it may still be shown."""
         return any(thread.is_alive() for thread in self._threads)
 
     def follow(self, what: str, published: "Future[None]") -> None:
-        """Show what is done behind the stages."""
-        self._following.append(published)
+        """Show what is stored behind the stages."""
         self._queue.put((what, published))
-
-    def settle(self) -> None:
-        """Report what could not be stored."""
-        for published in [one for one in self._following if one.done()]:
-            self._following.remove(published)
-            error = None if published.cancelled() else published.exception()
-            if error is not None:
-                self.failed(error)
 
     def join(self, deadline: float) -> None:
         """Wait until the server knows the end of it, or until `deadline`, a time of `time.monotonic`."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception) and self.elsewhere(error):
-            self._end = Cancelled(message=f"iteration {self.number} was stopped, because storing failed")
-        elif isinstance(error, Exception):
-            self._end = Failed(message=f"iteration {self.number}: {without_secrets(str(error))}")
-        elif error is not None:
-            self._end = Cancelled(message=f"iteration {self.number} was interrupted; what it has committed is kept")
-        self._queue.put(None)
 
     def _start(self, parent: contextvars.Context, body: Callable[[], object]) -> None:
         # a daemon: a server that is away keeps no process alive
@@ -247,7 +229,7 @@ class _Iteration:
     def _show(self, subflow: bool) -> State[Any]:
         if not self._claim.acquire(blocking=False):
             return Cancelled(message="the server did not answer in time; the stages are shown in the run's flow run")
-        self.context, self._subflow = contextvars.copy_context(), subflow
+        self.context, self.is_subflow = contextvars.copy_context(), subflow
         self._opened.set()
         unstored: State[Any] | None = None
         for what, published in iter(self._queue.get, None):
@@ -275,3 +257,7 @@ def _soon(published: "Future[None]") -> bool:
     """True if it is durable within moments."""
     waiting = wait([published], _SHORT_S).not_done
     return not (waiting or published.cancelled() or published.exception())
+
+
+def _is_stored(published: "Future[None]") -> bool:
+    return published.done() and not published.cancelled() and published.exception() is None

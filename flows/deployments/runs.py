@@ -223,7 +223,6 @@ def begin_new(store: Root, run: str, config: RunConfig, identity: str | None) ->
     Raises:
         InputError: another flow run has begun it meanwhile.
         LeaseHeld: another process drives the run.
-        RatchetError: any other error that stops the run.
     """
     ready(run, store.url, config)
     with hold(store, run, owner()) as lease:
@@ -237,7 +236,6 @@ def begin_counted(store: Root, run: str, more: int, resolve: Callable[[int], Run
 
     Raises:
         LeaseHeld: another process drives the run.
-        RatchetError: any other error that stops the run.
     """
     ready(run, store.url, resolve(complete_iterations(store, run) + more))  # a refusal leaves no lease behind
     with hold(store, run, owner()) as lease:
@@ -254,11 +252,7 @@ def complete_iterations(store: Root, run: str) -> int:
 
 
 def begin(run: str, root: str, config: RunConfig, held: Lease | None = None) -> State[Any]:
-    """Do what the run lacks, and say so.
-
-    Raises:
-        RatchetError: any error that stops the run.
-    """
+    """Do the rest of the run, and report its length."""
     store = open_root(root)
     idle = is_complete(store, run, config)
     drive(run, root, config, held=held)
@@ -268,11 +262,7 @@ def begin(run: str, root: str, config: RunConfig, held: Lease | None = None) -> 
 
 
 def repeat(run: str, root: str, wanted: Wanted, settings: Sequence[str] = ()) -> State[Any]:
-    """Record the request, repeat the stages, and name the revision.
-
-    Raises:
-        RatchetError: any error that stops the run.
-    """
+    """Record the request, repeat the stages, and name the revision."""
     asked, config = ask_again(open_root(root), run, wanted, settings)
     drive(run, root, config, one_stage=not asked.cascade)
     number = asked.revision
@@ -287,11 +277,7 @@ def repeat(run: str, root: str, wanted: Wanted, settings: Sequence[str] = ()) ->
 
 
 def drive(run: str, root: str, config: RunConfig, *, one_stage: bool = False, held: Lease | None = None) -> None:
-    """Do what the run lacks, or only the stage that is to be repeated, as this flow run.
-
-    Raises:
-        RatchetError: any error that stops the run; it names the stage.
-    """
+    """Do the rest of the run, or only the stage that is to be repeated, as this flow run. Errors name their stage."""
     with Progress(run, config.run.iterations, log_console()) as progress:
         try:
             perform(run, root, config, progress, owner(), one_stage=one_stage, held=held)

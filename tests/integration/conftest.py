@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.integration.command import PIECES, TINY, Finished, finish, run_tiny, start
+from tests.prefect_home import prepared
 from tests.storage.s3 import BUCKET, s3_server
 
 KILLS = ["rollout@1:mid-part:engine-0", "train@1:started:trainer-0", "train@2:upload:flow"]
@@ -26,7 +27,7 @@ ITERATIONS = 2
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
     """Prefect's home folder for the commands of the tests."""
-    return tmp_path_factory.mktemp("prefect")
+    return prepared(tmp_path_factory.mktemp("prefect"), tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

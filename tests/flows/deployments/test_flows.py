@@ -98,9 +98,17 @@ def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done
     assert {one.name for one in client.read_flow_runs(flow_run_filter=mine)} >= {"b iteration 0", "b iteration 1"}
 
 
-def test_input_that_cannot_work_changes_nothing(given, root: Root):
-    state = train(run="c", more=1, **{**given, "settings": ["rollout.promts=3"]})
+@pytest.mark.parametrize(
+    ("changed", "fact"),
+    [
+        ({"settings": ["rollout.promts=3"]}, "promts"),
+        ({"root": "runs"}, "give an absolute path"),
+        ({"more": None}, "either iterations"),
+    ],
+)
+def test_input_that_cannot_work_changes_nothing(given, root: Root, changed: dict[str, Any], fact: str):
+    state = train(**{"run": "c", "more": 1, **given, **changed})
     assert state.is_failed()
-    assert "promts" in str(state.message)
-    assert "No stage was begun, and nothing in" in str(state.message)
+    for words in (fact, "Retry alone cannot help", "No stage was begun, and nothing in"):
+        assert words in str(state.message)
     assert not root.keys("c")

@@ -10,16 +10,19 @@ import pytest
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
+from tests.prefect_home import prepared
 from tests.small.config import ITERATIONS
 
 PROJECT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
-def test_a_run_whose_server_dies_goes_on_to_its_end_and_says_so(tmp_path: Path):
+def test_a_run_whose_server_dies_goes_on_to_its_end_and_says_so(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
     environment = {
         **os.environ,
-        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PREFECT_HOME": str(prepared(tmp_path / "prefect", tmp_path_factory)),
         "PREFECT_CLIENT_MAX_RETRIES": "0",  # the default is minutes of patience
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
     }

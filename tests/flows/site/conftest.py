@@ -25,6 +25,7 @@ from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from storage.backends.root import open_root
+from tests.prefect_home import prepared
 from tests.small.config import _DOCUMENT
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -79,6 +80,8 @@ def up(folder: Path, port: int, *more: str) -> dict[str, Any]:
 @pytest.fixture(scope="session")  # starting one takes long
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
     folder, port = tmp_path_factory.mktemp("site") / "site", free_port()
+    folder.mkdir(mode=0o700)
+    prepared(folder / "prefect", tmp_path_factory)
     faults(folder).mkdir()
     try:
         yield SiteHere(folder, port, up(folder, port)["api"])

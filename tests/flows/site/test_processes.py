@@ -33,6 +33,11 @@ def begun(folder: SiteFolder) -> Iterator[RunningProcess]:
     end(running)
 
 
+def test_the_folder_that_a_site_makes_is_its_owners_alone(folder: SiteFolder):
+    folder.write(folder.client_file, "x")
+    assert [path.stat().st_mode & 0o777 for path in (folder.path, folder.client_file)] == [0o700, 0o600]
+
+
 def test_a_process_that_nothing_recorded_is_found_without_its_children(folder: SiteFolder, begun: RunningProcess):
     assert [one.pid for one in strays(folder.path, ())] == [begun.process]
     assert [one.pid for one in strays(folder.path, (), "ratchet")] == [begun.process]
