@@ -1,7 +1,6 @@
 """Findings of the doctor."""
 
 import subprocess
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def test_a_clock_that_differs_is_an_error(apart, level):
 def test_a_clock_of_the_store_that_differs_is_an_error(apart, level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def other(root: Root, key: str) -> Stored | None:
         found = info(root, key)
-        return None if found is None else replace(found, modified=found.modified + timedelta(seconds=apart))
+        return None if found is None else found._replace(modified=found.modified + timedelta(seconds=apart))
 
     info = Root.info
     monkeypatch.setattr(Root, "info", other)
