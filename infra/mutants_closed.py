@@ -143,4 +143,12 @@ CLOSED = (
         "    if root.exists(layout.run_config_key(run)):\n",
         ("tests/storage/upkeep/test_cleaning_beside.py",),
     ),
+    Mutant(
+        "last-choice-not-counted",
+        "the last choice of a head is lost with its copy, and a run goes on from another head",
+        "storage/ownership/lease.py",
+        '                following["choices"] = log.recorded_choices(root, self.run)\n',
+        '                following["choices"] = 0\n',
+        ("tests/storage/upkeep/test_lost_records.py",),
+    ),
 )

@@ -16,8 +16,8 @@ STORE = (
         "record-of-another-place",
         "a record that was copied or renamed counts where it lies",
         "storage/records.py",
-        "    if text and key is not None and place != json.dumps(key).encode():\n",
-        "    if text and key is None and not place:\n",
+        "    if key is not None and (not text or place != json.dumps(key).encode()):\n",
+        "    if key is not None and not text:\n",
         _LOST,
     ),
     Mutant(

@@ -15,8 +15,7 @@ _STAGE = "[a-z-]+"
 _NUMBER, _SIX, _NINE = r"(?:0|[1-9]\d*)", r"(?:\d{6}|[1-9]\d{6,})", r"(?:\d{9}|[1-9]\d{9,})"
 _WORK = rf"manifests/{_SIX}/{_STAGE}\.r{_NUMBER}"
 _MANIFEST = re.compile(rf"{_WORK}\.json", re.ASCII)
-# earlier versions made a folder of attempts
-_ATTEMPT = re.compile(rf"{_WORK}\.(attempt-|attempts/){_NUMBER}\.json", re.ASCII)
+_ATTEMPT = re.compile(rf"{_WORK}\.attempt-{_NUMBER}\.json", re.ASCII)
 _PIECE = re.compile(rf"{_WORK}\.pieces/[\w.-]+\.json", re.ASCII)
 _RETIRED = re.compile(rf"{_WORK}\.retired\.json", re.ASCII)
 

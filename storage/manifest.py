@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Annotated, Protocol, Self
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     FiniteFloat,
@@ -25,13 +24,9 @@ from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismat
 from storage.ids import RunName, StageName
 from storage.revisions import Revisions, read_revisions
 
-FORMAT_VERSION = 2
-"""The newest format of a manifest: 2 if a fact identifies its content, 1 if its parts do."""
-
 _IDENTITY = {
     "format_version", "run", "iteration", "stage", "schema_fingerprint", "parts", "inputs", "config_digest", "facts",
 }  # fmt: skip
-# named one by one: a field that a later version adds does not change the identity of stored manifests
 _IDENTITY_OF_CONTENT = _IDENTITY - {"parts"} | {"content"}
 
 
@@ -46,16 +41,6 @@ class Fence(Protocol):
     def check(self) -> None:
         """Raise LeaseLost if another process may drive the run."""
         ...
-
-
-_NO_NUMBERS = ("NaN", "Infinity", "-Infinity")
-
-
-def _without_older_texts(metrics: object, info: ValidationInfo) -> object:
-    """Null for the texts, and for the bare NaN, that earlier versions wrote for a metric that is not finite."""
-    if info.mode != "json" or not isinstance(metrics, dict):
-        return metrics
-    return {name: None if value in _NO_NUMBERS or not _is_finite(value) else value for name, value in metrics.items()}
 
 
 def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -131,7 +116,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: int = 1
+    format_version: Literal[1] = 1
     """Version of this record's own format."""
     run: RunName
     """Id of the run."""
@@ -156,7 +141,7 @@ class Manifest(BaseModel):
     content: Annotated[str | None, Field(exclude_if=lambda name: name is None)] = None
     """Name of the fact that identifies what the parts hold, if they can be written in several ways. It is known before
     they are written, and takes their place in the identity."""
-    metrics: Annotated[dict[str, FiniteFloat | None], BeforeValidator(_without_older_texts)] = {}
+    metrics: dict[str, FiniteFloat | None] = {}
     """Numbers for people: rewards, losses, seconds. Not part of the identity. Null is one that was not finite."""
     origin: Origin | None = None
     """Set on what a fork has taken over from its parent."""
@@ -173,11 +158,8 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _content_is_a_fact(self) -> Self:
-        if self.content is not None and (self.content not in self.facts or self.format_version == 1):
-            raise ValueError(
-                f"format {self.format_version} with the content in the fact {self.content!r} of {sorted(self.facts)}: "
-                "a manifest that a fact identifies holds that fact, and has format 2 or newer"
-            )
+        if self.content is not None and self.content not in self.facts:
+            raise ValueError(f"its content is in the fact {self.content!r}, and its facts are {sorted(self.facts)}")
         return self
 
     @property
@@ -314,12 +296,6 @@ def load(root: Root, key: str) -> Manifest:
     """
     where = f"{root.url}/{key}"
     text = records.unseal(root.read_bytes(key), where)
-    version = records.parse(text, _AnyVersion, where).format_version  # a newer format may have other fields
-    if version > FORMAT_VERSION:
-        raise SchemaMismatch(
-            f"{where} has manifest format {version}; this version of Ratchet reads up to {FORMAT_VERSION}. "
-            "Use a newer Ratchet"
-        )
     manifest = records.parse(text, Manifest, where)
     if manifest.key != key:
         raise SchemaMismatch(
@@ -329,9 +305,3 @@ def load(root: Root, key: str) -> Manifest:
     if foreign := _foreign(manifest):
         raise SchemaMismatch(f"{where} {foreign}. Restore the manifest from a copy")
     return manifest
-
-
-class _AnyVersion(BaseModel):
-    """What manifests of every version have in common."""
-
-    format_version: int = 1

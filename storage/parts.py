@@ -14,7 +14,7 @@ from storage.kill_points import Point
 from storage.manifest import Manifest, Part
 from storage.meter import measured
 from storage.parallel import each
-from storage.schema import accept, check
+from storage.schema import check
 
 _PARALLEL = 4
 _MUCH = 1 << 26  # bytes
@@ -162,7 +162,7 @@ def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Seque
 
     Raises:
         DigestMismatch: a part was damaged.
-        SchemaMismatch: a part has another schema, and not one that an earlier version wrote.
+        SchemaMismatch: a part has another schema.
     """
     return read_parts(root, [part for part in manifest.parts if part.rows is not None], schema, columns)
 
@@ -175,22 +175,16 @@ def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema, columns: Se
     return pa.concat_tables(tables) if tables else schema.empty_table().select(names)
 
 
-def open_table(
-    data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[str], earlier: Sequence[pa.Schema] | None = None
-) -> pa.Table:
-    """Columns `names` of an Arrow IPC file in memory; a column that an earlier version did not write is null.
+def open_table(data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[str]) -> pa.Table:
+    """Columns `names` of an Arrow IPC file in memory.
 
     Raises:
-        SchemaMismatch: the file has another schema, and not one that an earlier version wrote.
+        SchemaMismatch: the file has another schema.
     """
     file = pa.ipc.open_file(data)
-    accept(file.schema, schema, where, earlier)
+    check(file.schema, schema, where)
     # all columns: `included_fields` would avoid decompression, but it copies uncompressed data
-    table = file.read_all()
-    for field in schema:
-        if field.name not in table.schema.names:
-            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
-    return table.select(list(names)).replace_schema_metadata(schema.metadata)
+    return file.read_all().select(list(names)).replace_schema_metadata(schema.metadata)
 
 
 @measured()

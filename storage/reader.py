@@ -20,7 +20,7 @@ def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | N
     Raises:
         DigestMismatch: a part was damaged.
         PartMissing: a part is gone.
-        SchemaMismatch: a part was written by a newer version.
+        SchemaMismatch: a part has another schema than its table.
         StorageError: the stage has no table parts.
     """
     tables = []

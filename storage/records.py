@@ -70,7 +70,7 @@ def seal(record: BaseModel, key: str | None = None) -> bytes:
 
 
 def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
-    """JSON without its checksum and its place, which are verified. Earlier versions wrote no place.
+    """JSON without its checksum and its place, which are verified.
 
     Args:
         key: where it was read; None if its place does not matter.
@@ -85,17 +85,9 @@ def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
             f"{where} is damaged: its text does not match the checksum at its end. Restore the object from a copy"
         )
     text, _, place = body.rpartition(_PLACE)
-    if text and key is not None and place != json.dumps(key).encode():
+    if key is not None and (not text or place != json.dumps(key).encode()):
+        of = place.decode(errors="replace") if text else "no place"
         raise WrongRecord(
-            f"{where} holds the record of {place.decode(errors='replace')}: it was copied or renamed by hand. "
-            "Remove it, or restore the original"
+            f"{where} holds the record of {of}: it was copied or renamed by hand. Remove it, or restore the original"
         )
     return (text or body) + b"\n}"
-
-
-def unseal_older(data: bytes, where: str, key: str) -> bytes:
-    """Like `unseal`, for a record that earlier versions wrote without a checksum and without a newline at its end.
-
-    Damage in one place does not make a sealed record look like one of those.
-    """
-    return data if _SEAL not in data and not data.endswith(b"\n") else unseal(data, where, key)

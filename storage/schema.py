@@ -1,7 +1,5 @@
 """The Arrow schemas of stored tables. Field metadata gives the meaning and unit of each field."""
 
-from collections.abc import Sequence
-
 import pyarrow as pa
 
 from storage.digest import value_digest
@@ -50,27 +48,6 @@ ROLLOUT = pa.schema(
     metadata={"table": "rollout", "version": str(SCHEMA_VERSION)},
 )
 
-_REWARD_1 = pa.schema(
-    [
-        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
-        _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
-        _field("reward", pa.float32(), "score; null unless status is ok", nullable=True),
-        _field("status", pa.string(), "ok, error (the function raised) or timeout (deadline passed)"),
-        _field("detail", pa.string(), "what was raised, or empty"),
-    ],
-    metadata={"table": "reward", "version": "1"},
-)
-
-_EVALUATION_1 = pa.schema(
-    [
-        _field("prompt_id", pa.string(), "id of the held-out prompt"),
-        _field("response_tokens", pa.list_(pa.int32()), "greedy answer, with the stop token", "token"),
-        _field("reward", pa.float32(), "score; null unless status is ok", nullable=True),
-        _field("status", pa.string(), "ok, error or timeout, as in the reward table"),
-    ],
-    metadata={"table": "evaluation", "version": "1"},
-)
-
 _REASON = _field(
     "reason",
     pa.string(),
@@ -80,12 +57,30 @@ _REASON = _field(
 _COMPONENTS = _field(
     "components", pa.map_(pa.string(), pa.float32()), "named numbers that the reward is made of, if any", nullable=True
 )
+_SCORE = (
+    _field("reward", pa.float32(), "score; null unless status is ok", nullable=True),
+    _field("status", pa.string(), "ok, error (the function raised) or timeout (deadline passed)"),
+    _field("detail", pa.string(), "the exception, or empty", nullable=True),
+    _REASON,
+    _COMPONENTS,
+)
 
-REWARD = pa.schema([*_REWARD_1, _REASON, _COMPONENTS], metadata={"table": "reward", "version": "2"})
+REWARD = pa.schema(
+    [
+        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
+        _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
+        *_SCORE,
+    ],
+    metadata={"table": "reward", "version": str(SCHEMA_VERSION)},
+)
 
 EVALUATION = pa.schema(
-    [*_EVALUATION_1, _field("detail", pa.string(), "as in the reward table", nullable=True), _REASON, _COMPONENTS],
-    metadata={"table": "evaluation", "version": "2"},
+    [
+        _field("prompt_id", pa.string(), "id of the held-out prompt"),
+        _field("response_tokens", pa.list_(pa.int32()), "greedy answer, with the stop token", "token"),
+        *_SCORE,
+    ],
+    metadata={"table": "evaluation", "version": str(SCHEMA_VERSION)},
 )
 
 SELECTION = pa.schema(
@@ -101,7 +96,7 @@ SELECTION = pa.schema(
         _REASON,
         _COMPONENTS,
     ],
-    metadata={"table": "selection", "version": "1"},
+    metadata={"table": "selection", "version": str(SCHEMA_VERSION)},
 )
 
 EVALUATION_SAMPLES = pa.schema(
@@ -115,23 +110,15 @@ EVALUATION_SAMPLES = pa.schema(
         _field("seed", pa.int64(), "seed of this answer; 0 if greedy"),
         _field("response_tokens", pa.list_(pa.int32()), "the answer, with the stop token", "token"),
         _field("finish_reason", pa.string(), "stop or length"),
-        _field("reward", pa.float32(), "score; null unless status is ok", nullable=True),
-        _field("status", pa.string(), "ok, error or timeout, as in the reward table"),
-        _field("detail", pa.string(), "as in the reward table", nullable=True),
-        _REASON,
-        _COMPONENTS,
+        *_SCORE,
     ],
-    metadata={"table": "evaluation_samples", "version": "1"},
+    metadata={"table": "evaluation_samples", "version": str(SCHEMA_VERSION)},
 )
 
 _ALL = (PROMPTS, ROLLOUT, REWARD, EVALUATION, EVALUATION_SAMPLES, SELECTION)
 
 TABLES = {schema.metadata[b"table"].decode(): schema for schema in _ALL}
-"""Every stored table as this version writes it, by name."""
-
-EARLIER: dict[str, tuple[pa.Schema, ...]] = {"reward": (_REWARD_1,), "evaluation": (_EVALUATION_1,)}
-"""Schemas that released versions wrote, oldest first, by table. A new version may only add nullable columns at the end;
-the schema it replaces moves here unchanged, and `tests/storage/test_schema.py` checks the rule."""
+"""Every stored table, by name."""
 
 
 def fingerprint(schema: pa.Schema) -> str:
@@ -144,52 +131,19 @@ def check(schema: pa.Schema, expected: pa.Schema, where: str) -> None:
     """Refuse a table whose schema is not `expected`.
 
     Raises:
-        SchemaMismatch: it names the place and the first field that differs.
+        SchemaMismatch: with the place and the first field that differs, or with both versions.
     """
     if fingerprint(schema) == fingerprint(expected):
         return
+    if _table(schema) == _table(expected) and _version(schema) != _version(expected):
+        raise SchemaMismatch(
+            f"{where} was written by version {_version(schema)} of table {_table(expected)!r}; this Ratchet reads "
+            f"version {_version(expected)}. Read it with the Ratchet that wrote it"
+        )
     for mine, theirs in zip(expected, schema, strict=False):
         if not mine.equals(theirs, check_metadata=True):
             raise SchemaMismatch(f"{where}: found field {theirs} where {mine} is expected")
     raise SchemaMismatch(f"{where}: fields {schema.names} with {_text(schema.metadata)}; expected {expected.names}")
-
-
-def accept(written: pa.Schema, expected: pa.Schema, where: str, earlier: Sequence[pa.Schema] | None = None) -> None:
-    """Refuse a stored schema that is neither `expected` nor one that an earlier version wrote.
-
-    Args:
-        earlier: what earlier versions wrote; by default from `EARLIER`.
-
-    Raises:
-        SchemaMismatch: with the version numbers if a newer version wrote it.
-    """
-    known = EARLIER.get(_table(expected), ()) if earlier is None else earlier
-    if any(fingerprint(written) == fingerprint(old) for old in known):
-        return
-    if _table(written) == _table(expected) and _version(written) > _version(expected):
-        raise SchemaMismatch(
-            f"{where} was written by version {_version(written)} of table {_table(expected)!r}; this version of "
-            f"Ratchet reads up to {_version(expected)}. Use a newer Ratchet"
-        )
-    check(written, expected, where)
-
-
-def check_succession(old: pa.Schema, new: pa.Schema) -> None:
-    """Refuse a new version of a schema that does more than add nullable columns at the end.
-
-    Raises:
-        SchemaMismatch: it names the column.
-    """
-    if _version(new) <= _version(old) or _table(new) != _table(old):
-        raise SchemaMismatch(f"{_label(new)} cannot follow {_label(old)}: keep the name and raise the version")
-    for before, after in zip(old, new, strict=False):
-        if not before.equals(after, check_metadata=True):
-            raise SchemaMismatch(f"{_label(new)} changes {before} to {after}: a column's meaning never changes")
-    for field in list(new)[len(old) :]:
-        if not field.nullable:
-            raise SchemaMismatch(f"{_label(new)} adds {field}: what older files do not have must be nullable")
-    if len(new) < len(old):
-        raise SchemaMismatch(f"{_label(new)} drops {old.names[len(new) :]}: older versions could not read it")
 
 
 def stored_schema(schema: pa.Schema, where: str) -> pa.Schema:
@@ -207,12 +161,8 @@ def _table(schema: pa.Schema) -> str:
     return _text(schema.metadata).get("table", "")
 
 
-def _version(schema: pa.Schema) -> int:
-    return int(_text(schema.metadata).get("version", "0"))
-
-
-def _label(schema: pa.Schema) -> str:
-    return f"version {_version(schema)} of table {_table(schema)!r}"
+def _version(schema: pa.Schema) -> str:
+    return _text(schema.metadata).get("version", "0")
 
 
 def _text(metadata: dict[bytes, bytes] | None) -> dict[str, str]:

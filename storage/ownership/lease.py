@@ -125,6 +125,8 @@ class Lease:
         while True:
             before, now = self.clock.steady(), self.clock.wall()
             following = {"number": self._entry.number + 1, "kind": kind, "written": now, "expires": now + seconds}
+            if kind == "released":
+                following["choices"] = log.recorded_choices(root, self.run)
             entry = self._entry.model_copy(update=following)
             last = log.append(root, self.run, entry)
             if last == entry:
@@ -185,6 +187,7 @@ def acquire(
         last = newest(root, run)
         if _is_free(last) or (watch is not None and watch.is_over(last, asked)):
             before, entry = clock.steady(), _acquisition(last and last.number, owner, seconds, clock)
+            entry = entry.model_copy(update={"choices": log.check_choices(root, run, last)})
             if log.append(root, run, entry) == entry:
                 return Lease(root, run, entry, before, clock)
             continue
@@ -258,12 +261,13 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
         # the next number: whoever wrote the entry that cannot be read notices that another has followed
         last, explanation = _acquisition(log.newest_number(root, run), owner, 0.0, clock), str(error)
     else:
-        if last is None or last.kind == "released":
+        found = log.recorded_choices(root, run)
+        if last is None or (last.kind == "released" and last.choices <= found):
             return True, f"run {run} is not driven by any process"
         explanation = explain(run, last, clock)
-        if not force and not _is_free(last):
+        if not force and (not _is_free(last) or last.choices > found):
             return False, explanation
-        last = last.model_copy(update={"number": last.number + 1})
+        last = last.model_copy(update={"number": last.number + 1, "choices": found})
     now = clock.wall()
     entry = last.model_copy(update={"kind": "released", "owner": owner, "written": now, "expires": now})
     winner = log.append(root, run, entry)
@@ -309,6 +313,7 @@ def _acquisition(newest: int | None, owner: Owner, seconds: float, clock: Clock)
         owner=owner,
         written=now,
         expires=now + timedelta(seconds=seconds),
+        choices=0,
     )
 
 

@@ -9,7 +9,7 @@ without gaps, and no number counts twice.
 from datetime import datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -21,7 +21,7 @@ KEPT_ENTRIES = 32
 """How many of the newest entries stay. A listing is not atomic: one that takes as long as this many renewals could
 miss both an entry that is removed meanwhile and the one that is written."""
 
-_PRUNED_AT_ONCE = 1024  # a log of an earlier version may have a hundred thousand entries
+_PRUNED_AT_ONCE = 1024
 _REMOVERS = 8
 
 
@@ -45,7 +45,10 @@ class Entry(BaseModel):
     """By the holder's clock (UTC)."""
     expires: datetime
     """`written` plus the period for which the holder keeps the run without another entry. Other hosts watch for that
-    long on their own clocks; an earlier version compares this time with its clock."""
+    long on their own clocks."""
+
+    choices: NonNegativeInt
+    """Choices of a head when the lease was acquired or released, so that the last one is not lost unnoticed."""
 
     @property
     def seconds(self) -> float:
@@ -84,10 +87,7 @@ def newest_number(root: Root, run: str) -> int | None:
 def read(root: Root, run: str, number: int) -> Entry:
     """The entry with that number; raises as `records.read`."""
     key = layout.lease_key(run, number)
-    entry = records.read(root, key, Entry)
-    if entry.number != number:  # of an earlier version, whose records carry no place
-        raise WrongRecord(f"{root.url}/{key} holds entry {entry.number}: it was copied or renamed by hand")
-    return entry
+    return records.read(root, key, Entry)
 
 
 def append(root: Root, run: str, entry: Entry) -> Entry:
@@ -111,6 +111,28 @@ def prune(root: Root, run: str, number: int) -> None:
     """Remove entries far before `number`, which is or was the newest."""
     old = [one for one in _numbers(root, run) if one <= number - KEPT_ENTRIES]
     each(lambda one: root.remove(layout.lease_key(run, one)), old[:_PRUNED_AT_ONCE], _REMOVERS)
+
+
+def recorded_choices(root: Root, run: str) -> int:
+    """How many choices of a head are recorded."""
+    _, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
+    return max(choices, default=0)
+
+
+def check_choices(root: Root, run: str, entry: Entry | None) -> int:
+    """How many choices of a head are recorded, which are no fewer than there were at an entry.
+
+    Raises:
+        WrongRecord: the last one is lost with its copy.
+    """
+    recorded = recorded_choices(root, run)
+    if entry is not None and recorded < entry.choices:
+        raise WrongRecord(
+            f"{root.url}/{layout.choice_key(run, entry.choices)} is lost, and its copy too: it said which revision is "
+            f"the head. Restore it from a copy of the root, or accept the head that is left with `ratchet unlock {run} "
+            "--force`"
+        )
+    return recorded
 
 
 def _numbers(root: Root, run: str) -> list[int]:

@@ -49,7 +49,7 @@ class Clock:
     """The two clocks of a lease."""
 
     wall: Callable[[], datetime]
-    """For people, and for processes of an earlier version: no process judges another machine's lease by it."""
+    """For display: no process judges another machine's lease by it."""
     steady: Callable[[], float]
     """Seconds that are never set back and continue while the machine sleeps; measures every period."""
 

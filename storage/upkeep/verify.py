@@ -163,7 +163,15 @@ def _copies(root: Root, run: str) -> Iterator[Finding]:
 def _leases(root: Root, run: str) -> Iterator[Finding]:
     numbers = map(layout.lease_number, root.keys(layout.lease_folder(run)))
     by_key = {layout.lease_key(run, number): number for number in numbers if number is not None}
-    return _unreadable(list(by_key), lambda key: log.read(root, run, by_key[key]))
+    yield from _unreadable(list(by_key), lambda key: log.read(root, run, by_key[key]))
+    yield from _unreadable([layout.revision_folder(run)], lambda _: log.check_choices(root, run, _newest(root, run)))
+
+
+def _newest(root: Root, run: str) -> log.Entry | None:
+    try:
+        return log.newest(root, run)
+    except (DigestMismatch, SchemaMismatch):  # named with the other entries
+        return None
 
 
 def _strays(root: Root, run: str) -> Iterator[Finding]:
@@ -198,7 +206,7 @@ def _part(root: Root, part: Part) -> Finding | None:
 def _config(root: Root, run: str) -> Iterator[Finding]:
     key = layout.run_config_key(run)
     try:
-        from_json(records.unseal_older(root.read_bytes(key), f"{root.url}/{key}", key))
+        from_json(records.unseal(root.read_bytes(key), f"{root.url}/{key}", key))
     except NotCommitted:
         yield Finding(fault=Problem.MISSING, key=key, detail="the run has no configuration")
     except (DigestMismatch, SchemaMismatch) as error:

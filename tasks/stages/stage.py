@@ -159,7 +159,6 @@ class Attempt:
         """The manifest of what the attempt made. Its duration is without the starts, which are beside it."""
         start = self.context.starts.seconds - self.awaited
         return Manifest(
-            format_version=1 if output.content is None else 2,
             content=output.content,
             run=self.writer.run,
             iteration=self.writer.iteration,

@@ -5,28 +5,9 @@ import pytest
 from storage import layout
 from storage.errors import DigestMismatch, LeaseLost
 from storage.ownership import log
-from storage.ownership.lease import explain
 from storage.ownership.log import newest
 
 KEPT = 3
-OF_VERSION_0_1 = b"""{
- "format_version": 1,
- "number": 2,
- "kind": "renewed",
- "epoch": 1,
- "token": "50520baa5d664e2296111c56c7847204",
- "owner": {
-  "name": "ratchet run",
-  "host": "elsewhere",
-  "process": 7,
-  "place": "another boot",
-  "birth": "1"
- },
- "written": "2026-01-01T00:00:10Z",
- "expires": "2026-01-01T00:00:40Z",
- "checksum": "4a044981a7d883466a31afe389165273"
-}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +71,3 @@ def test_a_damaged_entry_is_named(any_root):
     any_root.put_if_absent(layout.lease_key("run", 1), b"{")
     with pytest.raises(DigestMismatch, match=layout.lease_key("run", 1)):
         newest(any_root, "run")
-
-
-def test_a_log_of_the_version_before_is_read_and_continued(any_root, take):
-    any_root.put_if_absent(layout.lease_key("run", 2), OF_VERSION_0_1)
-    stored = newest(any_root, "run")
-    assert "driven by ratchet run (host elsewhere, process 7)" in explain("run", stored)
-    assert (stored.epoch, stored.seconds) == (1, 30.0)
-    assert take("two").epoch == 3

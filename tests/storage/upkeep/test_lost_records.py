@@ -12,7 +12,8 @@ from storage.attempts import begin
 from storage.backends.root import Root, open_root
 from storage.errors import DigestMismatch, SchemaMismatch, WrongRecord
 from storage.manifest import commit, need
-from storage.ownership.lease import hold
+from storage.ownership.lease import hold, unlock
+from storage.ownership.process import this_process
 from storage.parts import PartWriter
 from storage.records import unseal
 from storage.revisions import keep_copies, read_revisions, record_choice, record_rerun, uncopied
@@ -49,6 +50,22 @@ def made(tmp_path_factory) -> str:
 def redone(root: Root, made: str) -> Root:
     shutil.copytree(made, root.folder)
     return root
+
+
+def test_the_last_choice_that_is_lost_with_its_copy_is_known_from_the_lease(redone: Root):
+    """Nothing else of the run shows it."""
+    for key in [CHOICE(3), *[key for key in redone.keys(f"{RUN}/copies") if "head-000003" in key]]:
+        redone.remove(key)
+    assert read_revisions(redone, RUN).head == 0
+    (finding,) = verify(redone, RUN).findings
+    assert (finding.fault, CHOICE(3) in finding.detail) == (Problem.DAMAGED, True)
+    for _ in range(2):
+        with pytest.raises(WrongRecord, match=rf"{CHOICE(3)} is lost, and its copy too"), hold(redone, RUN, "test"):
+            pass
+    assert unlock(redone, RUN, this_process("me"))[0] is False
+    assert unlock(redone, RUN, this_process("me"), force=True)[0] is True
+    with hold(redone, RUN, "test"):
+        assert verify(redone, RUN).sound
 
 
 LOST = {

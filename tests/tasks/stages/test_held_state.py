@@ -87,7 +87,7 @@ def state(root: Root, optimizer: OptimizerConfig, files: dict[str, int | None], 
     ]
     named = tuple(part.model_copy(update={"name": STATE + part.name}) for part in parts)
     given = {"facts": {"cursor": 0, IDENTITY: IDENTITY_OF_STATE.model_dump(mode="json")}, **fields}
-    return Trained(commit(root, manifest(Stage.TRAIN, 0, named, format_version=2, content=IDENTITY, **given)))
+    return Trained(commit(root, manifest(Stage.TRAIN, 0, named, content=IDENTITY, **given)))
 
 
 def of_a_fork(root: Root, optimizer: OptimizerConfig) -> Trained:
@@ -192,7 +192,7 @@ def kept(context, prepared, tmp_path):
     output = saved(work, group, {"cursor": 0}, {})
     assert output.store is not None
     assert output.identified is not None
-    parts, fields = output.store(), {"format_version": 2, "content": IDENTITY, "facts": output.facts}
+    parts, fields = output.store(), {"content": IDENTITY, "facts": output.facts}
     stored = Trained(commit(context.root, manifest(Stage.TRAIN, 0, parts, **fields)))
     output.identified(stored.digest)
     return replace(context, workers=WorkersHere(context.config)), stored
