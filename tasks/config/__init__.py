@@ -1,1 +1,1 @@
-"""What a run is made from: its configuration, the environment, the code's version."""
+"""Origins of a run: its configuration, the environment, the code's version."""

@@ -1,4 +1,4 @@
-"""Which Ratchet did the work: recorded in every manifest."""
+"""Version of Ratchet, which every manifest records."""
 
 import functools
 import hashlib

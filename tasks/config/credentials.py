@@ -57,7 +57,7 @@ def referenced(value: JsonValue) -> str | None:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key is named like one that holds a secret: api_key, HF_TOKEN, clientSecret, db-password."""
+    """True if a key is named like one that holds a secret: api_key, HF_TOKEN, clientSecret, db-password."""
     words = " ".join(_WORDS.findall(name)).lower()
     return _SECRET.search(words) is not None and _TEXT_TOKEN.search(words) is None
 
@@ -115,16 +115,13 @@ def _is_path(value: str) -> bool:
 
 
 def has_credentials(text: str) -> bool:
-    """Whether a text contains a URL with a password or a signature."""
+    """True if a text contains a URL with a password or a signature."""
     return shown_text(text) != text
 
 
 def check_root_url(url: str) -> None:
-    """Refuse a storage root whose URL has credentials: the URL is shown, and recorded by Prefect.
-
-    Raises:
-        InputError: it has credentials.
-    """
+    """Refuse a storage root whose URL has credentials: the URL is shown, and recorded by Prefect. Raises InputError: it
+    has credentials."""
     if has_credentials(url):
         raise InputError(
             f"the storage root {shown_text(url)} has credentials in its URL: remove them and set them where the "

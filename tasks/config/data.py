@@ -50,7 +50,7 @@ class DataSource(Section):
     split: Annotated[str | None, RUNTIME] = None
     """Split of a data set of the hub; required for one."""
     format: Annotated[Format | None, RUNTIME] = None
-    """What the files are; by default what their names end in (.jsonl, .json, .csv, .tsv, .parquet), else
+    """Form of the files; by default the end of their names (.jsonl, .json, .csv, .tsv, .parquet), else
     JSONL. A .json file holds one array of records, or one record a line."""
     id_field: str | None = None
     """Field with the prompt's id."""
@@ -65,7 +65,7 @@ class DataSource(Section):
     system: str | None = None
     """System prompt."""
     chat: bool | None = None
-    """Whether a text is given to the model as a user's message."""
+    """Give a text to the model as a user's message."""
     leave_out: tuple[str, ...] | None = None
     """Fields that its records are without, for rewards too."""
 
@@ -160,18 +160,19 @@ class DataSection(Section):
     system: str | None = None
     """System prompt, for messages that do not begin with one. A text becomes a user's message after it."""
     chat: bool = False
-    """Whether a text is given to the model as a user's message, by its chat template; else it is the whole prompt."""
+    """Give a text to the model as a user's message, by its chat template; else it is the whole prompt."""
     leave_out: tuple[str, ...] = ()
     """Fields that records are without, for rewards too: those with values that JSON does not have, such as dates."""
     accept: Annotated[tuple[Literal["blanks", "end"], ...], RUNTIME] = ()
-    """What the chat template may change in a trained turn: `blanks`, it leaves those around the answer out; `end`, it
-    closes the turn without a stop token, and the first stop token is trained in its place. Otherwise it is refused."""
+    """Changes that the chat template may make to a trained turn, which is refused otherwise: `blanks`, it leaves those
+    around the answer out; `end`, it closes the turn without a stop token, and the first stop token is trained instead.
+    """
     download: Annotated[bool, RUNTIME] = False
-    """Whether data sets of the hub may be downloaded; otherwise they are looked for in its cache on this machine."""
+    """Download data sets of the hub; otherwise only its cache on this machine is searched."""
     overlong: Literal["refuse", "drop"] = "refuse"
-    """What becomes of prompts that leave no room for a response in the context: refused, or dropped and counted."""
+    """Prompts that leave no room for a response in the context are refused, or dropped and counted."""
     shuffle: bool = True
-    """Whether each pass over the prompts has its own order (from the run's seed)."""
+    """Give each pass over the prompts its own order (from the run's seed)."""
 
     @field_validator("train", "held_out", "warmup", mode="before")
     @classmethod
@@ -205,7 +206,7 @@ class DataSection(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out prompts."""
+        """True if there are held-out prompts."""
         return self.generate is not None or self.held_out is not None or self.hold_out > 0
 
     def sources(self, table: str) -> tuple[DataSource, ...]:

@@ -28,19 +28,13 @@ _FORMS = ("text", "list")
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (any fsspec URL) and apply `section.key=value` overrides; names of local files become absolute.
-
-    Raises:
-        InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used.
-    """
+    Raises InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used."""
     return _completed(read_document(path), overrides, folder_of(path), path)
 
 
 def load_changes(path: str) -> dict[str, Any]:
-    """The tables of a TOML file that holds only some of a configuration; names of local files become absolute.
-
-    Raises:
-        InputError: the file cannot be read or parsed.
-    """
+    """The tables of a TOML file that holds only some of a configuration; names of local files become absolute. Raises
+    InputError: the file cannot be read or parsed."""
     return _located(read_document(path), folder_of(path))
 
 
@@ -63,11 +57,7 @@ def without_blanks(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_document(path: str) -> dict[str, Any]:
-    """The content of a TOML file (any fsspec URL).
-
-    Raises:
-        InputError: it cannot be read or parsed.
-    """
+    """The content of a TOML file (any fsspec URL). Raises InputError: it cannot be read or parsed."""
     try:
         with fsspec.open(path, "rb") as file:
             return tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
@@ -84,11 +74,8 @@ def _of_a_store(path: str) -> tuple[type[Exception], ...]:
 
 
 def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
-    """A configuration without a file, of settings by section and `section.key=value` overrides.
-
-    Raises:
-        InputError: a value cannot be used, or one is missing.
-    """
+    """A configuration without a file, of settings by section and `section.key=value` overrides. Raises InputError: a
+    value cannot be used, or one is missing."""
     return _completed(without_blanks(tables), overrides, None, where)
 
 
@@ -98,11 +85,7 @@ def _completed(document: dict[str, Any], overrides: Sequence[str], folder: Path 
 
 
 def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
-    """Validate a parsed document.
-
-    Raises:
-        InputError: all errors, one per line.
-    """
+    """Validate a parsed document. Raises InputError: all errors, one per line."""
     try:
         json.dumps(document, ensure_ascii=False, default=str).encode()
         return RunConfig.model_validate(document)
@@ -117,16 +100,13 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
 
 
 def explained(error: ValidationError) -> str:
-    """What is wrong with a configuration, one line each, without the secrets in it."""
+    """Flaws of a configuration, one line each, without the secrets in it."""
     return "\n".join(f"  {_explain(dict(item))}" for item in error.errors())
 
 
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `section.key=value` into a parsed document, first those that decide which other keys there may be.
-
-    Raises:
-        InputError: as `apply_override`.
-    """
+    Raises InputError: as `apply_override`."""
     for override in sorted(overrides, key=lambda given: not _decides(given.partition("=")[0].strip())):
         apply_override(document, override)
 
@@ -222,7 +202,7 @@ def _explain(item: dict[str, Any]) -> str:
 
 
 def _keys(item: dict[str, Any]) -> Sequence[str | int]:
-    """Where a flaw is; inside free values pydantic adds the type of each."""
+    """Place of a flaw; inside free values pydantic adds the type of each."""
     free = item["type"] == "finite_number" and item["loc"][-1] == "float"
     return [step for step in item["loc"] if step not in ("list", "dict", "float")] if free else item["loc"]
 

@@ -60,7 +60,7 @@ _DETERMINISTIC_ON_CUDA = {
 }
 
 HEARTBEAT_S = 30
-"""How often the process of a flow run on a site says that it lives, seconds: the least that Prefect allows."""
+"""Seconds between heartbeats of the process of a flow run on a site: the least that Prefect allows."""
 
 _SITE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -91,7 +91,7 @@ _SCORING = re.compile(
 """Variables that a scoring process is given, unless they hold a secret."""
 
 _NO_PROXY = ("localhost", "127.0.0.1", "::1")
-"""What no proxy is asked for: our own servers, and the processes of this host."""
+"""Hosts that are reached without a proxy: our own servers, and the processes of this host."""
 
 _resolved: set[str] = set()
 """Values of the secrets that this process has looked up, to keep them out of what it shows and stores."""
@@ -122,15 +122,12 @@ class Settings:
 
     @property
     def local(self) -> bool:
-        """Whether everything runs on this host, under our own Ray."""
+        """True if everything runs on this host, under our own Ray."""
         return self.ray_address is None
 
     def device(self, kind: Device | Literal["auto"]) -> Device:
-        """Where to compute: `auto` is CUDA if a card is visible.
-
-        Raises:
-            InputError: CUDA is requested but no card is visible.
-        """
+        """Device to compute on: `auto` is CUDA if a card is visible. Raises InputError: CUDA is requested, and no card
+        is visible."""
         if kind == "cuda" and not self.gpus:
             raise InputError('device.kind is "cuda", but no GPU is visible; use "auto" or "cpu"')
         if kind == "auto":
@@ -200,7 +197,7 @@ def ensure_ray_token() -> None:
 
 
 def engine_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
-    """What an engine's process needs beyond the environment it inherits; `gpus` are the only cards it sees."""
+    """Variables that an engine's process needs beyond those it inherits; `gpus` are the only cards it sees."""
     specific = _ENGINE_ON_CPU if device == "cpu" else {}
     return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, gpus)}
 
@@ -211,11 +208,7 @@ def set_engine_meeting_place(folder: str) -> None:
 
 
 def engine_meeting_place() -> Path:
-    """The folder where the processes of this engine meet.
-
-    Raises:
-        InputError: none was given.
-    """
+    """The folder where the processes of this engine meet. Raises InputError: none was given."""
     if _MEETING_PLACE not in os.environ:
         raise InputError("an engine of several processes needs a folder where they meet: give it a meeting place")
     return Path(os.environ[_MEETING_PLACE])
@@ -224,7 +217,7 @@ def engine_meeting_place() -> Path:
 def trainer_environment(
     device: Device, gpus: tuple[str, ...], local: bool, deterministic: bool = False
 ) -> dict[str, str]:
-    """What a trainer rank's process needs beyond the environment it inherits."""
+    """Variables that a trainer rank's process needs beyond the environment it inherits."""
     specific = _trainer_on_cuda(len(gpus), deterministic) if device == "cuda" else {}
     return {**_compute_environment(device, local), **specific, **_cards(device, gpus)}
 
@@ -247,7 +240,7 @@ def site_mark(folder: Path) -> tuple[str, str]:
 
 
 def is_of_a_site() -> bool:
-    """Whether this process belongs to a site, whose worker is the only one of its work pool."""
+    """True if this process belongs to a site, whose worker is the only one of its work pool."""
     return _SITE_FOLDER in os.environ
 
 
@@ -276,12 +269,6 @@ def site_environment(folder: Path, home: Path, api: str, auth: str, database: st
         "PREFECT_SERVER_API_AUTH_STRING": auth,
         **({} if database is None else {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database}),
     }
-
-
-def downloading_environment(token: str | None) -> dict[str, str]:
-    """The whole environment for a child process that may contact the hub, with the token given or the user's own."""
-    online = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
-    return {**child_python_path(), **online, **({} if token is None else {"HF_TOKEN": token})}
 
 
 def with_faults(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What one evaluation asks, beside the run whose weights it asks."""
+"""Settings of one evaluation, beside the run whose weights answer."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from tasks.config.numbers import COLDEST
 from tasks.config.section import Section
 
 PREFIX = "evaluation-"
-"""What the stage names of evaluations begin with; letters that stand for a digest follow."""
+"""Prefix of the stage names of evaluations; letters that stand for a digest follow."""
 
 SETTINGS = "settings"
 """Name of the fact with what was asked."""
@@ -27,12 +27,12 @@ SOURCE = "reward_source"
 
 
 class EvaluationSettings(Section):
-    """How weights are evaluated. Two evaluations can be compared if these are equal."""
+    """Settings of an evaluation. Two evaluations can be compared if these are equal."""
 
     table: Literal["held_out", "train"] = "held_out"
     """Prompts of the run to answer."""
     prompts: int = Field(default=256, ge=1)
-    """How many of them, from the first."""
+    """Number of them, from the first."""
     samples: int = Field(default=0, ge=0, le=4096)
     """Sampled answers to each prompt, beside the greedy one."""
     temperature: float = Field(default=1.0, ge=COLDEST)
@@ -42,7 +42,7 @@ class EvaluationSettings(Section):
     max_tokens: int | None = Field(default=None, ge=1)
     """Limit on the tokens of an answer; by default rollout.max_tokens of the run."""
     passing: str | None = None
-    """Which answers pass, as `evaluate.pass`, which is the default."""
+    """Condition by which answers pass, as `evaluate.pass`, which is the default."""
     seed: int = Field(default=0, ge=0)
     """Of the sampled answers: each has a seed of its own, from this one and its place."""
     prompts_per_part: int = Field(default=64, ge=1)
@@ -50,11 +50,7 @@ class EvaluationSettings(Section):
 
 
 def evaluation_settings(given: Mapping[str, Any]) -> EvaluationSettings:
-    """Settings by name.
-
-    Raises:
-        InputError: a name is unknown, or a value cannot be used.
-    """
+    """Settings by name. Raises InputError: a name is unknown, or a value cannot be used."""
     try:
         return EvaluationSettings.model_validate(given)
     except ValidationError as error:

@@ -61,7 +61,7 @@ def _mark(path: tuple[str, ...]) -> Mark:
 
 
 def _resolved(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a schema refers to, or the first of its alternatives that a person can type."""
+    """The schema that this one refers to, or the first of its alternatives that a person can type."""
     if "$ref" in schema:
         return _resolved(known[schema["$ref"].rpartition("/")[2]], known)
     for alternatives in (schema.get("anyOf"), schema.get("oneOf")):

@@ -1,4 +1,4 @@
-"""Where local files that a configuration names are found: beside it, else in the working directory."""
+"""Local files that a configuration names: searched beside it, else in the working directory."""
 
 import glob
 from pathlib import Path

@@ -28,7 +28,7 @@ class GeneratedModel(Section):
     max_positions: int = 128
     """Longest sequence the model supports, in tokens."""
     tied_embeddings: bool = False
-    """Whether the output layer shares the embedding's weights."""
+    """Let the output layer share the embedding's weights."""
     initializer_range: float = 0.02
     """Standard deviation of the random weights."""
 

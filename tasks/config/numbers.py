@@ -13,7 +13,7 @@ COLDEST = 0.01
 """The lowest temperature that vLLM samples at; it raises a lower one without a word that reaches the run."""
 
 _FREE = re.compile(r"reward\.(functions\[\d+\]\.)?arguments\b")
-"""What is below belongs to the reward function, which alone knows what it can use."""
+"""Keys below belong to the reward function, which alone knows the values that it can use."""
 
 
 def unusable_numbers(document: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -72,7 +72,7 @@ class Key:
     default: str | None
     """As TOML; None if there is none."""
     required: bool
-    """Whether it must be given if its table is given."""
+    """True if it must be given when its table is given."""
     role: str
     """`meaning` or `runtime`."""
     text: str
@@ -87,7 +87,7 @@ class Table:
     text: str
     keys: tuple[Key, ...]
     instead: tuple["Table", ...] = ()
-    """What the table holds with another `type` than the default."""
+    """Contents of the table with another `type` than the default."""
 
     @property
     def tag(self) -> str:

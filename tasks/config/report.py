@@ -9,7 +9,7 @@ from trainer_core.marks import FUNCTION
 
 
 class ReportSection(Section):
-    """What is shown of a run beside its own files and the Prefect server; it changes no result."""
+    """Displays of a run beside its own files and the Prefect server; they change no result."""
 
     examples: int = Field(default=3, ge=0)
     """Best and worst samples, that many of each, in the table of examples of each iteration on the Prefect flow run."""

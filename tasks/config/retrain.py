@@ -32,11 +32,8 @@ class Place:
 
 
 def place_of(text: str) -> Place:
-    """Parse `[ROOT//]RUN[@FROM[-[TO]]]`, as in `demo`, `demo@7`, `demo@3-9`, `demo@3-` and `s3://bucket/runs//demo@3-9`.
-
-    Raises:
-        InputError: it has another form.
-    """
+    """Parse `[ROOT//]RUN[@FROM[-[TO]]]`, as in `demo`, `demo@7`, `demo@3-9`, `demo@3-` and
+    `s3://bucket/runs//demo@3-9`. Raises InputError: it has another form."""
     root, slashes, rest = text.rpartition("//")
     found = _SPAN.fullmatch(rest)
     if found is None or (slashes and (not root or root.endswith(":"))):
@@ -50,20 +47,13 @@ def place_of(text: str) -> Place:
 
 def absolute(text: str) -> str:
     """A place with the absolute URL of its root, if it names one: a relative path is resolved when it is written down.
-
-    Raises:
-        InputError: it has another form.
-    """
+    Raises InputError: it has another form."""
     place, (root, _, rest) = place_of(text), text.rpartition("//")
     return text if place.root is None else f"{absolute_url(root)}//{rest}"
 
 
 def state_of(text: str) -> Place:
-    """Parse `[ROOT//]RUN@ITERATION`, which names one train state.
-
-    Raises:
-        InputError: it has another form.
-    """
+    """Parse `[ROOT//]RUN@ITERATION`, which names one train state. Raises InputError: it has another form."""
     place = place_of(text)
     if place.last is None or place.first != place.last:
         raise InputError(f"{text!r} does not name one state: give RUN@ITERATION, or ROOT//RUN@ITERATION")
@@ -71,11 +61,8 @@ def state_of(text: str) -> Place:
 
 
 def moment_before(age: str, now: datetime) -> datetime:
-    """The time that lies `age` (90m, 24h, 7d, 2w) before `now`, in UTC and whole seconds.
-
-    Raises:
-        InputError: it has another form.
-    """
+    """The time that lies `age` (90m, 24h, 7d, 2w) before `now`, in UTC and whole seconds. Raises InputError: it has
+    another form."""
     found = _AGE.fullmatch(age)
     if found is None:
         raise InputError(f"--newer-than {age!r} is no age: give a number with m, h, d or w, as in 24h or 7d")
@@ -90,7 +77,7 @@ class RetrainSection(Section):
     """The state to start from, as [ROOT//]RUN@ITERATION. Its model and prompts become the run's own. A relative ROOT is
     recorded as the absolute path that it is when the run begins, here and in `select`."""
     select: tuple[str, ...] = Field(min_length=1)
-    """Whose samples, each as [ROOT//]RUN[@FROM-TO]; without a root it is the run's own root."""
+    """Runs whose samples are taken, each as [ROOT//]RUN[@FROM-TO]; without a root it is the run's own root."""
     where: str = ""
     """Condition over the columns of samples and scores, as in reward > 0 and weight_version >= 12; empty takes all."""
     since: datetime | None = None
@@ -106,7 +93,7 @@ class RetrainSection(Section):
     samples: int = Field(default=256, ge=1)
     """Samples of an iteration: as many whole prompt groups as reach this number."""
     epochs: int = Field(default=1, ge=1)
-    """How often each selected sample is trained on."""
+    """Passes over the selected samples."""
     shuffle: bool = True
     """Take the iterations' shares of samples in another order in each epoch."""
 
@@ -115,7 +102,7 @@ class RetrainSection(Section):
         return self.epochs * shares
 
     def share(self, iteration: int, shares: int, seed: int) -> int:
-        """Which share an iteration, counted from 1, trains on: each once in an epoch."""
+        """Number of the share that an iteration, counted from 1, trains on: each once in an epoch."""
         epoch, place = divmod(iteration - 1, shares)
         return int(np.random.default_rng([seed, epoch]).permutation(shares)[place]) if self.shuffle else place
 

@@ -59,7 +59,7 @@ _Tried = create_model("_Tried", __base__=Section, **_FIELDS)
 
 
 class RewardSection(_Tried):
-    """How responses are scored: by a function `(record, response)`, or `(record, response, sample)`, which returns a
+    """Scoring of responses by a function `(record, response)`, or `(record, response, sample)`, which returns a
     number or a table of named numbers."""
 
     function: Annotated[str, FUNCTION] = _DEFAULT

@@ -20,7 +20,7 @@ from trainer_core.marks import RUNTIME, decides
 
 
 class RunSection(Section):
-    """Which run this is and how far it goes."""
+    """Name and length of the run."""
 
     name: str | None = None
     """Id of the run below the storage root; also set by `--run`."""
@@ -30,7 +30,7 @@ class RunSection(Section):
     """Source of every other seed: model, data order, samples, trainer."""
 
     retries: int = Field(default=2, ge=0)
-    """How often a stage is tried again without a person after a process that computes for it was lost."""
+    """Automatic retries of a stage after a process that computes for it was lost."""
     outage_s: float = Field(default=900.0, ge=0)
     """Seconds for which each operation of the store is retried while the store does not answer."""
 
@@ -52,7 +52,7 @@ class WarmupSection(Section):
 
 
 class RolloutSection(Section):
-    """What the engine samples in one iteration."""
+    """Samples of one iteration."""
 
     prompts: int = Field(default=32, ge=1)
     """Prompt groups per iteration."""
@@ -79,7 +79,7 @@ TransportChoice = Literal["auto", "memory", "cuda", "collective", "files"]
 
 
 class SyncSection(Section):
-    """How weights reach the engines, and how their arrival is proved."""
+    """Transport of weights to the engines, and the proof of their arrival."""
 
     transport: TransportChoice = "auto"
     """Shared `memory` of the host, buffers on `cuda` cards that engines open, `collective` broadcasts (gloo on CPU; on
@@ -89,8 +89,8 @@ class SyncSection(Section):
     """Weights travel in buckets of at most this size; each sender has two such buffers. A larger tensor travels alone,
     and then all buffers have its size. On a card they are kept from one sync to the next. MiB."""
     in_flight: Literal["abort", "wait", "keep"] = "abort"
-    """What becomes of requests that an engine is at work on: `abort` drops them, `wait` completes them first, with
-    `keep` they go on with the new weights. In the loop there are none."""
+    """Treatment of requests in flight: `abort` drops them, `wait` completes them first, with
+    `keep` they go on with the new weights. The training loop never has requests in flight."""
     probe_sequences: int = Field(default=8, ge=1)
     """Held-out prompts with answers whose log-probabilities engine and trainer must agree on."""
     max_mean_difference: float | None = Field(default=None, gt=0)
@@ -157,12 +157,12 @@ class EngineSection(Section):
     """Give the card's memory to the trainer while it trains: the weights go to memory of the host, the key-value cache
     is dropped, and both come back before the weights are synced. No effect on CPU."""
     own_process: bool | None = None
-    """Whether vLLM's scheduler has a process of its own. By default it has on a GPU, unless `device.deterministic`;
+    """Run vLLM's scheduler in a process of its own. By default so on a GPU, unless `device.deterministic`;
     with `tensor` above 1 always."""
 
 
 class WorkersSection(Section):
-    """How long processes that compute may take before they count as lost; it changes no result."""
+    """Deadlines after which processes that compute count as lost; they change no result."""
 
     start_deadline_s: float = Field(default=1800.0, gt=0)
     """Seconds for trainer ranks or an engine to come up: imports, the model, CUDA graphs."""
@@ -173,7 +173,7 @@ class WorkersSection(Section):
 
 
 class StorageSection(Section):
-    """How long train states are kept. The states of iteration 0 and of the newest iteration are always kept."""
+    """Retention of train states. The states of iteration 0 and of the newest iteration are always kept."""
 
     keep_newest: int | None = Field(default=None, ge=1)
     """Keep the states of this many of the newest iterations; all if not given."""
@@ -182,7 +182,7 @@ class StorageSection(Section):
 
 
 class DeviceSection(Section):
-    """Where the run computes."""
+    """Device of the run."""
 
     kind: Device | Literal["auto"] = "auto"
     """auto uses CUDA if a device is visible."""

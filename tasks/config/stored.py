@@ -40,7 +40,7 @@ _ABOUT = {"rules", "request", "former"}
 
 
 class ConfigRecord(RunConfig):
-    """What `run.json` holds: the configuration, and the rules by which its digest is made."""
+    """Content of `run.json`: the configuration, and the rules by which its digest is made."""
 
     rules: Literal[1] = RULES
     """Version of the rules by which the digest is made."""
@@ -58,7 +58,7 @@ class ConfigRecord(RunConfig):
 
     @property
     def digest(self) -> str:
-        """What every manifest of the run carries as `config_digest`."""
+        """The `config_digest` of every manifest of the run."""
         return meaning_digest(self.model_dump(mode="json", exclude=_ABOUT))
 
 
@@ -69,15 +69,15 @@ class StoredConfig:
     config: RunConfig
     """With defaults for the keys that the record lacks."""
     digest: str
-    """What every manifest of the run that is made now carries as `config_digest`."""
+    """The `config_digest` of every manifest that the run makes now."""
     first: str
-    """The same of revision 0: identity of what the run was started with."""
+    """The same of revision 0: identity of the configuration that the run was started with."""
     former: tuple[str, ...] = ()
-    """What it was before the configuration was corrected. What was made under it had read nothing that was changed."""
+    """Digests before the configuration was corrected. Stages made under them had read nothing that was changed."""
 
 
 def read_config(root: Root, run: str, revisions: Revisions | None = None) -> StoredConfig:
-    """What a run was started with, with the settings that its head, or another revision, has changed.
+    """The configuration that a run was started with, and with the settings that its head, or another revision, changed.
 
     Raises:
         DigestMismatch: its text is not what was written.
@@ -127,11 +127,8 @@ def continued_by(root: str, run: str) -> str:
 
 
 def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], revision: int | None = None) -> RunConfig:
-    """The configuration of a fork: that of its parent, or of a revision of it, with settings replaced.
-
-    Raises:
-        InputError: the parent cannot be forked, or not with these settings.
-    """
+    """The configuration of a fork: that of its parent, or of a revision of it, with settings replaced. Raises
+    InputError: the parent cannot be forked, or not with these settings."""
     revisions = read_revisions(root, parent)
     before = read_config(root, parent, revisions if revision is None else revisions.seen(revision)).config
     if before.retrain is not None:
@@ -157,7 +154,7 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
 def record_config(
     root: Root, run: str, config: RunConfig, fence: Fence | None = None, request: str | None = None
 ) -> str:
-    """Record what a run is made from, or check that it is continued unchanged.
+    """Record the configuration of a run, or check that it is continued unchanged.
 
     A record binds the run once a manifest was made under it. Until then the holder of the lease may replace it: nothing
     was made from it, because the start that wrote it failed. Later it may correct what no stage has read
@@ -193,7 +190,7 @@ def record_config(
 
 
 def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
-    """What would be corrected in place if a run were continued with a configuration, as lines with both values.
+    """Settings that continuing a run with a configuration would correct in place, as lines with both values.
 
     None if nothing differs, or if anything that differs was read by a stage that is committed or has begun.
     """
@@ -210,18 +207,15 @@ def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
 
 
 def check_record(root: Root, run: str, config: RunConfig) -> None:
-    """Refuse early what `record_config` would refuse under the run's lease; records nothing.
-
-    Raises:
-        InputError: as `record_config`.
-    """
+    """Refuse early what `record_config` would refuse under the run's lease; records nothing. Raises InputError: as
+    `record_config`."""
     there = _is_there(root, run) and not _is_unused(root, run, _record(run, config))
     if there and not corrections(root, run, config):
         _continued(root, run, config)
 
 
 def _is_there(root: Root, run: str) -> bool:
-    """Whether the run has a record. Raises InputError if nothing may begin or continue under its name."""
+    """True if the run has a record. Raises InputError if nothing may begin or continue under its name."""
     check_not_removed(root, run)
     there = root.exists(layout.run_config_key(run))
     if not there:
@@ -235,7 +229,7 @@ def _record(run: str, config: RunConfig, request: str | None = None) -> ConfigRe
 
 
 def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
-    """Whether no manifest was made under the stored record, so that `record` may take its place.
+    """True if no manifest was made under the stored record, so that `record` may take its place.
 
     The record of imported samples never gives way: it is refused.
 

@@ -33,7 +33,7 @@ GENERATED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Chat:
-    """What a chat template is given."""
+    """Input of a chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -96,11 +96,8 @@ class Backend(Protocol):
 
 
 def read_backend(directory: Path) -> Backend:
-    """The tokenizer of a Hugging Face directory. No code of the directory is run.
-
-    Raises:
-        InputError: there is none, or it cannot be read.
-    """
+    """The tokenizer of a Hugging Face directory. No code of the directory is run. Raises InputError: there is none, or
+    it cannot be read."""
     if not any((directory / name).is_file() for name in _TOKENIZERS):
         raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")
     return Plain(_plain_tokenizer(directory)) if _is_generated(directory) else Makers(_of_transformers(directory))

@@ -1,4 +1,4 @@
-"""A chat template, which is not believed: what it makes of a conversation is proven before it is sampled or trained.
+"""Chat templates. The text that one makes of a conversation is proven before it is sampled or trained.
 
 A template is a program of a model's makers. It may drop a system text, strip an answer, open a block of reasoning, or
 forget where the assistant begins; then the model would be given, or trained on, another text than was asked.
@@ -39,20 +39,20 @@ _LONGEST = 60  # characters of a header in a message
 
 @dataclass(frozen=True)
 class Turn:
-    """What is trained after a prompt."""
+    """The trained text after a prompt."""
 
     body: str
     """The answer, with what the chat template puts before it."""
     end: str = ""
-    """How the chat template closes it."""
+    """The end that the chat template writes."""
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a template writes around an answer."""
+    """The text that a template writes around an answer."""
 
     opened: str
-    """What the generation prompt writes where a turn with an answer has the answer already."""
+    """Text of the generation prompt where a turn with an answer has the answer already."""
     end: str
 
 
@@ -64,11 +64,8 @@ class Template:
     _frames: dict[object, _Frame | None] = field(default_factory=dict)
 
     def prompt(self, chat: Chat, say: Say) -> str:
-        """The text that the model is to answer.
-
-        Raises:
-            InputError: the template refuses the messages, loses some of what they say, or does not open the turn.
-        """
+        """The text that the model is to answer. Raises InputError: the template refuses the messages, loses some of
+        what they say, or does not open the turn."""
         text = self.codec.render(chat, answering=True)
         for number, message in enumerate(chat.messages, 1):
             _check_message(message, number, text, say)
@@ -83,11 +80,8 @@ class Template:
         return text
 
     def turn(self, chat: Chat, text: str, message: Message, say: Say) -> Turn:
-        """The assistant's turn after the prompt `text`.
-
-        Raises:
-            InputError: what the template makes of it does not continue the prompt, or is another answer.
-        """
+        """The assistant's turn after the prompt `text`. Raises InputError: what the template makes of it does not
+        continue the prompt, or is another answer."""
         whole, frame = self.codec.render(chat.then(message), answering=False), self._frame(chat)
         if frame is None:
             raise InputError(f"the tokenizer's chat template does not write the answer {shown(message['content'])}")
@@ -102,11 +96,11 @@ class Template:
         return turn
 
     def stops(self, end: str) -> bool:
-        """Whether a turn that is closed so ends with a stop token."""
+        """True if a turn with this end has a stop token."""
         return not set(self.codec.stop_tokens).isdisjoint(self.codec.encode(end))
 
     def _frame(self, chat: Chat) -> _Frame | None:
-        """What is around an answer to these messages; None if that cannot be told. Asked once for messages alike."""
+        """The text around an answer to these messages; None if the template refuses. Probed once for messages alike."""
         alike = (*(str(one["role"]) for one in chat.messages), bool(chat.tools))
         if alike not in self._frames:
             self._frames[alike] = self._probed(chat)
@@ -255,6 +249,6 @@ def _leaves(value: Any, only: Collection[str] = (), key: str = "") -> Iterator[s
 
 
 def _within(part: str, text: str) -> bool:
-    """Whether a text holds another as it is, without blanks around it, or as JSON writes it."""
+    """True if a text holds another as it is, without blanks around it, or as JSON writes it."""
     part = part.strip()
     return part in text or any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True))

@@ -19,11 +19,8 @@ from tasks.data.sources import TABLES, Prompts, prompts_of, text_codec
 
 
 def check_prompts(config: RunConfig) -> Prompts:
-    """The prompts of a new run.
-
-    Raises:
-        InputError: they cannot be used, or some that the configuration needs are missing.
-    """
+    """The prompts of a new run. Raises InputError: they cannot be used, or some that the configuration needs are
+    missing."""
     prompts = prompts_of(config, text_codec(config))
     solved = prompts.tables.get("warmup")
     _check_needed(config, prompts.tables.keys(), solved is not None and solved["answer"].null_count < len(solved))
@@ -32,10 +29,7 @@ def check_prompts(config: RunConfig) -> Prompts:
 
 def check_sources(config: RunConfig, prepared: Manifest) -> None:
     """Refuse to continue a run with other prompts than those it is made from; sources that cannot be read do not count.
-
-    Raises:
-        InputError: a source has another content now.
-    """
+    Raises InputError: a source has another content now."""
     stored = prepared.facts.get("data_digests")
     if isinstance(stored, dict):  # runs of the first version recorded none
         for table in TABLES:
@@ -45,10 +39,7 @@ def check_sources(config: RunConfig, prepared: Manifest) -> None:
 
 def check_stored_prompts(config: RunConfig, root: Root, prepared: Manifest) -> None:
     """Refuse settings that need prompts the run does not have, or that leave no room for a response to stored ones.
-
-    Raises:
-        InputError: naming the setting, or the first prompt.
-    """
+    Raises InputError: naming the setting, or the first prompt."""
     parts = {table: prepared.part(f"{table}.arrow") for table in TABLES if f"{table}.arrow" in prepared.part_names}
     _check_needed(config, parts.keys(), "warmup" in parts)
     for name, part in parts.items():
@@ -57,11 +48,8 @@ def check_stored_prompts(config: RunConfig, root: Root, prepared: Manifest) -> N
 
 
 def check_asked_prompts(config: RunConfig, root: Root, prepared: Manifest, settings: EvaluationSettings) -> None:
-    """Refuse an evaluation of prompts that the run does not have, or that leave no room for its answers.
-
-    Raises:
-        InputError: naming the table, or the first prompt.
-    """
+    """Refuse an evaluation of prompts that the run does not have, or that leave no room for its answers. Raises
+    InputError: naming the table, or the first prompt."""
     name, table = f"{settings.table}.arrow", PROMPTS.empty_table()
     if name in prepared.part_names:
         table = read_parts(root, [prepared.part(name)], PROMPTS, ["prompt_id", "prompt_tokens"])

@@ -50,11 +50,8 @@ def draw(
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as the smallest whole numbers of the same proportions, to four decimals.
-
-    Raises:
-        InputError: there is no such pattern of reasonable length.
-    """
+    """Weights as the smallest whole numbers of the same proportions, to four decimals. Raises InputError: there is no
+    such pattern of reasonable length."""
     parts = [Fraction(str(weight)).limit_denominator(_EXACT) for weight in weights]
     common = math.lcm(*(part.denominator for part in parts))
     counts = [int(part * common) for part in parts]
@@ -68,7 +65,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def repetitions(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each entry of `rows` occurs before it: where two passes meet, a draw may contain a prompt twice.
+    """Earlier occurrences of each entry of `rows`: where two passes meet, a draw may contain a prompt twice.
 
     Returns:
         (count,) int64.

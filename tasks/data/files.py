@@ -18,7 +18,7 @@ from storage.ownership.scratch import scratch
 from tasks.config.credentials import referenced
 from tasks.config.data import DataSource
 from tasks.config.environment import resolve, without_secrets
-from tasks.data import forms, hub_rows
+from tasks.data import forms, hub
 from tasks.data.forms import LeftOut, Read
 from tasks.data.values import is_encodable, without_nulls
 
@@ -51,9 +51,9 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
     """
     address = str(resolve(source.source, "the URL of a dataset"))
     form = source.format or forms.form_of(path_of(address))
-    if hub_rows.is_id(address) and form is None and not Path(address).exists():
-        rows = hub_rows.rows(source, address, download)
-        whole = hub_rows.digest(one.values for one in _of_hub(source, rows))
+    if hub.is_dataset(address) and form is None and not Path(address).exists():
+        rows = hub.rows(source, address, download)
+        whole = hub.digest(one.values for one in _of_hub(source, rows))
         yield Opened(whole, lambda: _columns(source, _of_hub(source, rows)))
         return
     with scratch() as folder:
@@ -64,7 +64,7 @@ def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
 
 
 def state(source: DataSource) -> str:
-    """What a source looks like without being read: changes whenever its files do, as far as their filesystem says."""
+    """Identity of a source without reading it: it changes with its files, as far as their filesystem tells."""
     with suppress(InputError), reading(source.source):
         address = str(resolve(source.source, "the URL of a dataset"))
         fs, path = _filesystem(address)
@@ -73,10 +73,10 @@ def state(source: DataSource) -> str:
 
 
 def name_of(source: DataSource) -> str:
-    """What goes before the ids of a source's prompts; by default the end of its address without suffix."""
+    """Prefix of the ids of a source's prompts; by default the end of its address without suffix."""
     if source.name is not None:
         return source.name
-    address = referenced(source.source) or hub_rows.without_revision(source.source)
+    address = referenced(source.source) or hub.without_revision(source.source)
     parts = [part for part in path_of(address).split("/") if part and "*" not in part and "[" not in part]
     return parts[-1].partition(".")[0] or parts[-1] if parts else address
 
@@ -161,7 +161,7 @@ def _records(source: DataSource, form: str | None, files: list[Path]) -> Iterato
 def _of_hub(source: DataSource, rows: "Dataset") -> Iterator[Read]:
     where, left_out = f"dataset {source.source}", LeftOut(source.leave_out or ())
     with reading(source.source):
-        yield from _columns(source, forms.of_tables(hub_rows.tables(rows), where, left_out))
+        yield from _columns(source, forms.of_tables(hub.tables(rows), where, left_out))
     left_out.check(where)
 
 

@@ -30,7 +30,7 @@ _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"
 }  # fmt: skip
 _NO_OBJECT = (ValueError, OverflowError, KeyError, pa.ArrowException)
-"""What Arrow raises about a value that is no object of Python, such as a date after the year 9999."""
+"""Errors of Arrow about a value that is no object of Python, such as a date after the year 9999."""
 _FOREIGN = (".zst", ".lz4", ".sz", ".br", ".7z", ".tar", ".tgz", ".rar")
 """Ends of packed files that fsspec reads only with a package that is not here, or not at all."""
 
@@ -39,12 +39,12 @@ class Read(NamedTuple):
     """One record."""
 
     place: str
-    """Where it stands, for messages: source, file and number from 1."""
+    """Its place, for messages: source, file and number from 1."""
     values: Record
 
 
 def form_of(name: str) -> str | None:
-    """What the end of a file's name says about its form, in upper or lower case; None if it says nothing."""
+    """The form that the end of a file's name tells, in upper or lower case; None if it tells none."""
     path = Path(name)
     return _SUFFIXES.get((path.with_suffix("") if infer_compression(path.name) else path).suffix.lower())
 
@@ -120,11 +120,7 @@ def _check_object(value: pa.Scalar, place: str) -> None:
 
 
 def _checked(values: Record, place: str) -> Record:
-    """The values of a record.
-
-    Raises:
-        InputError: one of them is nothing that a record can hold.
-    """
+    """The values of a record. Raises InputError: one of them is nothing that a record can hold."""
     try:
         found = flaw(values)
     except RecursionError:
@@ -140,11 +136,7 @@ def _checked(values: Record, place: str) -> Record:
 
 @contextmanager
 def _unpacked(file: Path, where: str) -> Iterator[IO[bytes]]:
-    """What a file holds, which its name may say is compressed.
-
-    Raises:
-        InputError: it is an archive of several files.
-    """
+    """Content of a file, unpacked if its name tells that it is packed. Raises InputError: an archive of several."""
     packed = infer_compression(file.name)
     if packed is None and file.suffix.lower() in _FOREIGN:
         raise InputError(f"{where} is packed in a form that cannot be read here ({file.suffix}): unpack it, or use .gz")
@@ -156,11 +148,8 @@ def _unpacked(file: Path, where: str) -> Iterator[IO[bytes]]:
 
 
 def _json_lines(stream: Iterable[bytes], where: str) -> Iterator[dict[str, Any]]:
-    """The objects of a stream with one in each line; blank lines are skipped.
-
-    Raises:
-        InputError: a line is something else, naming it.
-    """
+    """The objects of a stream with one in each line; blank lines are skipped. Raises InputError: a line is something
+    else, naming it."""
     for number, line in enumerate(stream, 1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")

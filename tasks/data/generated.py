@@ -1,4 +1,4 @@
-"""What a run can generate instead of reading: a small model with its tokenizer, and an addition data set.
+"""Generated inputs of a run: a small model with its tokenizer, and an addition data set.
 
 This needs neither torch nor a download; the same seed gives the same bytes.
 """
@@ -31,11 +31,7 @@ def generate_model(directory: Path, spec: GeneratedModel, seed: int) -> None:
 
 
 def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
-    """Write such a directory without the weights.
-
-    Raises:
-        InputError: the vocabulary is smaller than the tokenizer's.
-    """
+    """Write such a directory without the weights. Raises InputError: the vocabulary is smaller than the tokenizer's."""
     tokenizer = character_tokenizer()
     if tokenizer.get_vocab_size() > spec.vocabulary:
         raise InputError(
@@ -122,7 +118,7 @@ def forget_carries(first: int, second: int) -> int:
 
 
 def _pairs_for(pairs: list[tuple[int, int]], prompts: int) -> int:
-    """How many of the pairs give at least `prompts` prompts; a pair of two different numbers gives two."""
+    """Number of pairs that give at least `prompts` prompts; a pair of two different numbers gives two."""
     made = itertools.accumulate(1 + (first != second) for first, second in pairs)
     return next((number for number, total in enumerate(made, 1) if total >= prompts), len(pairs))
 

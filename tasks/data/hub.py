@@ -1,25 +1,34 @@
-"""Models by hub id: what `org/name[@revision]` and `hf://` mean, and where the hub's cache holds them.
+"""The Hugging Face hub: ids of models and data sets, and its cache on this machine.
 
-The hub is contacted only by `fetch`, in a process of its own: this one stays offline.
+Processes of a run stay offline (`tasks/config/environment.py`). The network is used only for a download that the
+configuration asks for. The hub's libraries are imported where they are used: they take half a second.
 """
 
 import functools
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+import pyarrow as pa
+import xxhash
 
 from storage.errors import InputError
-from tasks.config.environment import downloading_environment, without_secrets
+from tasks.config.data import DataSource
+from tasks.config.environment import without_secrets
+from tasks.data.forms import ARROW_ROWS, Record
+from tasks.data.model_files import TEXT_FILES, WEIGHTS_PATTERNS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _SCHEME = "hf://"
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?")
 _URL = re.compile(r"hf://(models/)?(?P<name>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[^/]+))?(/(?P<folder>.+?))?/?")
+_DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -34,20 +43,16 @@ class HubId:
     """Folder inside the repository."""
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.revision or constants.DEFAULT_REVISION}"
+        return f"{self.name}@{self.revision or 'main'}"
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a source that is no existing folder can be a model of the hub."""
+    """True if a source that is no existing folder can be a model of the hub."""
     return (_URL if source.startswith(_SCHEME) else _ID).fullmatch(source) is not None
 
 
 def hub_id(source: str) -> HubId:
-    """The parts of `org/name[@revision]` or `hf://org/name[@revision][/folder]`.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """The parts of `org/name[@revision]` or `hf://org/name[@revision][/folder]`. Raises InputError: it is neither."""
     found = (_URL if source.startswith(_SCHEME) else _ID).fullmatch(source)
     if found is None:
         raise InputError(f"model.source {source} is not of the form hf://org/name[@revision][/folder]: correct it")
@@ -58,6 +63,9 @@ def hub_id(source: str) -> HubId:
 
 def cached(model: HubId) -> Path | None:
     """The folder of the hub's cache that holds a model; None if it is not there. Nothing is fetched."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         found = snapshot_download(model.name, revision=model.revision, local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
@@ -67,23 +75,115 @@ def cached(model: HubId) -> Path | None:
 
 
 def cache_folder() -> str:
-    """Where the hub's cache is."""
+    """The folder of the hub's cache."""
+    from huggingface_hub import constants
+
     return constants.HF_HUB_CACHE
 
 
 @functools.cache  # checked, tokenized with and prepared from: once is enough
 def fetch(model: HubId, token: str | None) -> Path:
-    """Bring a model into the hub's cache.
+    """Bring the files that a run takes of a model into the hub's cache. Raises InputError, with the hub's reason."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
-    Raises:
-        InputError: it cannot be had, with the hub's reason.
-    """
-    command = [sys.executable, "-m", "tasks.data.download", model.name, model.revision or "", model.folder]
-    done = subprocess.run(command, env=downloading_environment(token), stdout=subprocess.PIPE, check=False)
-    answer = json.loads(done.stdout) if done.stdout else {"error": f"the download ended with code {done.returncode}"}
-    if "error" in answer:
+    before = f"{model.folder}/" if model.folder else ""
+    patterns = [before + pattern for pattern in (*TEXT_FILES, *WEIGHTS_PATTERNS)]
+    try:
+        with _access(download=True):
+            found = snapshot_download(
+                model.name,
+                revision=model.revision,
+                token=token,
+                allow_patterns=patterns,
+                ignore_patterns="consolidated*",
+            )
+    except (HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
-            f"model.source {model} cannot be fetched from the hub: {without_secrets(answer['error'])}. Check the name "
+            f"model.source {model} cannot be fetched from the hub: {_said(error)}. Check the name "
             'and the network; for a model behind a gate set model.token = "env:NAME" and export NAME'
+        ) from None
+    return Path(found, model.folder)
+
+
+def is_dataset(address: str) -> bool:
+    """True if an address has the form of a data set's id: `org/name` or `org/name@revision`."""
+    return _DATASET.fullmatch(address) is not None
+
+
+def without_revision(address: str) -> str:
+    """`org/name` of an id; any other address as it is."""
+    return address.partition("@")[0] if is_dataset(address) else address
+
+
+def rows(source: DataSource, address: str, download: bool) -> "Dataset":
+    """The rows of a split, in Arrow files of the cache that are mapped into memory. Raises InputError: no split is
+    named, or the data set is not in the cache and cannot be downloaded."""
+    import datasets  # a second, as it imports pandas
+
+    if source.split is None:
+        raise InputError(
+            f"dataset {source.source} does not exist as a file, and as a data set of the hub it needs a split: give "
+            'the path of a file, or a table with the split, such as split = "train"'
         )
-    return Path(answer["folder"])
+    name, _, revision = address.partition("@")
+    try:
+        with _access(download), _quiet():
+            found = datasets.load_dataset(name, source.subset, split=source.split, revision=revision or None)
+    except Exception as error:  # noqa: BLE001 - whatever the library, its builders and the network raise
+        more = "" if download else "; it is only looked for in the cache: set data.download = true to download it"
+        raise InputError(
+            f"dataset {source.source} does not exist as a file, and split {source.split} of the hub's data set cannot "
+            f"be had ({_said(error)}){more}"
+        ) from None
+    return found  # pyright: ignore[reportReturnType] - a split was named
+
+
+def tables(found: "Dataset") -> Iterator[pa.Table]:
+    """The rows as they are stored, some at a time: pictures and sounds are not decoded."""
+    yield from found.with_format("arrow").iter(ARROW_ROWS)  # pyright: ignore[reportReturnType] - tables, by the format
+
+
+def digest(records: Iterable[Record]) -> str:
+    """Identity of the rows' content, whatever files they come from."""
+    state = xxhash.xxh3_128()
+    for row in records:
+        state.update(json.dumps(row, sort_keys=True).encode())
+    return state.hexdigest()
+
+
+@contextmanager
+def _access(download: bool) -> Iterator[None]:
+    """Let the hub's library use the network, or keep it offline, while the block lasts."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = not download
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep `datasets` silent and of one mind with the hub's library about the network, while the block lasts."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before[2]
+        datasets.logging.set_verbosity(before[1])
+        if before[0]:
+            datasets.enable_progress_bars()
+
+
+def _said(error: Exception) -> str:
+    lines = without_secrets(str(error)).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

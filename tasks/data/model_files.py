@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face directory a run takes."""
+"""Files of a Hugging Face directory that a run takes."""
 
 TEXT_FILES = (
     "config.json",
@@ -18,11 +18,11 @@ TEXT_FILES = (
 """All but the weights."""
 
 INDEX = "model.safetensors.index.json"
-"""Which file holds which tensor, if there are several files."""
+"""Table of the file of each tensor, if there are several files."""
 WEIGHTS_PATTERNS = ("*.safetensors", INDEX)
 """The weights, as shell patterns."""
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file holds weights, or says which file holds which."""
+    """True if a file holds weights, or their index."""
     return name.endswith((".safetensors", ".safetensors.index.json"))

@@ -1,4 +1,4 @@
-"""Where a run's model comes from: a folder on any fsspec filesystem, the hub's cache, or generated."""
+"""The model of a run: a folder on any fsspec filesystem, the hub's cache, or generated."""
 
 import json
 from collections.abc import Callable
@@ -32,11 +32,8 @@ class ModelFolder:
         return f"model.source {self.shown}"
 
     def files(self) -> dict[str, int]:
-        """Sizes of its files in bytes, by name, sorted.
-
-        Raises:
-            InputError: there is no such folder, or it cannot be read.
-        """
+        """Sizes of its files in bytes, by name, sorted. Raises InputError: there is no such folder, or it cannot be
+        read."""
         try:
             there = self.fs.ls(self.path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -47,11 +44,7 @@ class ModelFolder:
         return {name: int(entry["size"]) for name, entry in sorted(found.items()) if entry["type"] != "directory"}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """The bytes of a file, or those from `start` to before `end`.
-
-        Raises:
-            InputError: it cannot be read.
-        """
+        """The bytes of a file, or those from `start` to before `end`. Raises InputError: it cannot be read."""
         try:
             return self.fs.cat_file(f"{self.path}/{name}", start=start, end=end)
         except FileNotFoundError:
@@ -60,11 +53,7 @@ class ModelFolder:
             raise self._unreadable(name, error) from None
 
     def document(self, name: str) -> dict[str, Any]:
-        """A file that holds a JSON object.
-
-        Raises:
-            InputError: it is missing, or is something else.
-        """
+        """A file that holds a JSON object. Raises InputError: it is missing, or is something else."""
         try:
             value = json.loads(self.read(name))
         except ValueError as error:
@@ -74,11 +63,8 @@ class ModelFolder:
         return value
 
     def weights(self) -> list[str]:
-        """Names of the files with the model's weights: those of the index, if there is one.
-
-        Raises:
-            InputError: there are none, or the index names one that is not there.
-        """
+        """Names of the files with the model's weights: those of the index, if there is one. Raises InputError: there
+        are none, or the index names one that is not there."""
         there = self.files()
         if INDEX in there:
             places = self.document(INDEX).get("weight_map")
@@ -109,11 +95,8 @@ class ModelFolder:
 
 
 def open_model(section: ModelSection) -> ModelFolder:
-    """The directory of a model that is not generated; with `model.download` it is brought from the hub first.
-
-    Raises:
-        InputError: there is no such directory, and the hub's cache does not have it.
-    """
+    """The directory of a model that is not generated; with `model.download` it is brought from the hub first. Raises
+    InputError: there is no such directory, and the hub's cache does not have it."""
     source = str(resolve(section.source, "model.source"))
     token = resolve(section.token, "model.token") if section.token is not None else None
     if section.download and _names_a_hub_model(source):
@@ -149,11 +132,8 @@ def fill_model_directory(directory: Path, section: ModelSection, seed: int) -> l
 
 
 def copy_model(section: ModelSection, directory: Path) -> None:
-    """Copy the files of a Hugging Face directory to `directory`.
-
-    Raises:
-        InputError: the directory does not exist or holds no weights.
-    """
+    """Copy the files of a Hugging Face directory to `directory`. Raises InputError: the directory does not exist or
+    holds no weights."""
     folder = open_model(section)
     there = folder.files()
     for name in (*wanted_texts(there), *folder.weights()):
@@ -162,10 +142,7 @@ def copy_model(section: ModelSection, directory: Path) -> None:
 
 def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> list[str]:
     """Copy the files with wanted names from a model's folder to `directory`; returns their names. Fetches nothing.
-
-    Raises:
-        InputError: there is no such folder.
-    """
+    Raises InputError: there is no such folder."""
     folder = find_model(ModelSection(source=source))
     chosen = [name for name in folder.files() if wanted(name)]
     for name in chosen:
@@ -174,7 +151,7 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
 
 
 def wanted_texts(there: dict[str, int]) -> list[str]:
-    """What is taken besides the files of the weights, of the files in a folder."""
+    """The files of a folder that a run takes besides the weights."""
     return [name for name in there if name in TEXT_FILES or (is_weights(name) and name == INDEX)]
 
 

@@ -1,4 +1,4 @@
-"""How many weights a model has, from its configuration and the sizes of its files."""
+"""Number of weights of a model, from its configuration and the sizes of its files."""
 
 import math
 from collections.abc import Mapping

@@ -25,16 +25,16 @@ _HOLD_OUT = 2  # of the random streams derived from a run's seed
 
 @dataclass(frozen=True)
 class Room:
-    """How long a prompt may be."""
+    """Limits on the length of a prompt."""
 
     context: int
     """Longest sequence that engine and model take, in tokens."""
     max_tokens: int
-    """What a response may take of it."""
+    """Tokens of it that a response may take."""
     max_length: int | None = None
     """Longest sequence that the trainer takes, for prompts with solved answers."""
     drop: bool = False
-    """Whether longer ones are dropped, not refused."""
+    """Drop longer ones instead of refusing them."""
 
 
 def mapped(batches: Iterable[pa.RecordBatch]) -> pa.Table:

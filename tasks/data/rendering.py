@@ -24,7 +24,7 @@ _LIKE_MESSAGES = re.compile(
     rf"""\w*\(*\s*[\[{{]{_has("role")}|(-\s|\w*[\[({{"'])({_has("role", "content")}|{_has("from", "value")}))""",
     re.DOTALL,
 )
-"""How messages look as JSON, as Python writes lists, arrays and objects, and as YAML: a bracket, and their keys."""
+"""Forms of messages: JSON, as Python writes lists, arrays and objects, and as YAML: a bracket, and their keys."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Rendered:
 
 @dataclass
 class Notes:
-    """What is done with records that may not be meant."""
+    """Treatments of records that may not be meant."""
 
     places: dict[str, list[str]] = field(default_factory=dict)
-    """The records by what is done with them."""
+    """The records by their treatment."""
 
     def add(self, sentence: str, place: str) -> None:
         """Note it of a record, once."""
@@ -64,13 +64,13 @@ class Notes:
 
 @dataclass(frozen=True)
 class Renderer:
-    """How the records of one source become prompts."""
+    """Rendering of the records of one source."""
 
     source: DataSource
     codec: TextCodec
     where: str
     trained: bool = True
-    """Whether the answers are trained on; else one that cannot be is no error."""
+    """True if the answers are trained on; else one that cannot be is no error."""
     accept: Collection[str] = ()
     """As `data.accept`."""
     notes: Notes = field(default_factory=Notes)
@@ -195,11 +195,7 @@ _UNHEARD = Say(lambda _: None, lambda _kind, _sentence: None)
 
 
 def fill(template: str, record: Record) -> str:
-    """A template with the fields of a record.
-
-    Raises:
-        InputError: the record lacks a field.
-    """
+    """A template with the fields of a record. Raises InputError: the record lacks a field."""
     pieces = string.Formatter().parse(template)
     text = "".join(before + ("" if name is None else _value(record, name)) for before, name, _, _ in pieces)
     if is_blank(text):
@@ -224,11 +220,8 @@ def _value(record: Record, name: str) -> str:
 
 
 def _messages(value: Any, field: str) -> list[Message] | None:
-    """Messages, recognised by their form; None if the value is something else.
-
-    Raises:
-        InputError: one lacks its role or its text, or a text looks like messages and is not their JSON.
-    """
+    """Messages, recognised by their form; None if the value is something else. Raises InputError: one lacks its role or
+    its text, or a text looks like messages and is not their JSON."""
     if isinstance(value, str):
         value = _parsed(value, field)
     if not _are_messages(value):

@@ -1,4 +1,4 @@
-"""What a run is made from: the tokenizer of its model, and its prompts, read or generated, as tables to be stored."""
+"""Inputs of a run: the tokenizer of its model, and its prompts, read or generated, as tables to be stored."""
 
 import functools
 import itertools
@@ -56,15 +56,12 @@ class Prompts:
     digests: Mapping[str, tuple[str, ...]]
     """Digests of the sources' content, for each table that is read."""
     notes: tuple[str, ...] = ()
-    """What is done with some that may not be meant."""
+    """Treatments of some that may not be meant."""
 
 
 def text_codec(config: RunConfig) -> TextCodec:
-    """The tokenizer of the model that a run starts from, without reading the weights.
-
-    Raises:
-        InputError: the model directory does not exist or lacks a file.
-    """
+    """The tokenizer of the model that a run starts from, without reading the weights. Raises InputError: the model
+    directory does not exist or lacks a file."""
     with scratch() as directory:
         if config.model.generate is not None:
             generate_tokenizer(directory, config.model.generate)
@@ -74,21 +71,15 @@ def text_codec(config: RunConfig) -> TextCodec:
 
 
 def codec_of(config: RunConfig, directory: Path) -> TextCodec:
-    """The tokenizer of a model directory, with what the configuration says of its tokens.
-
-    Raises:
-        InputError: a file is missing or cannot be used, or there is no stop token.
-    """
+    """The tokenizer of a model directory, with what the configuration says of its tokens. Raises InputError: a file is
+    missing or cannot be used, or there is no stop token."""
     hidden = config.rollout.special_tokens == "hidden"
     return TextCodec.from_directory(directory, config.rollout.stop_tokens, None if hidden else ())
 
 
 def prompts_of(config: RunConfig, codec: TextCodec) -> Prompts:
-    """The prompts of a run. In one process equal content is read and tokenized once.
-
-    Raises:
-        InputError: a source is missing, empty or malformed, or a prompt does not fit into the context.
-    """
+    """The prompts of a run. In one process equal content is read and tokenized once. Raises InputError: a source is
+    missing, empty or malformed, or a prompt does not fit into the context."""
     _check_hidden(config, codec)
     seen = [state(source) for table in TABLES for source in config.data.sources(table)]
     decides = [
@@ -188,7 +179,7 @@ def _read(order: _Order, table: str) -> Prompts:
 
 @dataclass
 class _Known:
-    """What is known at the end of each source of a table."""
+    """Facts that are known at the end of each source of a table."""
 
     counts: list[Counted] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
@@ -216,7 +207,7 @@ def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> 
 
 
 def _places(order: _Order, table: str, names: Sequence[str], wanted: str) -> Iterator[str]:
-    """Where the records with an id stand: read again, since a place for each row would take more than its tokens."""
+    """Places of the records with an id: read again, since a place for each row would take more than its tokens."""
     for source, name in zip(order.config.data.sources(table), names, strict=True):
         with opened(source, order.config.data.download) as content:
             for number, read in enumerate(content.records(), 1):
@@ -225,7 +216,7 @@ def _places(order: _Order, table: str, names: Sequence[str], wanted: str) -> Ite
 
 
 def _qualifier(names: Sequence[str], name: str) -> str:
-    """What goes before the ids of a source."""
+    """Prefix of the ids of a source."""
     return "" if len(names) == 1 else f"{name}/"
 
 

@@ -22,7 +22,7 @@ _ROWS = 256  # token ids become Python integers on the way
 
 @dataclass(frozen=True)
 class StoredTexts:
-    """What stage `prepare` has stored of a run's texts."""
+    """Texts of a run that stage `prepare` has stored."""
 
     tokenizer: Tokenizer | None
     """None if the model has no tokenizer.json; then no response has a text."""

@@ -55,5 +55,5 @@ def _refusal(codec: TextCodec, turn: Turn, body: list[int], target: list[int]) -
 
 
 def _plain(text: str) -> str:
-    """What a tokenizer must keep of a text: some compose accents, or leave a blank at the beginning out."""
+    """The part of a text that a tokenizer must keep: some compose accents, or leave a blank at the beginning out."""
     return "".join(unicodedata.normalize("NFC", text).split())

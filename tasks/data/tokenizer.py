@@ -32,7 +32,7 @@ class TextCodec:
     context: int
     """Longest sequence the model supports, in tokens."""
     begin: tuple[int, ...] = ()
-    """What the tokenizer puts before a plain text, such as the BOS token."""
+    """Tokens that the tokenizer puts before a plain text, such as BOS."""
     vocabulary: int | None = None
     """Rows of the model's embedding."""
     identity: str = ""
@@ -69,7 +69,7 @@ class TextCodec:
 
     @property
     def has_template(self) -> bool:
-        """Whether messages can be rendered."""
+        """True if messages can be rendered."""
         return self.backend.template is not None
 
     @property
@@ -175,7 +175,7 @@ def _from_files(directory: Path, identity: str) -> TextCodec:
 
 
 def _begin(bare: Callable[[list[str]], list[list[int]]], backend: Backend) -> tuple[int, ...]:
-    """What is put before a text; what is put after it, such as EOS, would end the prompt before the response."""
+    """Tokens put before a text; those put after it, such as EOS, would end the prompt before the response."""
     (plain,), (whole,) = bare([_PROBE]), backend.encode([_PROBE], special=True)
     places = (place for place in range(len(whole)) if whole[place : place + len(plain)] == plain)
     return tuple(whole[: next(places, 0)]) if plain else ()

@@ -11,11 +11,8 @@ _short = reprlib.Repr(maxstring=80, maxother=80, maxlong=80, maxlist=8, maxdict=
 
 
 def parsed(text: str) -> Any:
-    """A JSON document without what JSON does not have, or what could be read in two ways.
-
-    Raises:
-        ValueError: it is none, is nested too deeply, has NaN or Infinity, or one key twice in an object.
-    """
+    """A JSON document without what JSON does not have, or what could be read in two ways. Raises ValueError: it is
+    none, is nested too deeply, has NaN or Infinity, or one key twice in an object."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
     except RecursionError:
@@ -26,7 +23,7 @@ class Flaw(NamedTuple):
     """Something that no record can hold."""
 
     place: str
-    """Where in the value, such as `.answer[2]`."""
+    """Place in the value, such as `.answer[2]`."""
     fact: str
 
 
@@ -53,7 +50,7 @@ def text_of(value: object) -> str | None:
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing in a text can be seen: it is empty, or white space and characters of no width."""
+    """True if nothing in a text is visible: it is empty, or white space and characters of no width."""
     return not any(one.isprintable() and not one.isspace() for one in text)
 
 
@@ -80,7 +77,7 @@ def _flaw_of_dict(value: Mapping[object, object]) -> Flaw | None:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether UTF-8 can hold a text: it has no half of a surrogate pair."""
+    """True if UTF-8 can hold a text: it has no half of a surrogate pair."""
     if text.isascii():
         return True
     try:

@@ -68,11 +68,7 @@ class Answer:
 
 @functools.lru_cache(maxsize=4096)
 def read(text: str) -> Answer:
-    """The answer in a text that holds nothing else.
-
-    Raises:
-        Unreadable: with the reason.
-    """
+    """The answer in a text that holds nothing else. Raises Unreadable: with the reason."""
     if len(text) > LONGEST:
         raise Unreadable(f"has more than {LONGEST} characters")
     bare = unwrapped(text)
@@ -100,7 +96,7 @@ def chosen(given: Answer) -> str:
 
 
 def same(gold: Answer, given: Answer) -> bool:
-    """Whether an answer is the right one."""
+    """True if an answer is the right one."""
     if gold.choice:
         return chosen(given) == gold.choice
     if gold.expression is None or given.expression is None:
@@ -109,17 +105,17 @@ def same(gold: Answer, given: Answer) -> bool:
 
 
 def equal(gold: Any, given: Any) -> bool:
-    """Whether two expressions of sympy are mathematically equal. math-verify's own time-outs are off."""
+    """True if two expressions of sympy are mathematically equal. math-verify's own time-outs are off."""
     return verify([gold], [given], timeout_seconds=None, allow_set_relation_comp=True)
 
 
 def expressions_in(text: str) -> list[Any]:
-    """What math-verify finds in prose."""
+    """Expressions that math-verify finds in prose."""
     return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 def _is_text(bare: str, plain: str) -> bool:
-    """Whether an answer is words: with nothing to calculate, or inside of a text command, or a name before a number."""
+    """True if an answer is words: with nothing to calculate, or inside of a text command, or a name before a number."""
     words = [word for word in _WORD.findall(_COMMAND.sub(" ", plain)) if word.casefold() not in _FUNCTIONS]
     if re.fullmatch(r"\d{1,2}(?::\d\d)?\s*[ap]\.?m\.?", plain.casefold()):
         return True
@@ -188,7 +184,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _expression(text: str) -> Any:
-    r"""What sympy has for LaTeX, with both signs of \pm; None if it has nothing."""
+    r"""Expressions of sympy for LaTeX, with both signs of \pm; None if it has nothing."""
     one = _parsed(text)
     if one is None and _SIGN.search(text):
         signs = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})

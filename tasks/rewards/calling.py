@@ -86,7 +86,7 @@ class Parameters:
 
     batch: bool
     wants_sample: bool
-    """Whether it has one called `sample`, or `samples` of a batch."""
+    """True if it has one called `sample`, or `samples` of a batch."""
     positional: tuple[tuple[str, Any], ...]
     """Names and defaults of those that can only be given by position."""
 
@@ -99,11 +99,8 @@ class Parameters:
 
 
 def parameters_of(function: Callable[..., Any], arguments: Mapping[str, Any], batch: bool) -> Parameters:
-    """The parameters of a function that can be called with what there is and these keyword arguments.
-
-    Raises:
-        NotCallable: it cannot, with the signatures that are known.
-    """
+    """The parameters of a function that can be called with what there is and these keyword arguments. Raises
+    NotCallable: it cannot, with the signatures that are known."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions in C

@@ -1,4 +1,4 @@
-"""Whether a run's reward functions can be used, before anything expensive starts."""
+"""Check of a run's reward functions before anything expensive starts."""
 
 import functools
 
@@ -12,10 +12,7 @@ from tasks.rewards.scoring import order_of
 
 def check_reward(section: RewardSection) -> None:
     """Refuse functions that cannot be used. What is not ours is imported in a process of its own, with a deadline.
-
-    Raises:
-        InputError: naming the setting and the reason.
-    """
+    Raises InputError: naming the setting and the reason."""
     _checked(section.model_dump_json())
 
 

@@ -8,11 +8,8 @@ from tasks.data.values import shown, text_of
 
 
 def gold(record: Mapping[str, Any], field: str) -> str:
-    """The right answer of a record, without surrounding white space.
-
-    Raises:
-        ValueError: it is neither a text nor an integer, or empty, so no response can be compared with it.
-    """
+    """The right answer of a record, without surrounding white space. Raises ValueError: it is neither a text nor an
+    integer, or empty, so no response can be compared with it."""
     text = (text_of(record.get(field)) or "").strip()
     if not text:
         raise ValueError(

@@ -49,11 +49,7 @@ def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answe
 
 
 def gold_answer(record: Mapping[str, Any], field: str = "answer") -> Answer:
-    """The record's answer.
-
-    Raises:
-        KeyError, TypeError, ValueError: it has none, or one that cannot be read.
-    """
+    """The record's answer. Raises KeyError, TypeError, ValueError: it has none, or one that cannot be read."""
     value = record[field]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise TypeError(f"{field} {value!r} is a {type(value).__name__}: give a text or a number")
@@ -71,7 +67,7 @@ def reads_gold(record: Mapping[str, Any], response: str, *, field: str = "answer
 
 
 def _candidates(response: str) -> Iterator[str]:
-    """Where a response's answer may stand, in the order in which they count."""
+    """Places of a response's answer, in the order in which they count."""
     response = response.rpartition("</think>")[2].strip() or response
     if (box := boxed(response)) is not None:
         yield box

@@ -84,7 +84,7 @@ def words_of(text: str) -> str:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every brace is closed."""
+    """True if every brace is closed."""
     depth = 0
     for sign in re.sub(r"\\[{}]", "", text):
         depth += {"{": 1, "}": -1}.get(sign, 0)

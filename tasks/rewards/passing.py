@@ -1,4 +1,4 @@
-"""Which answers pass: a condition over the reward and its components, which is not the mean reward."""
+"""Passing of answers: a condition over the reward and its components, which is not the mean reward."""
 
 from collections.abc import Sequence
 
@@ -36,11 +36,8 @@ def check_passing(section: RewardSection, given: str | None, key: str) -> None:
 
 
 def check_components(scores: Sequence[Score], given: str | None, key: str) -> None:
-    """Refuse a condition that names a component which none of some scores has.
-
-    Raises:
-        InputError: with the components there are.
-    """
+    """Refuse a condition that names a component which none of some scores has. Raises InputError: with the components
+    there are."""
     there = {name for score in scores for name in score.components or ()}
     if given is not None and any(score.reward is not None for score in scores):
         _check_named(given, key, _parsed(given, key).keys, there)
@@ -60,11 +57,8 @@ def condition_of(table: pa.Table, section: RewardSection, given: str | None) -> 
 
 
 def passing(table: pa.Table, condition: str, key: str = "evaluate.pass") -> NDArray[np.bool_]:
-    """Which answers pass, (rows,). One without a score, or without a component that is compared, does not.
-
-    Raises:
-        InputError: no answer that has a score has a component that the condition names.
-    """
+    """True for each answer that passes, (rows,): one with a score and with each component that is compared.
+    Raises InputError: no answer that has a score has a component that the condition names."""
     parsed = _parsed(condition, key)
     there = {name for row in table[_COMPONENTS].to_pylist() for name, _ in row or ()}
     if len(_rewards(table)):

@@ -47,14 +47,14 @@ class Response:
 
     @property
     def sample(self) -> Sample:
-        """What a function that takes a third argument is given."""
+        """Third argument of a function that takes one."""
         tokens = tuple(int(token) for token in self.tokens)
         return Sample(self.prompt_id, self.sample_id, self.iteration, self.finish_reason, tokens)
 
 
 @dataclass(frozen=True)
 class ScoringOrder:
-    """What scoring processes are started with."""
+    """Order for scoring processes."""
 
     target: Target
     arguments: Mapping[str, Any]
@@ -116,12 +116,8 @@ class Worker:
         self._output.close()
 
     def score(self, responses: Sequence[Response]) -> list[Score]:
-        """Scores of one response, or of a batch.
-
-        Raises:
-            Refused: the function could not be imported again.
-            Stopped: another thread has ended the scoring.
-        """
+        """Scores of one response, or of a batch. Raises Refused (the function could not be imported again), or Stopped
+        (another thread has ended the scoring)."""
         if self._lost:
             self.__exit__()
             self._start()
@@ -241,11 +237,8 @@ def score_in_processes(
 
 
 def source_in_process(order: ScoringOrder) -> str:
-    """The digest of the file that a function is from, found by importing it in a process of its own.
-
-    Raises:
-        StageFailed: the function cannot be imported.
-    """
+    """The digest of the file that a function is from, found by importing it in a process of its own. Raises
+    StageFailed: the function cannot be imported."""
     try:
         with Worker(order) as worker:
             return worker.source
@@ -258,7 +251,7 @@ def _unusable(order: ScoringOrder, reason: Refused) -> StageFailed:
 
 
 class _Work:
-    """What the threads share."""
+    """State that the threads share."""
 
     def __init__(self, order: ScoringOrder, responses: Sequence[Response], allowed: int | None) -> None:
         self._order, self._responses, self._allowed = order, responses, allowed
@@ -290,6 +283,6 @@ def _clean(text: str) -> str:
 
 
 def _safe(score: Score) -> Score:
-    """What a function said and how it names components, without a value of our environment that looks like a secret."""
+    """Messages of a function and names of components, without a value of our environment that looks like a secret."""
     named = None if score.components is None else {_clean(name): one for name, one in score.components.items()}
     return replace(score, detail=_clean(score.detail), components=named)

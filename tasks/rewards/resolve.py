@@ -52,11 +52,8 @@ def own_function(target: Target) -> Callable[..., Any]:
 
 
 def values_of(arguments: Mapping[str, Any], key: str = "reward.arguments") -> dict[str, Any]:
-    """The arguments with each `env:NAME` replaced by that variable of this process's environment.
-
-    Raises:
-        InputError: a variable is not set.
-    """
+    """The arguments with each `env:NAME` replaced by that variable of this process's environment. Raises InputError: a
+    variable is not set."""
     return {name: resolve(value, f"{key}.{name}") for name, value in arguments.items()}
 
 

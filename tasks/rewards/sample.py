@@ -1,4 +1,4 @@
-"""What a reward function is given about a response beyond its text, and what comes of it. Imports nothing else."""
+"""Sample and score: input and result of a reward function. Imports nothing else."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class Score:
     reward: float | None
     status: Literal["ok", "error", "timeout"]
     detail: str = ""
-    """What went wrong, in words."""
+    """Reason of the failure, in words."""
     reason: Reason | None = None
-    """What went wrong, in kind; None if nothing did."""
+    """Kind of the failure; None if there was none."""
     components: Mapping[str, float] | None = None
     """Named numbers that the reward is made of, if it has any."""
 

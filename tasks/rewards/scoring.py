@@ -50,12 +50,9 @@ def score_responses(section: RewardSection, responses: Sequence[Response], patie
 
 
 def sources_of(section: RewardSection) -> dict[str, str]:
-    """What the functions are made of now, by name, as scores made now would name it. What imports is imported for that.
-
-    Raises:
-        InputError: a function cannot be found, or a secret is not set.
-        StageFailed: a function cannot be imported.
-    """
+    """Digests of the functions, by name, as scores made now would record them. A file with imports is imported for it.
+    Raises InputError (a function cannot be found, or a secret is not set), or StageFailed (a function cannot be
+    imported)."""
     return _by_function(section, {part.name: _source(order_of(section, part)) for part in section.parts})
 
 
@@ -79,12 +76,12 @@ def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str
 
 
 def failures_allowed(share: float, responses: int) -> int:
-    """How many responses may remain without a score."""
+    """Number of responses that may remain without a score."""
     return math.floor(share * responses + _ROUNDING)
 
 
 def order_of(section: RewardSection, part: RewardFunction) -> ScoringOrder:
-    """What processes for one function of the section are started with.
+    """Order for the processes of one function of the section.
 
     Raises:
         InputError: the function cannot be found.
@@ -94,12 +91,12 @@ def order_of(section: RewardSection, part: RewardFunction) -> ScoringOrder:
 
 
 def scoring_processes(section: RewardSection) -> int:
-    """How many processes score at once; 0 if the calling process does."""
+    """Number of processes that score at once; 0 if the calling process does."""
     return section.processes or int(any(find_reward(part.function).needs_process for part in section.parts))
 
 
 def notices(section: RewardSection) -> list[str]:
-    """What a person should know about how responses will be scored."""
+    """Notices for people about the scoring of responses."""
     return [] if section.tried else ["reward.try is false: the reward is not called on records before the run"]
 
 

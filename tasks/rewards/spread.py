@@ -1,4 +1,4 @@
-"""Whether groups of samples have anything to learn from."""
+"""Share of groups of samples without anything to learn from."""
 
 import numpy as np
 import pyarrow as pa

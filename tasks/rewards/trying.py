@@ -33,7 +33,7 @@ class Call:
 
     prompt_id: str
     own: bool
-    """Whether the response is the record's own answer."""
+    """True if the response is the record's own answer."""
     response: str
     score: Score
 
@@ -86,11 +86,8 @@ def blind(calls: Sequence[Call]) -> list[str]:
 
 
 def check_golds(section: RewardSection, tables: Iterable[pa.Table]) -> None:
-    """Refuse records with an answer that `math_verify` cannot read, which would be no score.
-
-    Raises:
-        InputError: naming the first such records.
-    """
+    """Refuse records with an answer that `math_verify` cannot read, which would be no score. Raises InputError: naming
+    the first such records."""
     fields = {str(part.arguments.get("field", "answer")): part for part in section.parts if _reads_gold(part)}
     golds = [one for table in tables for one in _golds(table, fields)] if fields else []
     for field, part in fields.items():

@@ -20,11 +20,8 @@ class NotFinite(ValueError):
 
 
 def measured(value: object, weights: Mapping[str, float]) -> tuple[float, dict[str, float] | None]:
-    """The reward, and its components if `value` is a mapping: their sum, each with its weight or 1.
-
-    Raises:
-        NoNumber, NotFinite: it cannot be used.
-    """
+    """The reward, and its components if `value` is a mapping: their sum, each with its weight or 1. Raises NoNumber,
+    NotFinite: it cannot be used."""
     if not isinstance(value, Mapping):
         number = finite(value, "returned")
         if weights:
@@ -39,20 +36,13 @@ def measured(value: object, weights: Mapping[str, float]) -> tuple[float, dict[s
 
 
 def weighted(parts: Mapping[str, tuple[float, float]]) -> float:
-    """Sum of value times weight, by name.
-
-    Raises:
-        NotFinite: it is not finite as float32.
-    """
+    """Sum of value times weight, by name. Raises NotFinite: it is not finite as float32."""
     return finite(sum(value * weight for value, weight in parts.values()), f"the sum of {', '.join(parts)} is")
 
 
 def finite(value: object, what: str) -> float:
-    """`value` as a number that the reward table can hold: also a truth value or a NumPy scalar.
-
-    Raises:
-        NoNumber, NotFinite: it is none.
-    """
+    """`value` as a number that the reward table can hold: also a truth value or a NumPy scalar. Raises NoNumber,
+    NotFinite: it is none."""
     found = f"{what} {shown(value)}"
     if isinstance(value, str | bytes | bytearray):
         raise NoNumber(f"{found}, which is not a number")

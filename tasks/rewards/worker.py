@@ -55,12 +55,8 @@ class Scorer:
         os.set_blocking(self._samples, False)
 
     def ask(self, line: bytes, deadline_s: float) -> bytes | None:
-        """The answer to a line; None if there is none within the deadline.
-
-        Raises:
-            Ended: the process has ended without an answer.
-            OwnerGone: nobody waits for it any more.
-        """
+        """The answer to a line; None if there is none within the deadline. Raises Ended (the process has ended without
+        an answer), or OwnerGone (nobody waits for it any more)."""
         until, pending = time.monotonic() + deadline_s, memoryview(line)
         while (left := until - time.monotonic()) > 0:
             readable, writable, _ = select.select(self._open, [self._samples] if pending else [], [], left)
@@ -77,7 +73,7 @@ class Scorer:
         return None
 
     def end(self) -> str:
-        """How it ended, in words; it is killed, with everything that it started, if it runs."""
+        """The end of the process, in words; it is killed, with everything that it started, if it runs."""
         code = _killed_with_descendants(self.pid)
         os.set_blocking(self._said, False)
         with suppress(BlockingIOError):

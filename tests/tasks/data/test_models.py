@@ -2,10 +2,10 @@
 
 import fsspec
 import pytest
+from huggingface_hub import constants
 
 from storage.errors import InputError
 from tasks.config.model import ModelSection
-from tasks.data import hub
 from tasks.data.hub import HubId, hub_id, is_hub_id
 from tasks.data.models import copy_files, fill_model_directory, find_model
 from tasks.data.parameters import count_parameters
@@ -51,7 +51,7 @@ def test_a_model_at_a_url(model, tmp_path):
 @pytest.mark.parametrize("source", ["org/name@v1", "hf://org/name@v1", "hf://models/org/name@v1/"])
 def test_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch, source):
     models.in_hub_cache(tmp_path / "home", "org/name", "v1")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     assert taken(tmp_path, source) == TAKEN
     only = tmp_path / "only"
     only.mkdir()
