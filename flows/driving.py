@@ -117,7 +117,7 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
     """Do the stage that was asked to be done again, if it is not done, and choose the result if it cascades.
 
     Returns:
-        The context of the head that there is then.
+        The context of the resulting head.
     """
     root, run = context.root, context.run
     rerun = unfinished(root, run, context.revisions)

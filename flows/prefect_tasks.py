@@ -35,7 +35,7 @@ def here(_error: BaseException) -> bool:
 
 
 def as_task(stage: Stage, iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> View:
-    """Do the work of a stage in a Prefect task of the flow run that is under way. A `Performer`."""
+    """Do the work of a stage in a Prefect task of the current flow run. A `Performer`."""
     return outcome(stage_task(stage)(iteration, work, inputs, here))
 
 
@@ -56,7 +56,7 @@ def outcome(state: State[Any]) -> View:
 
 
 def show_storing(iteration: int, what: str, published: "Future[None]") -> "State[Any]":
-    """A task run that is under way until what was computed is durable; red, with the reason, if that fails.
+    """A task run that runs until a computed result is durable; it fails, with the reason, if the result is not stored.
 
     Args:
         what: the stage whose result it is, or what else is done behind the stages.

@@ -82,7 +82,7 @@ def run_command(
     Parameters
     ----------
     which
-        Path or URL of a TOML file, or the id of a run that there is.
+        Path or URL of a TOML file, or the id of an existing run.
     """
     store, replaced = open_root(root), {"run.iterations": iterations}
     if not names_a_run(which, store):

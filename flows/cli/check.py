@@ -39,7 +39,7 @@ def check_command(
     Parameters
     ----------
     which
-        Path or URL of a TOML file, or the id of a run that there is.
+        Path or URL of a TOML file, or the id of an existing run.
     """
     prepare_process()
     store = open_root(root)

@@ -107,7 +107,7 @@ class TensorBoard:
         self._begun = True
 
     def end(self, complete: bool) -> None:
-        """Remove records of rows that there are not, and upload."""
+        """Remove records of rows that do not exist any more, and upload."""
         if self._equal < len(self._there):
             self._file.replace(self._there[: self._equal])
             self._there = b""

@@ -59,7 +59,7 @@ class LivePage:
         self._doing, self._percent = f"iteration {iteration} of {self._last}: {stage}", 0.0
 
     def advanced(self, portion: Portion) -> None:
-        """So much of a stage is done."""
+        """Report progress within a stage."""
         self._doing = f"iteration {portion.iteration} of {self._last}: {portion_text(portion)}"
         self._percent = 100.0 * portion.done / max(portion.of, 1)
 

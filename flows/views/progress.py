@@ -33,7 +33,7 @@ class Follower(Protocol):
         ...
 
     def advanced(self, portion: Portion) -> None:
-        """So much of a stage is done."""
+        """Report progress within a stage."""
         ...
 
 
@@ -114,7 +114,7 @@ class Progress:
             follower.advanced(portion)
 
     def counted(self, done: int, of: int, unit: str, note: str = "") -> None:
-        """Show how much of the stage that is under way is done, as a process tells it."""
+        """Show progress within the current stage, as a process reports it."""
         if self._stage is None or self._stage[1] is not Stage.TRAIN:
             return
         portion = Portion(*self._stage, done, of, unit, note=note, left_s=self._left(done, of, unit))

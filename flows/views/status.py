@@ -205,7 +205,7 @@ class Newest:
     first: int
     """The first iteration that is not complete."""
     last: int
-    """The last iteration that was asked for, or that has begun."""
+    """The last iteration that is requested or has begun."""
     changes: Changes
     """Its figures, from the first values to the last."""
 

@@ -80,7 +80,7 @@ class Page(Protocol):
         ...
 
     def advanced(self, portion: Portion) -> None:
-        """So much of a stage is done. Called as often as anything is; may be called in any thread."""
+        """Report progress within a stage. Called as often as anything is; may be called in any thread."""
         ...
 
 
@@ -130,7 +130,7 @@ class RunContext:
     announce: Callable[[int, Stage], None] = unannounced
     """Called before each stage."""
     memory: Path | None = None
-    """Folder in shared memory for the state that is on its way to storage; without one, or where it has no room, it is
+    """Folder in shared memory for the state that is being stored; without one, or where it has no room, it is
     in `scratch`."""
     say: Callable[[str], None] = unheard
     """Tells people one line."""
@@ -160,7 +160,7 @@ class RunContext:
 
 
 def await_start(context: RunContext, handle: GroupHandle, what: str, answer: Callable[[], object]) -> None:
-    """Wait until processes that were just started answer. A start that is worth a line is said.
+    """Wait until processes that were just started answer; report a start that took seconds.
 
     The time counts as start, not as that of the stage that asks first.
     """

@@ -145,13 +145,13 @@ def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metri
 
 
 def _identified(group: TrainerGroup, folder: Path, digest: str) -> None:
-    """Tell the ranks, and whoever finds the folder after them, what state they have saved."""
+    """Record the identity of the saved state at the ranks and in the folder."""
     (folder / _SAVED).write_text(digest, encoding="utf-8")
     group.adopt(digest)
 
 
 def _wait_for_the_previous(context: RunContext) -> float:
-    """Wait until no state is on its way to storage; returns the seconds."""
+    """Wait until no state is being stored; returns the seconds."""
     clock = time.perf_counter()
     if not context.outbox.idle:
         context.outbox.settle()
@@ -196,7 +196,7 @@ def local_copy(context: RunContext, state: Trained, weights_only: bool = False) 
 def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> dict[str, float]:
     """Let the ranks release what the configuration names; returns metrics, none if it names nothing.
 
-    A state that was saved is in files by then, whether or not it is stored, so that nothing reads what is given up.
+    A state that was saved is in files by then, whether or not it is stored, so that nothing reads the released memory.
 
     Args:
         weights: whether the weights are among it; not while they are still to be exported.
@@ -208,9 +208,9 @@ def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> d
 
 
 def resume(context: RunContext, group: TrainerGroup) -> dict[str, float]:
-    """Let the ranks take everything back; returns metrics, none if the configuration lets them give up nothing.
+    """Let the ranks restore what they released; returns metrics, none if the configuration releases nothing.
 
-    What they gave up under an earlier configuration comes back without being asked for, when it is needed.
+    Memory that they released under an earlier configuration is restored when it is needed.
     """
     if not context.config.train.memory.in_use:
         return {}

@@ -46,7 +46,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that is selected from, as it is when its first rollout is looked for: one revision of everything."""
+    """A run that samples are selected from, in the one revision that it has when its first rollout is read."""
 
     root: Root
     run: str

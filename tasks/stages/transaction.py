@@ -120,7 +120,7 @@ class _Clock:
 
 @dataclass(frozen=True)
 class _Update:
-    """One update under way."""
+    """One update in progress."""
 
     context: RunContext
     engines: Mapping[int, EngineHandle]
@@ -199,7 +199,7 @@ class _Update:
 
     @contextmanager
     def _sending(self, digest: str) -> Iterator[Pending[list[Sent]]]:
-        """Ranks begin to send, into their own arenas: nobody reads them before every engine has agreed to the plan. If
+        """Ranks begin to send into their own arenas; no engine reads them before all have agreed to the plan. If
         the block fails they stop, and are waited for.
         """
         sending = self.group.submit(TrainerProtocol.send_weights, digest, self.channel, self.stored)
