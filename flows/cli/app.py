@@ -15,7 +15,7 @@ from cyclopts.validators import Number
 
 from flows.cli.continuing import names_a_run, of_file, of_stored
 from flows.cli.mistakes import explained, missing_extra
-from flows.cli.options import DEFAULT_ROOT, Iterations, Json, RootUrl, RunName, Settings, root_url
+from flows.cli.options import DEFAULT_ROOT, FileOrRun, Iterations, Json, RootUrl, RunId, RunName, Settings, root_url
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
 from flows.views.progress import status_lines
@@ -68,7 +68,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 
 @app.command(name="run")
 def run_command(
-    which: str,
+    which: FileOrRun,
     /,
     *,
     iterations: Iterations = None,
@@ -77,13 +77,7 @@ def run_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Start the run that a configuration describes, or continue it; or continue a run from what it was recorded with.
-
-    Parameters
-    ----------
-    which
-        Path or URL of a TOML file, or the id of an existing run.
-    """
+    """Start or continue the run that a configuration describes, or continue a run as it was recorded."""
     store, replaced = open_root(root), {"run.iterations": iterations}
     if not names_a_run(which, store):
         return _from_file(["run", which], which, run, settings, replaced, root, json)
@@ -109,7 +103,7 @@ def demo(
 
 @app.command
 def status(
-    run: str,
+    run: RunId,
     /,
     *,
     everything: Annotated[
@@ -118,13 +112,7 @@ def status(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Show how far a run is, from its storage alone.
-
-    Parameters
-    ----------
-    run
-        Id of the run.
-    """
+    """Show how far a run is, from its storage alone."""
     found = read_status(open_root(root), run, everything)
     with Output(json=json) as output:
         output.result(found, status_lines(found))
@@ -133,7 +121,7 @@ def status(
 
 @app.command(name="config")
 def config_command(
-    run: str | None = None,
+    run: Annotated[str | None, Parameter(help="Id of a run.")] = None,
     /,
     *,
     example: Annotated[
@@ -147,11 +135,6 @@ def config_command(
 ) -> int:
     """Describe every key of a configuration: type, limits, default, and whether it may change later. Of a run, print
     what it was recorded with as a TOML file.
-
-    Parameters
-    ----------
-    run
-        Id of a run.
     """
     if example + markdown + (json or run is not None) > 1:
         raise InputError("--example, --markdown and --json, or a run, exclude each other: give only one of them")
@@ -168,7 +151,7 @@ def config_command(
 
 @app.command
 def prove_resume(
-    config: str,
+    config: Annotated[str, Parameter(help="Path or URL of a TOML file.")],
     /,
     *,
     root: Annotated[
@@ -193,11 +176,6 @@ def prove_resume(
 
     The run is done twice: without interruption, and with processes killed and restarted. The exit code is 0 only if
     weights, optimizer, random generators, tables and metrics are identical bit for bit.
-
-    Parameters
-    ----------
-    config
-        Path or URL of a TOML file.
     """
     from flows.proof.faults import Fault
     from flows.proof.prove import ProofOrder, prove  # imports torch
@@ -218,14 +196,8 @@ def prove_resume(
 
 
 @app.command
-def completion(shell: Literal["bash", "zsh", "fish"] = "bash", /) -> int:
-    """Print a script by which a shell completes commands and options: `source <(ratchet completion bash)`.
-
-    Parameters
-    ----------
-    shell
-        Which one.
-    """
+def completion(shell: Annotated[Literal["bash", Parameter(help="Which one.")], "zsh", "fish"] = "bash", /) -> int:
+    """Print a script by which a shell completes commands and options: `source <(ratchet completion bash)`."""
     output = Output()
     output.text(app.generate_completion(prog_name="ratchet", shell=shell))
     return 0

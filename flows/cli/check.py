@@ -3,7 +3,7 @@
 from pydantic import BaseModel
 
 from flows.cli.continuing import names_a_run, of_stored
-from flows.cli.options import DEFAULT_ROOT, Iterations, Json, RootUrl, RunName, Settings
+from flows.cli.options import DEFAULT_ROOT, FileOrRun, Iterations, Json, RootUrl, RunName, Settings
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.ids import check_run_name
@@ -25,7 +25,7 @@ class Continuable(BaseModel, frozen=True, extra="forbid"):
 
 
 def check_command(
-    which: str,
+    which: FileOrRun,
     /,
     *,
     iterations: Iterations = None,
@@ -34,13 +34,7 @@ def check_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Check what `run` is given, as `run` does, and show a prompt and what would be started; starts and writes nothing.
-
-    Parameters
-    ----------
-    which
-        Path or URL of a TOML file, or the id of an existing run.
-    """
+    """Make the checks of `run`, and show a prompt and what would be started; start and write nothing."""
     prepare_process()
     store = open_root(root)
     given = [*settings, *([] if iterations is None else [f"run.iterations={iterations}"])]

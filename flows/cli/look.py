@@ -6,7 +6,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from pydantic import BaseModel
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, place_in
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, RunId, place_in
 from flows.views.history import PLOT
 from flows.views.output import Output
 from flows.views.samples import Choice, read_chosen, sample_lines
@@ -18,7 +18,7 @@ _FEW = 3
 
 
 def samples_command(
-    which: str,
+    which: Annotated[str, Parameter(help="RUN[@ITERATION]: the iteration that sampled them; by default the newest.")],
     /,
     *,
     best: Annotated[int, Parameter(help="Show this many with the highest rewards.", validator=Number(gte=0))] = 0,
@@ -29,13 +29,7 @@ def samples_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Show samples of an iteration: texts, rewards, advantages. Without a choice, the three best and the three worst.
-
-    Parameters
-    ----------
-    which
-        RUN[@ITERATION]: the iteration that sampled them; by default the newest.
-    """
+    """Show samples of an iteration: texts, rewards, advantages; by default the three best and the three worst."""
     place = place_in(which, "RUN[@ITERATION]")
     choice = Choice(best=best, worst=worst, prompt=prompt, random=random, seed=seed)
     if not (best or worst or random or prompt is not None):
@@ -58,14 +52,8 @@ class Report(BaseModel, frozen=True, extra="forbid"):
     """URL of the curves."""
 
 
-def report_command(run: str, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
-    """Make the metrics (CSV, TensorBoard) and the curves of a run again, from its manifests alone.
-
-    Parameters
-    ----------
-    run
-        Id of the run.
-    """
+def report_command(run: RunId, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+    """Make the metrics (CSV, TensorBoard) and the curves of a run again, from its manifests alone."""
     store = open_root(root)
     require_run(store, run)
     from flows.views.reports import write_report  # draws with matplotlib

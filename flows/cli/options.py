@@ -32,6 +32,8 @@ Settings = Annotated[
     tuple[str, ...],
     Parameter(name="--set", help="A setting, as section.key=value; may be repeated.", negative=(), show_default=False),
 ]
+RunId = Annotated[str, Parameter(help="Id of the run.")]
+FileOrRun = Annotated[str, Parameter(help="Path or URL of a TOML file, or the id of an existing run.")]
 RunName = Annotated[str | None, Parameter(help="Id of the run; an existing run is continued.")]
 Json = Annotated[bool, Parameter(help="Write only JSON to standard output; the last line is the result.", negative=())]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import BaseModel
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, place_in
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, RunId, place_in
 from flows.views.output import Output
 from storage.backends.root import open_root
 from storage.errors import InputError
@@ -29,7 +29,10 @@ class Chosen(BaseModel, frozen=True, extra="forbid"):
 
 
 def rerun_command(
-    which: str,
+    which: Annotated[
+        str,
+        Parameter(help="RUN@ITERATION:STAGE of the stage; STAGE is rollout, reward, train, weight-sync or evaluate."),
+    ],
     /,
     *,
     reason: Annotated[str | None, Parameter(help="Why; it is recorded.")] = None,
@@ -45,13 +48,7 @@ def rerun_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Do a finished stage again, as a new revision; the first result stays.
-
-    Parameters
-    ----------
-    which
-        RUN@ITERATION:STAGE: what is done again; STAGE is rollout, reward, train, weight-sync or evaluate.
-    """
+    """Do a finished stage again, as a new revision; the first result stays."""
     from flows.rerun import ask_again, going_on, person
     from tasks.config.stored import stored_config
 
@@ -77,22 +74,14 @@ def rerun_command(
 
 
 def choose_command(
-    run: str,
-    revision: int,
+    run: RunId,
+    revision: Annotated[int, Parameter(help="Its number, as `ratchet show` lists them; 0 is what was done first.")],
     *,
     reason: Annotated[str, Parameter(help="Why; it is recorded.")],
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Make a revision the head of a run: what the run consists of, and goes on from. The others stay.
-
-    Parameters
-    ----------
-    run
-        Id of the run.
-    revision
-        Its number, as `ratchet show` lists them; 0 is what was done first.
-    """
+    """Make a revision the head of a run: what the run consists of, and goes on from. The others stay."""
     from flows.rerun import person
     from flows.views.reports import write_report  # draws curves
 

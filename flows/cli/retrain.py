@@ -18,7 +18,7 @@ from tasks.importing.samples import Imported, import_samples
 
 
 def retrain_command(
-    run: str,
+    run: Annotated[str, Parameter(help="Id of the new run. An existing one needs no further options.")],
     /,
     *,
     start: Annotated[
@@ -49,13 +49,7 @@ def retrain_command(
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Train a new run on stored samples, or continue that. No engine is started, and no prompt is sampled.
-
-    Parameters
-    ----------
-    run
-        Id of the new run. An existing one needs no further options.
-    """
+    """Train a new run on stored samples, or continue that. No engine is started, and no prompt is sampled."""
     # imports the hub's library, which reads the environment then
     from flows.preflight import begin_on_samples
     from tasks.retraining import retrain_config, since_of, start_of
@@ -86,7 +80,7 @@ def retrain_command(
 
 
 def import_command(
-    *files: str,
+    *files: Annotated[str, Parameter(help="Paths or URLs of .jsonl, .json or .parquet files.")],
     run: Annotated[str, Parameter(name="--run", help="Id of the run that is to hold them.")],
     map: Annotated[
         tuple[str, ...],
@@ -103,11 +97,6 @@ def import_command(
 
     A sample has prompt_tokens, response_tokens and logprobs (lists), and may have reward, prompt_id, sample_id,
     finish_reason, weight_version, seed, temperature and top_p.
-
-    Parameters
-    ----------
-    files
-        Paths or URLs of .jsonl, .json or .parquet files.
     """
     if not files:
         raise InputError("name at least one .jsonl, .json or .parquet file to import")

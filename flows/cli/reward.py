@@ -22,7 +22,7 @@ _EXCERPT = 60
 
 
 def reward_command(
-    which: str,
+    which: Annotated[str, Parameter(help="RUN@ITERATION: the iteration whose samples are scored.")],
     /,
     *,
     function: Annotated[
@@ -38,11 +38,6 @@ def reward_command(
     """Try a reward function on the stored samples of an iteration; the run is not touched.
 
     Exit code 1 if more samples than reward.max_failures remain without a score.
-
-    Parameters
-    ----------
-    which
-        RUN@ITERATION: the iteration whose samples are scored.
     """
     place = place_in(which, "RUN@ITERATION")
     store = open_root(root)

@@ -1,8 +1,9 @@
 """A committed stage as later stages see it: its own type, and typed facts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
 from storage.errors import SchemaMismatch, StorageError
 from storage.manifest import Manifest, Part
@@ -23,31 +24,42 @@ class View:
         """Identity of the stage's result."""
         return self.manifest.digest
 
-    def _number(self, fact: str) -> int:
-        value = self.manifest.facts.get(fact)
-        if not isinstance(value, int):
-            raise self._unexpected(fact, "a whole number")
-        return value
-
-    def _text(self, fact: str) -> str:
-        value = self.manifest.facts.get(fact)
-        if not isinstance(value, str):
-            raise self._unexpected(fact, "a text")
-        return value
-
-    def _numbers(self, fact: str) -> list[int]:
-        found = self.manifest.facts.get(fact)
-        numbers = [one for one in found if isinstance(one, int)] if isinstance(found, list) else None
-        if numbers is None or not isinstance(found, list) or len(numbers) != len(found):
-            raise self._unexpected(fact, "a list of whole numbers")
-        return numbers
-
-    def _unexpected(self, fact: str, kind: str) -> StorageError:
+    def unexpected(self, fact: str, kind: str) -> StorageError:
+        """The error of a fact that has another type."""
         one = self.manifest
         return StorageError(
             f"{one.stage} of iteration {one.iteration} of run {one.run} records {one.facts.get(fact)!r} as {fact}, but "
             f"{kind} is expected: another program wrote this manifest; `ratchet verify` shows what else is wrong"
         )
+
+
+class Fact[T]:
+    """A fact of a manifest under the name of the attribute, of one type."""
+
+    def __init__(self, words: str, read: Callable[[JsonValue], T | None]) -> None:
+        self._words, self._read = words, read
+
+    def __set_name__(self, owner: type[View], name: str) -> None:
+        self._name = name
+
+    def __get__(self, view: View, owner: type[View]) -> T:
+        found = self._read(view.manifest.facts.get(self._name))
+        if found is None:
+            raise view.unexpected(self._name, self._words)
+        return found
+
+
+def _number() -> Fact[int]:
+    return Fact("a whole number", lambda value: value if isinstance(value, int) else None)
+
+
+def _numbers() -> Fact[tuple[int, ...]]:
+    return Fact("a list of whole numbers", _whole)
+
+
+def _whole(value: JsonValue) -> tuple[int, ...] | None:
+    numbers = tuple(one for one in value if isinstance(one, int)) if isinstance(value, list) else ()
+    return numbers if isinstance(value, list) and len(numbers) == len(value) else None
 
 
 @dataclass(frozen=True)
@@ -60,49 +72,35 @@ class Performed:
     """True while the outbox is still to publish its manifest."""
 
 
-@dataclass(frozen=True)
 class Prepared(View):
     """Model directory and prompt tables, as parts."""
 
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """Token ids that end a response."""
-        return tuple(self._numbers("stop_tokens"))
-
-    @property
-    def left_out_tokens(self) -> tuple[int, ...]:
-        """Token ids that texts of responses lack."""
-        return tuple(self._numbers("left_out_tokens"))
-
-    @property
-    def train_rows(self) -> tuple[int, ...]:
-        """Training prompts of each source, in the order of the table."""
-        return tuple(self._numbers("train_rows"))
+    stop_tokens = _numbers()
+    """Token ids that end a response."""
+    left_out_tokens = _numbers()
+    """Token ids that texts of responses lack."""
+    train_rows = _numbers()
+    """Training prompts of each source, in the order of the table."""
 
 
-@dataclass(frozen=True)
 class Rollouts(View):
     """Samples of one iteration."""
 
-    @property
-    def cursor(self) -> int:
-        """Prompts drawn since the run began, these included."""
-        return self._number("cursor")
-
-    @property
-    def weight_version(self) -> int:
-        """Version that sampled them."""
-        return self._number("weight_version")
+    cursor = _number()
+    """Prompts drawn since the run began, these included."""
+    weight_version = _number()
+    """Weight version that generated the samples."""
 
 
-@dataclass(frozen=True)
 class Rewards(View):
     """Scores of the samples of one iteration."""
 
 
-@dataclass(frozen=True)
 class Trained(View):
     """A train state."""
+
+    cursor = _number()
+    """Prompts that were consumed: drawn, and trained on."""
 
     @property
     def identity(self) -> StateIdentity:
@@ -115,7 +113,7 @@ class Trained(View):
         try:
             found = StateIdentity.model_validate(self.manifest.facts.get(IDENTITY))
         except ValidationError:
-            raise self._unexpected(IDENTITY, "the identity of a state") from None
+            raise self.unexpected(IDENTITY, "the identity of a state") from None
         if found.scheme > STATE_SCHEME:
             raise SchemaMismatch(
                 f"the state of iteration {self.manifest.iteration} of run {self.manifest.run} is identified by the "
@@ -123,38 +121,22 @@ class Trained(View):
             )
         return found
 
-    @property
-    def cursor(self) -> int:
-        """Prompts that were consumed: drawn, and trained on."""
-        return self._number("cursor")
 
-
-@dataclass(frozen=True)
 class Served(View):
     """Weights that every engine holds, proven."""
 
-    @property
-    def cursor(self) -> int:
-        """Prompts consumed by the training that made the weights."""
-        return self._number("cursor")
-
-    @property
-    def weight_version(self) -> int:
-        """The iteration whose training made the weights."""
-        return self._number("weight_version")
-
-    @property
-    def weights_digest(self) -> str:
-        """Identity of all weights together."""
-        return self._text("weights_digest")
+    cursor = _number()
+    """Prompts consumed by the training that made the weights."""
+    weight_version = _number()
+    """Iteration whose training made the weights."""
+    weights_digest = Fact("a text", lambda value: value if isinstance(value, str) else None)
+    """Identity of all weights together."""
 
 
-@dataclass(frozen=True)
 class Evaluated(View):
     """Greedy answers to held-out prompts."""
 
 
-@dataclass(frozen=True)
 class Selected(View):
     """Stored samples to train on, in shares of whole prompt groups."""
 
@@ -163,16 +145,10 @@ class Selected(View):
         """The tables of samples, in order: an iteration trains on one."""
         return tuple(part for part in self.manifest.parts if part.rows is not None)
 
-    @property
-    def temperature(self) -> float:
-        """At which the samples were drawn."""
-        found = self.manifest.facts.get("temperature")
-        if not isinstance(found, int | float):
-            raise self._unexpected("temperature", "a number")
-        return float(found)
+    temperature = Fact("a number", lambda value: float(value) if isinstance(value, int | float) else None)
+    """Temperature at which the samples were drawn."""
 
 
-@dataclass(frozen=True)
 class Rescored(View):
     """New scores of selected samples: for each share a table with its rows."""
 

@@ -101,6 +101,7 @@ NOT_HERE = {
     "model.accept": "as model.source",
     "report.wandb": "who is told; see tests/flows/views/test_reports.py",
     "report.mlflow": "as report.wandb",
+    "report.trackers": "as report.wandb; see tests/flows/views/test_trackers.py",
     "data.download": "this run's prompts are generated; it only matters before `prepare`",
 }
 

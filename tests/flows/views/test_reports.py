@@ -220,7 +220,7 @@ def test_wandb_continues_the_same_run_without_a_network(root, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("setting", "fact"),
     [
-        ("report.mlflow=https://u:pw@host", "report.mlflow is a URL with credentials"),
+        ("report.mlflow=https://u:pw@host", "report.mlflow: it is a URL with credentials"),
         ("report.examples=-1", "report.examples"),
     ],
 )
