@@ -196,7 +196,7 @@ def prove_resume(
 
 
 @app.command
-def completion(shell: Annotated[Literal["bash", Parameter(help="Which one.")], "zsh", "fish"] = "bash", /) -> int:
+def completion(shell: Literal["bash", "zsh", "fish"] = "bash", /) -> int:
     """Print a script by which a shell completes commands and options: `source <(ratchet completion bash)`."""
     output = Output()
     output.text(app.generate_completion(prog_name="ratchet", shell=shell))

@@ -102,6 +102,7 @@ NOT_HERE = {
     "report.wandb": "who is told; see tests/flows/views/test_reports.py",
     "report.mlflow": "as report.wandb",
     "report.trackers": "as report.wandb; see tests/flows/views/test_trackers.py",
+    "data.accept": "what it accepts is refused before `prepare`, and recorded then",
     "data.download": "this run's prompts are generated; it only matters before `prepare`",
 }
 
