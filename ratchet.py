@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from flows.views.evaluations import EvaluationRecord
     from flows.views.history import IterationRecord
     from flows.views.status import RunStatus
+    from flows.views.table import Row
+    from flows.views.trackers import TrackedRun, Tracker
+    from storage.backends.backend import Backend, Stored
     from storage.backends.root import Root, open_root
     from storage.errors import InputError, RatchetError
     from storage.upkeep.verify import Verification
@@ -29,20 +32,32 @@ if TYPE_CHECKING:
     from tasks.environments.protocol import Environment
     from tasks.export.export import Exported
     from tasks.rewards.sample import Sample
+    from trainer_core.objectives.registry import Advantage, Loss
+    from trainer_core.objectives.scored import Scored
+    from trainer_core.objectives.tokens import Tokens
 
 __all__ = [
+    "Advantage",
+    "Backend",
     "Environment",
     "EvaluationRecord",
     "Exported",
     "InputError",
     "IterationRecord",
+    "Loss",
     "RatchetError",
     "Root",
+    "Row",
     "Run",
     "RunConfig",
     "RunResult",
     "RunStatus",
     "Sample",
+    "Scored",
+    "Stored",
+    "Tokens",
+    "TrackedRun",
+    "Tracker",
     "Verification",
     "evaluate",
     "export",
@@ -56,17 +71,26 @@ DEFAULT_ROOT = "file://./runs"
 """Storage root of the runs of the working directory."""
 
 _LAZY = {
+    "Advantage": "trainer_core.objectives.registry",
+    "Backend": "storage.backends.backend",
     "Environment": "tasks.environments.protocol",
     "EvaluationRecord": "flows.views.evaluations",
     "Exported": "tasks.export.export",
     "InputError": "storage.errors",
     "IterationRecord": "flows.views.history",
+    "Loss": "trainer_core.objectives.registry",
     "RatchetError": "storage.errors",
     "Root": "storage.backends.root",
+    "Row": "flows.views.table",
     "RunConfig": "tasks.config.run",
     "RunResult": "flows.cli.launch",
     "RunStatus": "flows.views.status",
     "Sample": "tasks.rewards.sample",
+    "Scored": "trainer_core.objectives.scored",
+    "Stored": "storage.backends.backend",
+    "Tokens": "trainer_core.objectives.tokens",
+    "TrackedRun": "flows.views.trackers",
+    "Tracker": "flows.views.trackers",
     "Verification": "storage.upkeep.verify",
     "load_config": "tasks.config.document",
     "open_root": "storage.backends.root",

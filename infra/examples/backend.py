@@ -13,7 +13,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from storage.backends.backend import Backend, Stored
+from ratchet import Backend, Stored
 
 _TABLE = "create table if not exists objects (key text primary key, data blob, bytes integer, modified real)"
 

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from trainer_core.objectives.scored import Scored
-    from trainer_core.objectives.tokens import Tokens
+    from ratchet import Scored, Tokens
 
 
 def ranked(scored: "Scored") -> np.ndarray:

@@ -6,29 +6,16 @@ In the configuration: [report]
 
 import json
 from pathlib import Path
-from typing import Protocol
+
+from ratchet import Row, TrackedRun
 
 FOLDER = Path.home() / "ratchet-metrics"
-
-
-class Run(Protocol):
-    """The part of `flows.views.trackers.TrackedRun` that is used here."""
-
-    identity: str
-    title: str
-
-
-class Row(Protocol):
-    """The part of `flows.views.table.Row` that is used here."""
-
-    iteration: int
-    values: dict[str, float]
 
 
 class JsonLines:
     """A file for each run."""
 
-    def begin(self, run: Run) -> int:
+    def begin(self, run: TrackedRun) -> int:
         """Find the file of the run; the number of its lines is the first iteration that it lacks."""
         FOLDER.mkdir(parents=True, exist_ok=True)
         self.file = FOLDER / f"{run.identity}.jsonl"
