@@ -85,7 +85,7 @@ PLAN = (
     Mutant(
         "shards-in-another-order",
         "the shards of tensor-parallel ranks are put together in the wrong order",
-        "trainer_core/weights/shards.py",
+        "trainer_core/weights/exchange.py",
         "everyones.view(group.size(), -1):",
         "everyones.view(group.size(), -1).flip(0):",
         _SHARDS,

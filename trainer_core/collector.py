@@ -1,4 +1,4 @@
-"""Python's garbage collector: nothing waits for it while there is nothing to find."""
+"""Pause garbage collection during bulk allocation."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collections in the block.
+    """Pause Python's garbage collector in the block.
 
-    They take a fifth of the time of importing vLLM, for a million objects that stay; and a weight update makes as many
-    objects as set one off, which looks at all of the process's for half a second.
+    Collections take a fifth of the time of importing vLLM, for a million objects that stay. A weight update makes
+    enough objects to start one, which looks at all objects of the process for half a second.
     """
     if not gc.isenabled():  # by a block around this one
         yield

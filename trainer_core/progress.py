@@ -17,16 +17,16 @@ logger = logging.getLogger("trainer_core.progress")
 
 
 class _Whole:
-    """True if something is told as a whole, so that its parts are not."""
+    """True while a call reports its progress as a whole, so that its parts do not."""
 
     open = False
 
 
 def told[T](items: Sequence[T], unit: str) -> Iterator[T]:
-    """The items, of which each is counted when it is asked for; tells at most once a second.
+    """Yield the items, and report their number at most once a second.
 
     Args:
-        unit: what an item is, in the plural: micro-batches.
+        unit: the plural of an item: micro-batches.
     """
     due = 0.0
     for number, item in enumerate(items):
@@ -37,7 +37,7 @@ def told[T](items: Sequence[T], unit: str) -> Iterator[T]:
 
 
 def told_whole[T](items: Sequence[T], unit: str, note: Callable[[], str]) -> Iterator[T]:
-    """Like `told`, with a note such as `loss 0.5`; what is told within an item is left out."""
+    """Like `told`, with a note such as `loss 0.5`; progress within an item is not reported."""
     due = 0.0
     try:
         _Whole.open = True
@@ -51,7 +51,7 @@ def told_whole[T](items: Sequence[T], unit: str, note: Callable[[], str]) -> Ite
 
 
 def reported(steps: int) -> list[int]:
-    """The steps whose losses are reported, from 0: all, or some thousand of more, with the last."""
+    """Steps whose losses are reported, from 0: all, or of many some thousand and the last."""
     every = -(-steps // _MOST)
     return sorted({*range(every - 1, steps, every), steps - 1})
 

@@ -27,6 +27,6 @@ def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Tra
 
     trainer = Trainer(model_dir, config, rank, platform)
     gc.collect()
-    # else a collection looks at a million objects of the libraries: half a second, also amid an update; until `close`
+    # until `close`: a collection would look at a million objects of the libraries, for half a second, also in an update
     gc.freeze()
     return trainer

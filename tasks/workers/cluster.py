@@ -124,7 +124,7 @@ class Cluster:
             with _sigterm_kept():
                 ray.init(
                     address="local",  # not one whose address an earlier `ray start` on this machine left behind
-                    # whoever can write where its sockets are can take them over: Ray lets everybody
+                    # who can write to the folder of its sockets can take them over, and Ray lets every user do so
                     _temp_dir=str(self._folder.enter_context(socket_folder())),
                     _node_ip_address=LOOPBACK,
                     num_cpus=0,  # no idle workers are started, and our actors reserve no CPU
@@ -154,10 +154,10 @@ class Cluster:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep the handler of SIGTERM that somebody has installed: Ray replaces it, in the main thread.
+    """Keep the installed handler of SIGTERM, which Ray replaces in the main thread.
 
-    Prefect tells by its own that a flow run was cancelled; with Ray's, its process would report a crash. Where nobody
-    has installed one, Ray's stays: it lets a process clean up before it ends.
+    Prefect's own reports that a flow run was cancelled; with Ray's, its process would report a crash. If none was
+    installed, Ray's stays: it lets a process clean up before it ends.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -16,7 +16,7 @@ from tasks.config.environment import without_secrets
 from trainer_core.progress import understood
 
 BURST, PER_S = 100, 5.0
-"""Lines of one process at once, and lines a second after that; what is more is counted and left out."""
+"""Lines of one process at once, and lines a second after that; further lines are counted and left out."""
 
 _OURS, _RAYS = "ratchet", "ray_print_logs"
 _LONGEST = 1000
@@ -26,12 +26,12 @@ _HARMLESS = re.compile(
     r"|^Loading safetensors checkpoint shards: "  # its progress bar
     r"|^\[Gloo\] Rank \d+ is connected to "
 )
-"""Lines of others that tell a person nothing."""
+"""Lines of libraries that do not concern a user."""
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Say = Callable[[str], object]
 Counted = Callable[[int, int, str, str], object]
-"""Told that so many are done, of how many, of what, with a note."""
+"""Takes progress: the number done, the total, the unit, and a note."""
 
 _TELLS = "trainer-0"
 
@@ -43,7 +43,7 @@ def silence_terminal() -> None:
 
 @contextmanager
 def heard(say: Say, counted: Counted) -> Iterator[None]:
-    """Hand the lines of all processes to `say`, and how far the first trainer rank is to `counted`, in Ray's thread."""
+    """Pass the lines of all processes to `say`, and the first trainer rank's progress to `counted`, in Ray's thread."""
     dispatcher.add_handler(_OURS, Lines(say, counted))
     try:
         yield

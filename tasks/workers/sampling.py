@@ -34,7 +34,7 @@ class Batch:
 
 
 def untold(_done: int) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 def sample(
@@ -52,7 +52,7 @@ def sample(
         ready: called with the number of each batch and its completions (schema `COMPLETIONS`) as soon as they are
             there, in the context of the caller, from one thread for each engine.
         ahead: an engine gets no further batch while it has that many samples in flight.
-        told: called with the number of samples that are done, several times a second at most.
+        told: called with the number of finished samples, a few times a second at most.
         version: of the weights that must sample them; any by default.
 
     Raises:

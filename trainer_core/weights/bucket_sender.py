@@ -17,7 +17,7 @@ from trainer_core.weights.transports.ends import Sender, open_sender
 
 
 class BucketSender:
-    """A sender that, after a failure, takes no more: its rank goes on with what is collective, and fails at the end."""
+    """Sends buckets until the first failure; its rank then continues the collectives, and raises it at the end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh, digests: PlannedDigests) -> None:
         """Args:
@@ -47,7 +47,7 @@ class BucketSender:
             self._sender.close()
 
     def send(self, bucket: Bucket, planned: Sequence[PlannedTensor], fill: Callable[[torch.Tensor], object]) -> None:
-        """Let a bucket be read that `fill` writes into its arena; does nothing after a failure.
+        """Publish a bucket that `fill` writes into its arena; does nothing after a failure.
 
         Args:
             fill: is given the arena, (bucket.nbytes,) uint8.
@@ -86,7 +86,7 @@ class BucketSender:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """If the block fails, nothing more is sent, and `finish` raises that."""
+        """If the block fails, nothing more is sent, and `finish` raises the failure."""
         try:
             yield
         except RatchetError as error:

@@ -11,13 +11,13 @@ Transport = Literal["memory", "cuda", "collective", "files"]
 
 
 class Channel(Frozen):
-    """One update's way; made by whoever drives the update, and the same object for every process that takes part."""
+    """The channel of one update. The stage that drives the update makes it, and every process gets the same one."""
 
     transport: Transport
     """The way in which bytes move."""
     folder: str
-    """New, empty local folder in which both sides meet and tell each other how far they are; for `files` the place of
-    the files."""
+    """New, empty local folder in which both sides meet and count their progress; for `files` the folder or URL of the
+    files."""
     receivers: int
     """Engine workers that read, over all engines."""
     arenas: int = 2

@@ -62,7 +62,7 @@ class Conversion:
 
     @cached_property
     def live(self) -> torch.Tensor:
-        """The tensor without its history, the same each time."""
+        """Detached tensor, cached."""
         return self.tensor.detach()
 
     def changed(self) -> str | None:
@@ -147,7 +147,7 @@ class _Source:
         return self._tried(task, attribute, known)
 
     def _tried(self, task: WeightConversionTask[Any], attribute: str, known: Known) -> Conversion | Exported | None:
-        """Convert once without data, which tells names, types and shapes."""
+        """Convert once without data, to learn names, types and shapes."""
         finish = self._finisher(task)
         tried = self._of_its_kind(task, known)
         found = finish(tried.found)

@@ -103,8 +103,8 @@ def bring(sums: torch.Tensor) -> Brought:
 
 @dataclass(frozen=True)
 class BegunDigests:
-    """Digests of tensors, which a card may still be computing. The tensors may be given back meanwhile, or written by
-    what the same stream does later.
+    """Digests of tensors, which a card may still be computing. The tensors may already be freed, or written by later
+    work of the same stream.
     """
 
     heads: list[str]

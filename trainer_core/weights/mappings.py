@@ -26,7 +26,7 @@ KNOWN: frozenset[type] = frozenset({
     maps.ReplicatedMapping,
     maps.RowParallelMapping,
 })  # fmt: skip
-"""Mappings that make whole tensors of this rank's tensor and its tensor-parallel shards, and ask nobody else."""
+"""Mappings that make whole tensors of the shards of the tensor-parallel ranks, and ask no other rank."""
 
 _KNOWN_HOOKS = frozenset({
     MegatronModelBridge.maybe_modify_converted_hf_weight,

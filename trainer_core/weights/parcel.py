@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from trainer_core.weights.conversion import Conversion, gathered_by
+from trainer_core.weights.exchange import Shards
 from trainer_core.weights.mappings import replaced
 from trainer_core.weights.packing import Packing
 from trainer_core.weights.plan import PlannedTensor
-from trainer_core.weights.shards import Shards
 
 
 class Parcel:
@@ -26,7 +26,7 @@ class Parcel:
         self._packing: Packing | None = None
 
     def look(self) -> None:
-        """Do what can be done before the bucket's turn; inside `torch.no_grad`.
+        """Make the views of live weights before the bucket's turn; inside `torch.no_grad`.
 
         Raises:
             SyncMismatch: a weight is not as it was planned.

@@ -54,7 +54,7 @@ class Bucket(Frozen):
     """Tensors that are moved at once, through one arena of their sender."""
 
     number: int
-    """Place in the order of the plan; a sender sends its buckets in this order, and receivers read all in it."""
+    """Place in the order of the plan. A sender sends its buckets, and receivers read all buckets, in this order."""
     sender: int
     """Trainer rank that converts and sends it."""
     nbytes: int

@@ -1,4 +1,4 @@
-"""From the tables of all ranks to the one plan that every rank makes of them. Imports without torch."""
+"""The plan of an update, which every rank makes of the tables of all ranks. Imports without torch."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

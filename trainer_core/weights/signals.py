@@ -17,7 +17,7 @@ from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 
 FAILED = "failed"
-"""Name of the file, in the folder of a channel, that makes everybody stop; it says why."""
+"""Name of the file, in the folder of a channel, that stops all its users; it contains the reason."""
 
 UNKNOWN = "another process of the weight update failed, and its disk had no space left to say why"
 """Reason that an empty mark stands for."""
@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S, _GROWTH = 50e-6, 1e-3, 1.05  # at the last pause 
 
 
 def fail(folder: str | Path, reason: str) -> None:
-    """Make everybody who uses the channel in `folder` stop, with that reason; the first reason counts.
+    """Stop all users of the channel in `folder`, with that reason; the first reason counts.
 
     On a full disk the mark is empty, and stops them all the same.
     """
@@ -41,7 +41,7 @@ def fail(folder: str | Path, reason: str) -> None:
     except FileExistsError:
         pass
     except FileNotFoundError:
-        return  # the channel has been removed: nobody uses it any more
+        return  # the channel was removed: it has no users any more
     own.unlink(missing_ok=True)
 
 
@@ -93,7 +93,7 @@ class Signals:
         """Return once `reached` is true.
 
         Raises:
-            SyncMismatch: a process has failed, or the deadline has passed: then all others are told.
+            SyncMismatch: a process has failed, or the deadline has passed: then all others stop too.
         """
         pause, end = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
         while not reached():
@@ -158,7 +158,7 @@ def _turns(plan: WeightPlan) -> dict[int, int]:
 
 
 def _shared(path: Path, size: int) -> mmap.mmap:
-    """The whole of a file of that size, mapped; whoever comes first makes it, of zeros."""
+    """A file of that size, mapped as a whole; the first process makes it, of zeros."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except FileNotFoundError as error:

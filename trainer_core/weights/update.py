@@ -15,13 +15,12 @@ from trainer_core.platform.platform import quietly
 from trainer_core.weights.bucket_sender import BucketSender
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, conversions
-from trainer_core.weights.exchange import exchange
+from trainer_core.weights.exchange import Shards, exchange, group_of
 from trainer_core.weights.packing import Packing, tensors_of
 from trainer_core.weights.parcel import Parcel, Positions
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
 from trainer_core.weights.planned_digests import PlannedDigests, Whole, plan_digests
 from trainer_core.weights.planning import plan_of
-from trainer_core.weights.shards import Shards, group_of
 from trainer_core.weights.table import Place, Row, Table, decode, encode
 from trainer_core.weights.whole import Exported, WholeExport
 
@@ -100,7 +99,7 @@ class Update:
         return Parcel(planned, list(held.values()))
 
     def _carry(self, sender: BucketSender, bucket: Bucket, parcel: Parcel) -> None:
-        """Send a bucket, or give its sender this rank's shards."""
+        """Send a bucket, or send this rank's shards to its sender."""
         shards = Shards()
         for expert in (False, True):
             wanted = [one.live for one in parcel.conversions if one.gathers and one.row.expert == expert]
@@ -112,7 +111,7 @@ class Update:
     def _carry_exported(
         self, sender: BucketSender, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
     ) -> None:
-        """Let the bridge export what only it can, and rank 0 send it."""
+        """Export the weights that only the bridge converts, and send them from rank 0."""
         waiting = list(buckets)
         held: dict[str, torch.Tensor] = {}
 

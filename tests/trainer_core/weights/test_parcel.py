@@ -10,9 +10,9 @@ def filled(_rank, _world, _store):
     from torch.multiprocessing.reductions import StorageWeakRef
 
     from trainer_core.weights.conversion import Conversion
+    from trainer_core.weights.exchange import Shards
     from trainer_core.weights.packing import tensors_of, views
     from trainer_core.weights.parcel import Parcel, Positions
-    from trainer_core.weights.shards import Shards
     from trainer_core.weights.table import Row
 
     converted, made = [], []

@@ -28,7 +28,7 @@ _exported: dict[tuple[int, int, int], list[int]] = {}
 """Addresses of this process's arenas, by device, size and number; of one channel at a time."""
 _replaced: list[int] = []
 """Addresses of arenas of a former size, until the next update: receivers may have them open until the end of this one,
-and what another process has open must not be given back."""
+and memory that another process has open must not be freed."""
 _opened: dict[bytes, int] = {}
 """Addresses of other processes' arenas in this one, by their handles; of one channel at a time."""
 
@@ -97,7 +97,7 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _keep(key: tuple[int, int, int]) -> None:
-    """Have arenas of that size, and no others but those that they replace."""
+    """Reserve arenas of that size, and free all others but those that they replace."""
     _free(_replaced)
     _replaced.clear()
     if key not in _exported:
@@ -131,7 +131,7 @@ def _card(index: int) -> str:
 
 
 def _reserved(size: int, count: int) -> list[int]:
-    """Addresses of so many new arenas; none is left if there is no room for all."""
+    """Addresses of new arenas. If there is no room for all of them, none stays reserved."""
     addresses: list[int] = []
     try:
         while len(addresses) < count:

@@ -21,7 +21,7 @@ class BroadcastGroup:
     """The group in which one sender broadcasts: rank 0 is the sender, the receivers follow by their numbers."""
 
     def __init__(self, channel: Channel, signals: Signals, sender: int, rank: int, device: torch.device) -> None:
-        """Meet the others. They must all come: one that does not ends it with the channel's deadline.
+        """Meet all others. If one of them does not come, the wait ends at the channel's deadline.
 
         Raises:
             SyncMismatch: a process has failed or did not come.
@@ -36,7 +36,7 @@ class BroadcastGroup:
         self._group: Any = _connected(signals, make, f"trainer rank {sender} and all engines to connect")
 
     def broadcast(self, arena: torch.Tensor) -> Callable[[], bool]:
-        """Begin to send, or to receive, the bytes of an arena; the result tells whether that is done."""
+        """Begin to send, or to receive, the bytes of an arena; the result says if that is done."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self._group.broadcast([arena], options).is_completed

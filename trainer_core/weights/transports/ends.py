@@ -43,7 +43,7 @@ class Sender(Protocol):
         ...
 
     def fail(self, reason: str) -> None:
-        """Tell everybody that this update will not be completed."""
+        """Stop all other ends: this update will not be completed."""
         ...
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Receiver(Protocol):
         ...
 
     def fail(self, reason: str) -> None:
-        """Tell everybody that this update will not be completed."""
+        """Stop all other ends: this update will not be completed."""
         ...
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class _BucketFiles:
             raise SyncMismatch(self._fs.cat_file(f"{self._folder}/{FAILED}").decode() or UNKNOWN)
 
     def fail(self, reason: str) -> None:
-        """Tell the other end that this update will not be completed."""
+        """Stop the other ends: this update will not be completed."""
         if self._local:
             fail(self._folder, reason)
         else:
