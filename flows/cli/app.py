@@ -114,9 +114,7 @@ def status(
 ) -> int:
     """Show how far a run is, from its storage alone."""
     found = read_status(open_root(root), run, everything)
-    with Output(json=json) as output:
-        output.result(found, status_lines(found))
-    return 0
+    return Output.show(json, found, status_lines(found))
 
 
 @app.command(name="config")
@@ -140,13 +138,11 @@ def config_command(
         raise InputError("--example, --markdown and --json, or a run, exclude each other: give only one of them")
     if run is not None:
         stored = of_stored(run, None, (), open_root(root))
-        with Output(json=json) as output:
-            output.result(stored, list(written(stored.model_dump(mode="json")))[:-1])
-        return 0
+        return Output.show(json, stored, list(written(stored.model_dump(mode="json")))[:-1])
     text = reference.example() if example else reference.markdown() if markdown else None
-    with Output(json=json) as output:
-        output.result(reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines())
-    return 0
+    return Output.show(
+        json, reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines()
+    )
 
 
 @app.command

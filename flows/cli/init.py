@@ -40,6 +40,6 @@ def init_command(
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}. Give another folder") from None
     made = FirstRun(folder=str(folder.absolute()), files=FILES)
-    with Output(json=json) as output:
-        output.result(made, [f"wrote {', '.join(FILES)} to {folder}", f"next: ratchet run {folder / 'run.toml'}"])
-    return 0
+    return Output.show(
+        json, made, [f"wrote {', '.join(FILES)} to {folder}", f"next: ratchet run {folder / 'run.toml'}"]
+    )

@@ -35,9 +35,7 @@ def samples_command(
     if not (best or worst or random or prompt is not None):
         choice = Choice(best=_FEW, worst=_FEW)
     found = read_chosen(open_root(root), place.run, place.iteration, choice)
-    with Output(json=json) as output:
-        output.result(found, sample_lines(found))
-    return 0
+    return Output.show(json, found, sample_lines(found))
 
 
 class Report(BaseModel, frozen=True, extra="forbid"):
@@ -63,6 +61,6 @@ def report_command(run: RunId, *, root: RootUrl = DEFAULT_ROOT, json: Json = Fal
         f"{store.url}/{layout.report_key(run, name)}" for name in (layout.METRICS, layout.EVENTS, PLOT)
     )
     report = Report(run=run, metrics=metrics, tensorboard=events.rpartition("/")[0], plot=plot)
-    with Output(json=json) as output:
-        output.result(report, [f"{name:<20}{value}" for name, value in report.model_dump(exclude={"run"}).items()])
-    return 0
+    return Output.show(
+        json, report, [f"{name:<20}{value}" for name, value in report.model_dump(exclude={"run"}).items()]
+    )

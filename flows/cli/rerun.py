@@ -92,9 +92,7 @@ def choose_command(
         choose(store, WORKFLOW, run, revision, reason, person(), lease)
         write_report(store, run)
     chosen = Chosen(run=run, before=before, head=revision)
-    with Output(json=json) as output:
-        output.result(chosen, [f"run {run}: revision {revision} is the head, before it was {before}"])
-    return 0
+    return Output.show(json, chosen, [f"run {run}: revision {revision} is the head, before it was {before}"])
 
 
 def _repeatable(stage: str | None) -> Stage:

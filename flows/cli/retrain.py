@@ -102,9 +102,7 @@ def import_command(
         raise InputError("name at least one .jsonl, .json or .parquet file to import")
     order = ImportOrder(files, run, mapped(map), temperature, logprobs=not without_logprobs)
     made = import_samples(open_root(root), order)
-    with Output(json=json) as output:
-        output.result(made, _of_import(made))
-    return 0
+    return Output.show(json, made, _of_import(made))
 
 
 def _of_import(made: Imported) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
 from flows.views.history import evaluation_due, stages_of
 from storage import layout
@@ -35,8 +35,8 @@ class Difference(BaseModel, frozen=True, extra="forbid"):
         return f"{self.stage} of iteration {self.iteration}: {self.what}"
 
 
-class Comparison(BaseModel, frozen=True, extra="forbid"):
-    """Counts of what was compared, and the differences."""
+class Counts(BaseModel, frozen=True, extra="forbid"):
+    """Counts of what was compared."""
 
     manifests: int = 0
     """Committed stages, by the identity of their content."""
@@ -52,13 +52,19 @@ class Comparison(BaseModel, frozen=True, extra="forbid"):
     """Rows of the tables of rollouts, rewards and evaluations."""
     metrics: int = 0
     """Figures of the stages, without those that measure time."""
-    differences: tuple[Difference, ...] = ()
-    """In the order of work."""
 
+    @computed_field
     @property
     def tensors(self) -> int:
         """Tensors of all states."""
         return self.weights + self.optimizer
+
+
+class Comparison(Counts):
+    """Counts of what was compared, and the differences."""
+
+    differences: tuple[Difference, ...] = ()
+    """In the order of work."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, computed_field
+from pydantic import computed_field
 
-from flows.proof.compare import Comparison, Pair, lend_rollouts
+from flows.proof.compare import Comparison, Counts, Pair, lend_rollouts
 from flows.proof.faults import Fault, FaultFolder
 from flows.proof.kills import check, chosen
 from flows.views.output import Output
@@ -53,7 +53,7 @@ class ProofOrder:
     """Flip one bit, to see the proof fail."""
 
 
-class ProofReport(BaseModel, frozen=True, extra="forbid"):
+class ProofReport(Counts):
     """The result of `ratchet prove-resume`, as JSON."""
 
     whole: str
@@ -76,14 +76,6 @@ class ProofReport(BaseModel, frozen=True, extra="forbid"):
     """Stages that were begun again although they were committed."""
     orphans: tuple[str, ...]
     """Processes of the interrupted run that were still running after it."""
-    manifests: int
-    states: int
-    tensors: int
-    weights: int
-    optimizer: int
-    rng: int
-    rows: int
-    metrics: int
     planted: bool
     """True if a bit was flipped on purpose."""
     differences: tuple[str, ...]
@@ -201,8 +193,7 @@ def _report(
         starts=starts,
         done_twice=tuple(_done_twice(folder)),
         orphans=tuple(_orphans(folder.path)),
-        tensors=found.tensors,
-        **found.model_dump(include={"manifests", "states", "weights", "optimizer", "rng", "rows", "metrics"}),
+        **found.model_dump(include=set(Counts.model_fields)),
         planted=order.plant,
         differences=tuple(map(str, found.differences)),
         determinism=where_determinism_ends(order, interrupted, found),

@@ -53,6 +53,13 @@ class Output:
                 self._line(line)
         self._result.flush()
 
+    @classmethod
+    def show(cls, json: bool, model: BaseModel, lines: Sequence[str | Text]) -> int:
+        """Write a result that is complete; returns the exit code 0."""
+        with cls(json=json) as output:
+            output.result(model, lines)
+        return 0
+
     def text(self, text: str) -> None:
         """Write a text to standard output as it is."""
         self._result.write(text)

@@ -22,7 +22,7 @@ from tests.flows.runs import make_manifest
 REPORT = {
     "whole": "file:///w", "interrupted": "file:///i", "iterations": 2, "rollouts": "stored",
     "kills_planned": 1, "kills_delivered": 1, "points": ("train@1:upload:flow",), "points_missed": (), "starts": 2,
-    "done_twice": (), "orphans": (), "manifests": 13, "states": 3, "tensors": 30, "weights": 10, "optimizer": 20,
+    "done_twice": (), "orphans": (), "manifests": 13, "states": 3, "weights": 10, "optimizer": 20,
     "rng": 5, "rows": 99, "metrics": 42, "planted": False, "differences": (), "determinism": "nowhere",
 }  # fmt: skip
 
