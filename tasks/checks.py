@@ -23,10 +23,9 @@ from tasks.data.sources import text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.objective import check_objective
 from tasks.preflight import check_continued, check_model
-from tasks.rewards.check import check_reward
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
-from tasks.rewards.trying import Call, call_reward, check_golds
+from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL, stored_codec
 from tasks.stages.views import Prepared

@@ -14,7 +14,7 @@ from tasks.config.document import apply_override, parse_config
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
-from tasks.rewards.check import check_reward
+from tasks.rewards.trying import check_reward
 from tasks.stages.trial import Trial, try_reward
 from trainer_core.user_code import located_function, without_folder
 

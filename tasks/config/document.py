@@ -1,6 +1,7 @@
 """The document that defines a run: TOML in, frozen models out, all errors in one message."""
 
 import difflib
+import glob
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,8 @@ from pydantic import ValidationError
 
 from storage.backends.objects import client_errors
 from storage.errors import InputError
-from tasks.config.credentials import shown, shown_setting, shown_text
+from tasks.config.credentials import referenced, shown, shown_setting, shown_text
 from tasks.config.keys import NONE, Models, models_in, placed, type_of
-from tasks.config.located import folder_of, located
 from tasks.config.run import SWITCHED, RunConfig
 from trainer_core.marks import Mark
 from trainer_core.objectives.user_config import OBJECTIVE_TABLES, found_code
@@ -178,6 +178,33 @@ def _with_source(table: Any, key: str) -> Any:
     if not isinstance(table, dict) or not isinstance(table.get("function"), str):
         return table
     return {**table, "source": found_code(table["function"], str(table.get("source", "")), key)[1]}
+
+
+def folder_of(configuration: str) -> Path | None:
+    """The local folder of a configuration file; None if it is at a URL."""
+    return None if "://" in configuration else Path(configuration).absolute().parent
+
+
+def located(name: str, folder: Path | None) -> str:
+    """`name` as an absolute path if it names local files, by path or by pattern; else as it is.
+
+    So a run is the same from whatever folder it is started. Files beside the configuration come before those in the
+    working directory; what exists in neither may be a URL, a reference (`env:NAME`) or an id of the hub.
+    """
+    if "://" in name or referenced(name) is not None:
+        return name
+    places = (
+        [Path(name).expanduser()] if folder is None else [folder / Path(name).expanduser(), Path(name).expanduser()]
+    )
+    found = next((place for place in places if _is_there(place)), None)
+    return name if found is None else str(found.absolute())
+
+
+def _is_there(place: Path) -> bool:
+    try:
+        return place.exists() or bool(glob.glob(str(place), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    except OSError:  # a name that is too long, or a folder that must not be read
+        return False
 
 
 def _place(text: str, mark: Mark, key: str, folder: Path | None) -> str:

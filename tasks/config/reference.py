@@ -1,17 +1,16 @@
 """Every key of a run's configuration, read from the models: as a page, for a terminal, and as a commented example."""
 
 import textwrap
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, JsonValue, RootModel
 from pydantic.fields import FieldInfo
 
-from tasks.config.identity import is_runtime
+from tasks.config.keys import choices, key_at
 from tasks.config.run import RunConfig
 from tasks.config.written import toml
 
@@ -46,15 +45,16 @@ error. Any key can be replaced on the command line: `--set section.key=value`. `
 `ratchet config --example` a complete file with these texts as comments, `ratchet config --json` the JSON schema, and
 `ratchet config RUN` what a run was recorded with.
 
-Keys marked **meaning** decide what a run computes. They are fixed when it first starts: it is continued only with the
-same values, and their digest is in each of its manifests. Keys marked **runtime** may change whenever it is
-continued. Paths of model and data are among these, because their content at the first start is stored with the run.
+Keys marked **meaning** decide the result of the stages that are named with them. They are fixed when a run starts:
+it is continued only with the same values, and their digest is in each of its manifests. Keys marked **runtime** may
+change whenever it is continued. Paths of model and data are among these, because their content at the first start is
+stored with the run.
 
 Secrets are not stored. A value `"env:NAME"` in `reward.arguments`, or for `model.source` and the URLs of `[data]`, is
 replaced by the environment variable NAME where it is used. A literal value is refused if its key is named like a secret
 (`api_key`, `token`, `password`, ...), as is a URL with a password or a signature in it.
 
-This page is generated from the models in `tasks/config` and `trainer_core/config.py`. Change the texts there,
+This page is generated from the models in `tasks/config` and `trainer_core/config.py`. Change texts and marks there,
 then run `ratchet config --markdown > docs/configuration.md`.
 """
 
@@ -75,6 +75,8 @@ class Key:
     """True if it must be given when its table is given."""
     role: str
     """`meaning` or `runtime`."""
+    stages: tuple[str, ...]
+    """Stages whose result it decides."""
     text: str
     """Its docstring."""
 
@@ -156,7 +158,7 @@ def _tables(model: type[BaseModel], path: tuple[str, ...], default: BaseModel | 
 
 def _alternatives(field: FieldInfo, place: tuple[str, ...]) -> Iterator[Table]:
     """A table of which `type` says what it may hold: the default, and the others as `Table.instead`."""
-    kinds = [choice for choice in _choices(field.annotation) if isinstance(choice, type)]
+    kinds = [choice for choice in choices(field.annotation) if isinstance(choice, type)]
     kinds.sort(key=lambda kind: kind is not type(field.default))  # the default first
     first, *others = [
         Table(".".join(place), _text(kind.__doc__), tuple(_key(kind, name, place, None) for name in kind.model_fields))
@@ -169,12 +171,14 @@ def _alternatives(field: FieldInfo, place: tuple[str, ...]) -> Iterator[Table]:
 
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
-    choices = [choice for choice in _choices(field.annotation) if isinstance(choice, type)]
-    return next((choice for choice in choices if issubclass(choice, BaseModel)), None)
+    kinds = [choice for choice in choices(field.annotation) if isinstance(choice, type)]
+    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
 
 def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: BaseModel | None) -> Key:
     field, place = model.model_fields[name], (*path, name)
+    key = key_at(RunConfig, ".".join(place))
+    stages = () if key is None else key.mark.stages or ()
     value = field.default if default is None else dict(default)[name]
     known = value is not None and not (field.is_required() and default is None)
     return Key(
@@ -183,7 +187,8 @@ def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: Base
         kind=", ".join([_kind(field.annotation), *_limits(field)]),
         default=toml(value) if known else None,
         required=field.is_required(),
-        role=RUNTIME if is_runtime(".".join(place)) else MEANING,
+        role=MEANING if stages else RUNTIME,
+        stages=stages,
         text=_text(field.description),
     )
 
@@ -194,23 +199,14 @@ def _listed(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tup
         section = _section_of(field)
         if section is not None:
             yield from _listed(section, (*path, name))
-        for choice in _choices(field.annotation):
+        for choice in choices(field.annotation):
             inner = get_args(choice)[0] if get_origin(choice) is tuple else None
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield (*path, name), inner
 
 
-def _choices(annotation: Any) -> list[Any]:
-    """The alternatives of a type, without None; those of a Literal are its values."""
-    if get_origin(annotation) is Annotated:
-        return _choices(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType, Literal):
-        return [choice for part in get_args(annotation) if part is not type(None) for choice in _choices(part)]
-    return [annotation]
-
-
 def _kind(annotation: Any) -> str:
-    return " or ".join(map(_kind_of, _choices(annotation)))
+    return " or ".join(map(_kind_of, choices(annotation)))
 
 
 def _kind_of(choice: Any) -> str:
@@ -221,7 +217,7 @@ def _kind_of(choice: Any) -> str:
     inner = get_args(choice)[0]
     if isinstance(inner, type) and issubclass(inner, BaseModel):
         return "list of tables"
-    return f"list of {' or '.join(f'{_kind_of(part)}s' for part in _choices(inner))}"
+    return f"list of {' or '.join(f'{_kind_of(part)}s' for part in choices(inner))}"
 
 
 def _text(given: str | None) -> str:
@@ -258,7 +254,8 @@ def _written(table: Table, title: str) -> str:
     for key in table.keys:
         default = default_of(key) if key.default is None else f"`{key.default}`"
         note = "; required if the table is given" if key.required and key.default is not None else ""
-        cells = (f"`{key.name}`", key.kind, default + note, key.role, key.text)
+        role = f"{key.role}: {', '.join(key.stages)}" if key.stages else key.role
+        cells = (f"`{key.name}`", key.kind, default + note, role, key.text)
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join([*head, *rows, ""])
 

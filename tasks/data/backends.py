@@ -66,33 +66,26 @@ class Backend(Protocol):
     @property
     def size(self) -> int:
         """Number of tokens."""
-        ...
 
     @property
     def special(self) -> Special:
         """Its special tokens."""
-        ...
 
     @property
     def template(self) -> str | None:
         """Its chat template, or all of several; None if it cannot render messages."""
-        ...
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """Token ids of each text; with `special`, between the tokens that the tokenizer puts around a text."""
-        ...
 
     def decode(self, rows: list[list[int]]) -> list[str]:
         """Texts of rows of token ids, special tokens included."""
-        ...
 
     def token_id(self, text: str) -> int | None:
         """The id of the token with this text; None if there is none."""
-        ...
 
     def render(self, chat: Chat, answering: bool) -> str:
         """Messages as text; raises InputError."""
-        ...
 
 
 def read_backend(directory: Path) -> Backend:
@@ -112,25 +105,20 @@ class Plain:
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
         return self.tokenizer.get_vocab_size()
 
     @property
     def special(self) -> Special:
-        """As `Backend`."""
         found = self.tokenizer.token_to_id
         return Special(found(STOP), None, found(PAD), found(UNKNOWN), special_tokens(self.tokenizer))
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """As `Backend`."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
 
     def decode(self, rows: list[list[int]]) -> list[str]:
-        """As `Backend`."""
         return self.tokenizer.decode_batch(rows, skip_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
-        """As `Backend`."""
         return self.tokenizer.token_to_id(text)
 
     def render(self, chat: Chat, answering: bool) -> str:
@@ -146,12 +134,10 @@ class Makers:
 
     @property
     def size(self) -> int:
-        """Number of tokens."""
         return len(self.tokenizer)
 
     @property
     def special(self) -> Special:
-        """As `Backend`."""
         found = self.tokenizer
         ids = frozenset(number for number, token in found.added_tokens_decoder.items() if token.special)
         named = (found.eos_token_id, found.bos_token_id, found.pad_token_id, found.unk_token_id)
@@ -159,25 +145,20 @@ class Makers:
 
     @property
     def template(self) -> str | None:
-        """As `Backend`."""
         return None if self.tokenizer.chat_template is None else str(self.tokenizer.chat_template)
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """As `Backend`."""
         if not texts:  # transformers asks for the type of the first
             return []
         return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
     def decode(self, rows: list[list[int]]) -> list[str]:
-        """As `Backend`."""
         return self.tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_id(self, text: str) -> int | None:
-        """As `Backend`."""
         return self.tokenizer.get_vocab().get(text)
 
     def render(self, chat: Chat, answering: bool) -> str:
-        """As `Backend`."""
         if self.template is None:
             raise InputError(_NO_TEMPLATE)
         try:

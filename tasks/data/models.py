@@ -1,7 +1,8 @@
 """The model of a run: a folder on any fsspec filesystem, the hub's cache, or generated."""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from storage.errors import InputError
 from tasks.config.credentials import referenced
 from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
-from tasks.data.generated import generate_model
+from tasks.data.generated import generate_model, shapes
 from tasks.data.hub import cache_folder, cached, fetch, hub_id, is_hub_id
 from tasks.data.model_files import INDEX, TEXT_FILES, is_weights
 
+_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FAILURES = (OSError, ImportError, ValueError)
 
 
@@ -153,6 +155,23 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
 def wanted_texts(there: dict[str, int]) -> list[str]:
     """The files of a folder that a run takes besides the weights."""
     return [name for name in there if name in TEXT_FILES or (is_weights(name) and name == INDEX)]
+
+
+def count_parameters(section: ModelSection, facts: Mapping[str, Any]) -> int:
+    """The number of weights.
+
+    Args:
+        facts: the fields of the model's config.json.
+
+    Raises:
+        InputError: its files cannot be listed.
+    """
+    if section.generate is not None:
+        return sum(math.prod(shape) for _, shape in shapes(section.generate))
+    kind = str(facts.get("dtype") or facts.get("torch_dtype") or "float32").removeprefix("torch.")
+    folder = open_model(section)
+    sizes = folder.files()
+    return sum(sizes[name] for name in folder.weights()) // _SIZES.get(kind, 4)
 
 
 def _names_a_hub_model(source: str) -> bool:

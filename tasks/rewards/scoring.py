@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import pyarrow as pa
+
 from storage.digest import bytes_digest
 from tasks.config.environment import without_secrets
 from tasks.config.reward import RewardFunction, RewardSection
@@ -98,6 +101,20 @@ def scoring_processes(section: RewardSection) -> int:
 def notices(section: RewardSection) -> list[str]:
     """Notices for people about the scoring of responses."""
     return [] if section.tried else ["reward.try is false: the reward is not called on records before the run"]
+
+
+def equal_groups(rewards: pa.Table) -> float:
+    """Share of the prompt groups of a reward table in which no sample can have an advantage: all scores are equal, or
+    fewer than two samples have one. 0 to 1."""
+    names = rewards["prompt_id"].combine_chunks().dictionary_encode()
+    scores = rewards["reward"].cast(pa.float64()).to_numpy()  # NaN where there is none
+    groups = names.indices.to_numpy()
+    scored = np.isfinite(scores)
+    count = len(names.dictionary)
+    highest, lowest = np.full(count, -np.inf), np.full(count, np.inf)
+    np.maximum.at(highest, groups[scored], scores[scored])
+    np.minimum.at(lowest, groups[scored], scores[scored])
+    return float(np.mean(highest <= lowest))
 
 
 def _scored(section: RewardSection, part: RewardFunction, responses: Sequence[Response], allowed: int | None) -> Scored:

@@ -1,5 +1,6 @@
-"""Calling a run's reward on real records, and reading their gold answers, before anything expensive starts."""
+"""Checks of a run's reward before anything expensive starts: its functions, calls on real records, gold answers."""
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,10 +13,12 @@ import pyarrow as pa
 from storage.errors import InputError, StageFailed
 from tasks.config.reward import RewardFunction, RewardSection
 from tasks.data.tokenizer import TextCodec
-from tasks.rewards.pool import Response, score_in_processes
-from tasks.rewards.resolve import Target, find_reward
+from tasks.rewards.calling import NotCallable, parameters_of
+from tasks.rewards.pool import Refused, Response, Worker, score_in_processes
+from tasks.rewards.resolve import Target, find_reward, own_function, values_of
 from tasks.rewards.sample import Score
-from tasks.rewards.scoring import failures_allowed, order_of, score_responses
+from tasks.rewards.scoring import failures_allowed, order_of, score_responses, scoring_processes
+from trainer_core.effects import Unused, without_effect
 
 WRONG = "I do not know."
 """The response that is wrong for every record."""
@@ -36,6 +39,42 @@ class Call:
     """True if the response is the record's own answer."""
     response: str
     score: Score
+
+
+def check_reward(section: RewardSection) -> None:
+    """Refuse functions that cannot be used. What is not ours is imported in a process of its own, with a deadline.
+    Raises InputError: naming the setting and the reason."""
+    _checked(section.model_dump_json())
+
+
+@functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached
+def _checked(document: str) -> None:
+    section = RewardSection.model_validate_json(document)
+    if found := without_effect(section, _UNUSED, "reward."):
+        raise InputError("\n".join(found))
+    for part in section.parts:
+        _check_function(section, part)
+
+
+def _check_function(section: RewardSection, part: RewardFunction) -> None:
+    order = order_of(section, part)
+    try:
+        if order.target.version is not None:
+            parameters_of(own_function(order.target), values_of(part.arguments), part.batch)
+        else:
+            with Worker(order):
+                return
+    except (Refused, NotCallable) as reason:
+        raise InputError(
+            f"{part.key} {order.target.name!r} cannot be used: {reason}. Fix it, set its arguments, or name another one"
+        ) from None
+
+
+def _in_process(section: RewardSection) -> str | None:
+    return None if scoring_processes(section) else "functions that are scored in the calling process (processes = 0)"
+
+
+_UNUSED = (Unused("deadline_s", _in_process), Unused("start_deadline_s", _in_process))
 
 
 def call_reward(section: RewardSection, prompts: pa.Table, codec: TextCodec) -> list[Call]:

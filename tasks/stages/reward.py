@@ -9,8 +9,7 @@ from pydantic import JsonValue
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from tasks.config.evaluation import SCORED_BY, SOURCE
-from tasks.rewards.scoring import score_responses
-from tasks.rewards.spread import equal_groups
+from tasks.rewards.scoring import equal_groups, score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.scored import REPLACED, accepted, columns, metrics, responses_of, scored_by

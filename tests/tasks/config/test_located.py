@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.config.document import load_config
-from tasks.config.located import located
+from tasks.config.document import load_config, located
 from tests.bad_input.test_command import CONFIG
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.checks import prompt_notes
-from tasks.config.document import parse_config
-from tasks.config.located import located
+from tasks.config.document import located, parse_config
 from tasks.data.sources import Counted, prompts_of, text_codec
 from tests.tasks.data.chat_model import TEMPLATE, chat_model
 

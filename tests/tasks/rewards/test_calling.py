@@ -8,9 +8,9 @@ import pytest
 from storage.errors import InputError
 from tasks.config.reward import RewardSection
 from tasks.rewards.calling import Caller, NotCallable, parameters_of
-from tasks.rewards.check import check_reward
 from tasks.rewards.sample import Sample
 from tasks.rewards.scoring import score_responses
+from tasks.rewards.trying import check_reward
 from tests.tasks.rewards.orders import responses
 
 

@@ -9,7 +9,7 @@ import pytest
 from storage.errors import InputError
 from tasks.config.environment import scoring_environment, without_secrets
 from tasks.config.reward import RewardSection
-from tasks.rewards.check import check_reward
+from tasks.rewards.trying import check_reward
 from tests.tasks.rewards.orders import order, scores
 
 SECRETS = {

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from storage.schema import REWARD
-from tasks.rewards.spread import equal_groups
+from tasks.rewards.scoring import equal_groups
 
 
 def table(**groups: list[float | None]) -> pa.Table:

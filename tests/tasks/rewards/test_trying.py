@@ -9,7 +9,7 @@ from storage.errors import InputError
 from storage.schema import PROMPTS
 from tasks.config.reward import RewardSection
 from tasks.rewards.scoring import notices
-from tasks.rewards.trying import WRONG, blind, call_reward, check_golds
+from tasks.rewards.trying import WRONG, blind, call_reward, check_golds, check_reward
 
 
 class Codec:
@@ -156,3 +156,10 @@ def test_golds_that_can_be_read_and_those_of_other_rewards_are_no_matter():
     check_golds(RewardSection(function="math_verify"), [prompts(GOLDS[:2])])
     check_golds(RewardSection(function="math_verify", arguments={"field": "key"}), [prompts([{"key": 1}])])
     check_golds(RewardSection(), [prompts(GOLDS)])
+
+
+@pytest.mark.parametrize("key", ["deadline_s", "start_deadline_s"])
+def test_a_deadline_that_nothing_keeps_is_refused(key):
+    check_reward(RewardSection(**{key: 3.0, "processes": 1}))
+    with pytest.raises(InputError, match=rf"reward\.{key} has no effect with functions that are scored in the calling"):
+        check_reward(RewardSection(**{key: 3.0}))
