@@ -347,12 +347,14 @@ def _shadowed() -> str | None:
     return None
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'ratchet' has no attribute {name!r}: it has {', '.join(__all__)}")
-    value = vars(importlib.import_module(_LAZY[name]))[name]
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker refuses names that are not there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'ratchet' has no attribute {name!r}: it has {', '.join(__all__)}")
+        value = vars(importlib.import_module(_LAZY[name]))[name]
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> Sequence[str]:
