@@ -12,7 +12,7 @@ from flows.views.evaluations import EvaluationRecord, evaluations
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.revisions import Revisions, read_revisions
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.checks import check_config, prepared_stage
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
@@ -99,7 +99,7 @@ def open_evaluation(run: str, root: Root, stored: StoredConfig, purpose: str = "
         process_cluster() as cluster,
         # the processes of the run itself, which may be at work on the same cluster, have its plain name
         Fleet(f"{run}:{purpose}", stored.config, cluster) as fleet,
-        Outbox() as outbox,
+        WriteBehind() as outbox,
     ):
         yield RunContext(run, root, stored.config, stored.digest, fleet, folder, outbox=outbox)
 

@@ -27,7 +27,7 @@ _SHOWN = 5  # findings of a verification that a report names
 
 
 class Upkeep(BaseModel):
-    """What is to be done."""
+    """The work that is asked for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,22 +40,22 @@ class Upkeep(BaseModel):
 
 
 class RunUpkeep(BaseModel):
-    """What was done for one run, and what is wrong with it."""
+    """The upkeep of one run, and its problems."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     driven: bool = False
-    """Whether another process drove it, so that only what that process cannot use was deleted."""
+    """True if another process drove it, so that only what that process cannot use was deleted."""
     removed: int = 0
     """Objects that were deleted."""
     removed_bytes: int = 0
     archived: int = 0
     """Samples that were written to the archive."""
     verified_bytes: int = 0
-    """What was read and compared."""
+    """Bytes that were read and compared."""
     problems: tuple[str, ...] = ()
-    """What is wrong, a line each."""
+    """Problems, a line each."""
 
 
 class Maintenance(BaseModel):
@@ -69,7 +69,7 @@ class Maintenance(BaseModel):
     @computed_field
     @property
     def healthy(self) -> bool:
-        """Whether no run has a problem."""
+        """True if no run has a problem."""
         return not any(one.problems for one in self.runs)
 
 

@@ -26,7 +26,7 @@ from storage.backends.root import Root, open_root
 from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.checks import advice, prepared_stage, prompt_notes
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
@@ -144,7 +144,7 @@ def open_context(
             Fleet(name, config, cluster) as fleet,
             injected(cluster.settings.faults, fleet.processes),
             Subflows(name, config.run.iterations, progress.advanced) as page,
-            Outbox() as outbox,
+            WriteBehind() as outbox,
         ):
             yield RunContext(
                 name,

@@ -123,7 +123,7 @@ CLOSED = (
         "late-store-used",
         "a store is used that lists objects later than they were written",
         "storage/backends/root.py",
-        "            if probed.keys(layout.probe_folder(token)) != [key]:\n",
+        "            if probed.keys(layout.folder_of(key)) != [key]:\n",
         "            if False:\n",
         _DOOR,
     ),

@@ -217,7 +217,7 @@ STORE = (
         "archive-beside-archive",
         "an archive leaves the one before it, and readers count samples twice",
         "storage/upkeep/archive.py",
-        "        if old != key:\n            root.remove(old)\n",
+        "        if old != made.key:\n            root.remove(old)\n",
         "        pass\n",
         _ARCHIVE,
     ),

@@ -22,7 +22,7 @@ class Attempt(BaseModel):
     writer: str
     """Host and process."""
     time: datetime
-    """When (UTC)."""
+    """Time of its beginning (UTC)."""
 
 
 def begin(root: Root, run: str, iteration: int, stage: str, writer: str, revision: int = 0) -> int:

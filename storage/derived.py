@@ -21,11 +21,11 @@ class GrowingFile:
 
     @property
     def appends(self) -> bool:
-        """Whether the store can append."""
+        """True if the store can append."""
         return self._root.backend.appends
 
     def read(self) -> bytes:
-        """What was written so far; empty if nothing was."""
+        """The content so far; empty if nothing was written."""
         if self._whole is not None:
             return bytes(self._whole)
         try:

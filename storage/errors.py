@@ -8,11 +8,11 @@ class RatchetError(Exception):
     beside: str | None = None
     """Another failure, which happened beside this one and would otherwise be hidden by it."""
     during: str | None = None
-    """What of which stage was under way, if that is known."""
+    """The work and its stage that were under way, if known."""
 
 
 def told(error: RatchetError) -> str:
-    """What an error says, and what happened beside it."""
+    """The message of an error, and of the failure beside it."""
     return str(error) if error.beside is None else f"{error}\n{error.beside}"
 
 

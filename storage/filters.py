@@ -15,6 +15,7 @@ A comparison with null is neither true nor false, as in SQL: such a row is kept 
 """
 
 import difflib
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,15 +39,9 @@ _TOKEN = re.compile(
 )
 _WORDS = {"and", "or", "not", "in", "is", "null", "true", "false"}
 _COMPARISONS: dict[str, Callable[[pc.Expression, pc.Expression], pc.Expression]] = {
-    "==": lambda left, right: left == right,
-    "=": lambda left, right: left == right,
-    "!=": lambda left, right: left != right,
-    "<>": lambda left, right: left != right,
-    "<": lambda left, right: left < right,
-    "<=": lambda left, right: left <= right,
-    ">": lambda left, right: left > right,
-    ">=": lambda left, right: left >= right,
-}
+    "==": operator.eq, "=": operator.eq, "!=": operator.ne, "<>": operator.ne, "<": operator.lt, "<=": operator.le,
+    ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
 _ARITHMETIC = {"+": pc.add, "-": pc.subtract, "*": pc.multiply, "/": pc.divide}  # pyright: ignore[reportAttributeAccessIssue] - made at import
 _DEEPEST = 100
 _SHOWN = 200  # characters of a filter in a message
@@ -157,13 +152,13 @@ class _Parser:
     def _condition(self) -> _Value:
         found = self._either()
         while self._takes("or"):
-            found = self._joined(found, self._either(), lambda left, right: left | right)
+            found = self._joined(found, self._either(), operator.or_)
         return found
 
     def _either(self) -> _Value:
         found = self._negated()
         while self._takes("and"):
-            found = self._joined(found, self._negated(), lambda left, right: left & right)
+            found = self._joined(found, self._negated(), operator.and_)
         return found
 
     def _joined(
@@ -339,7 +334,7 @@ def _alike(left: _Value, right: _Value) -> tuple[pc.Expression, pc.Expression]:
 
 
 def _any(conditions: Sequence[pc.Expression]) -> pc.Expression:
-    """Whether one of them is true, as a tree of little depth."""
+    """True if one of them is true, as a tree of little depth."""
     if len(conditions) == 1:
         return conditions[0]
     half = len(conditions) // 2

@@ -20,7 +20,7 @@ StageName = Annotated[str, StringConstraints(pattern=r"^[a-z-]+$")]
 
 @dataclass(frozen=True)
 class Workflow:
-    """Which stages of a workflow mean something to storage."""
+    """The stages of a workflow that mean something to storage."""
 
     prepares: str
     """Done once, in iteration 0: its tables are the prompts."""
@@ -38,12 +38,12 @@ class Workflow:
     """Stages of the same iteration that are made from a stage, directly or not. Others cannot be done again."""
 
     def leads_on(self, stage: str) -> bool:
-        """Whether the next iteration is made from a stage."""
+        """True if the next iteration is made from a stage."""
         return self.ends_iteration in (stage, *self.behind[stage])
 
 
 def is_run_name(name: str) -> bool:
-    """Whether `name` can be the id of a run."""
+    """True if `name` can be the id of a run."""
     return _RUN_NAME.fullmatch(name) is not None
 
 

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterable
 
 DIGEST_CHARACTERS = 16
-"""How much of a part's digest its name carries; the manifest holds all of it."""
+"""Length of the beginning of a part's digest in its name; the manifest holds all of it."""
 
 STATE = "state/"
-"""What the names of a train state's parts begin with."""
+"""Prefix of the names of a train state's parts."""
 
 _RUN = "[a-z0-9][a-z0-9._-]{0,62}"
 _STAGE = "[a-z-]+"
@@ -53,7 +53,7 @@ def manifest_folder(run: str) -> str:
 
 
 def iteration_folder(run: str, iteration: int) -> str:
-    """What the manifest folder holds of one iteration."""
+    """The part of the manifest folder that belongs to one iteration."""
     return f"{manifest_folder(run)}/{iteration:06d}"
 
 
@@ -63,7 +63,7 @@ def iteration_of(folder: str) -> int | None:
 
 
 def is_manifest(key: str) -> bool:
-    """Whether a key in the manifest folder is a manifest."""
+    """True if a key in the manifest folder is a manifest."""
     return _MANIFEST.fullmatch(key.partition("/")[2]) is not None
 
 
@@ -78,6 +78,11 @@ def run_of(key: str) -> str:
     return key.partition("/")[0]
 
 
+def folder_of(key: str) -> str:
+    """The folder that an object is in."""
+    return key.rpartition("/")[0]
+
+
 def place_of(key: str) -> tuple[int, str] | None:
     """Iteration and stage of a manifest, piece or part; the key may follow a root. None for anything else."""
     found = _PLACE.search(key)
@@ -85,7 +90,7 @@ def place_of(key: str) -> tuple[int, str] | None:
 
 
 def is_part(key: str) -> bool:
-    """Whether a key, or a path that ends in one, is that of a part."""
+    """True if a key, or a path that ends in one, is that of a part."""
     found = _PLACE.search(key)
     return found is not None and found.group(1) == "parts"
 
@@ -96,7 +101,7 @@ def piece_key(run: str, iteration: int, stage: str, revision: int, piece: str) -
 
 
 def is_piece(key: str) -> bool:
-    """Whether a key in the manifest folder is the record of a piece."""
+    """True if a key in the manifest folder is the record of a piece."""
     return _PIECE.fullmatch(key.partition("/")[2]) is not None
 
 
@@ -112,7 +117,7 @@ def attempt_key(run: str, iteration: int, stage: str, revision: int, number: int
 
 
 def is_attempt(key: str) -> bool:
-    """Whether a key in the manifest folder is the record of an attempt."""
+    """True if a key in the manifest folder is the record of an attempt."""
     return _ATTEMPT.fullmatch(key.partition("/")[2]) is not None
 
 
@@ -127,7 +132,7 @@ def retired_key(manifest: str) -> str:
 
 
 def revision_folder(run: str) -> str:
-    """What was done again in a run, and which revision of it is the head. Without such a folder, revision 0 is."""
+    """Records of reruns, and of choices of the head. Without such a folder, revision 0 is the head."""
     return f"{run}/revisions"
 
 
@@ -142,7 +147,7 @@ def choice_key(run: str, number: int) -> str:
 
 
 def revision_numbers(keys: Iterable[str]) -> tuple[dict[int, str], dict[int, str]]:
-    """Of keys in the revision folder those of reruns and those of choices, by number."""
+    """The keys of reruns and those of choices among keys in the revision folder, by number."""
     names = [(key, key.partition("/")[2]) for key in keys]
     reruns, choices = (
         {int(found.group(1)): key for key, name in names if (found := pattern.fullmatch(name))}
@@ -188,7 +193,7 @@ def part_key(run: str, iteration: int, stage: str, name: str, digest: str) -> st
 
 
 def key_flaw(key: str, digest: str) -> str | None:
-    """Why `key` cannot be a `part_key` with this digest, of any run; None if it can."""
+    """Reason why `key` cannot be a `part_key` with this digest, of any run; None if it can."""
     found = _PART.fullmatch(key)
     if found is None:
         return "it does not have the form RUN/parts/ITERATION/STAGE/NAME"
@@ -198,7 +203,7 @@ def key_flaw(key: str, digest: str) -> str | None:
 
 
 def name_flaw(name: str) -> str | None:
-    """Why `name` cannot be the name of a part, which is also its path in a folder; None if it can be."""
+    """Reason why `name` cannot be the name of a part, which is also its path in a folder; None if it can be."""
     if not name.isprintable() or "\\" in name:
         return "it holds a backslash or a character that cannot be printed"
     for segment in name.split("/"):
@@ -260,14 +265,9 @@ EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
 """Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""
 
 
-def probe_folder(token: str) -> str:
-    """The folder of a probe."""
-    return f".probe-{token}"
-
-
 def probe_key(token: str) -> str:
     """Written and removed by the check that a root is writable."""
-    return f"{probe_folder(token)}/probe"
+    return f".probe-{token}/probe"
 
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -280,12 +280,12 @@ def temporary_name(token: str) -> str:
 
 
 def is_temporary(key: str) -> bool:
-    """Whether an object belongs to a write in progress, or to one that a crash ended."""
+    """True if an object belongs to a write in progress, or to one that a crash ended."""
     return key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
 
 def is_stray(key: str) -> bool:
-    """Whether nothing of a run has such a key: put there by something else, and read by nothing.
+    """True if nothing of a run has such a key: put there by something else, and read by nothing.
 
     Whatever is in the folders of parts and of derived files counts as a part, or as such a file, if its name is a text.
     """

@@ -1,4 +1,4 @@
-"""What a finished stage is, and the one commit point."""
+"""Manifests: the result of a finished stage, and the one commit point."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ _IDENTITY_OF_CONTENT = _IDENTITY - {"parts"} | {"content"}
 
 
 class Fence(Protocol):
-    """What a commit asks before it publishes: whether this process may still drive the run. A `Lease` is one."""
+    """The right to drive a run, which a commit checks before it publishes. A `Lease` is one."""
 
     @property
     def epoch(self) -> int:
@@ -123,13 +123,13 @@ class Manifest(BaseModel):
     iteration: NonNegativeInt
     """0 is the preparation, RL iterations start at 1."""
     stage: StageName
-    """Which step."""
+    """The step."""
     revision: NonNegativeInt = 0
     """0, or the number of the rerun that it belongs to: see `storage.revisions`."""
     schema_fingerprint: str | None = None
     """Fingerprint of the Arrow schema of the table parts."""
     parts: tuple[Part, ...] = ()
-    """What the stage produced."""
+    """The objects that the stage produced."""
     inputs: dict[str, str] = {}
     """Digests of the manifests that the stage was made from, by role."""
     config_digest: str
@@ -148,13 +148,13 @@ class Manifest(BaseModel):
     epoch: int | None = None
     """Fencing token of the lease under which it was committed."""
     attempt: int = 0
-    """How many attempts at this stage came before. Not part of the identity."""
+    """Number of earlier attempts at this stage. Not part of the identity."""
     writer: str = ""
     """Host and process that committed."""
     started: datetime
-    """When the work began (UTC)."""
+    """Time of the beginning of the work (UTC)."""
     finished: datetime
-    """When the manifest was made (UTC)."""
+    """Time at which the manifest was made (UTC)."""
 
     @model_validator(mode="after")
     def _content_is_a_fact(self) -> Self:
@@ -178,7 +178,7 @@ class Manifest(BaseModel):
 
     @property
     def key(self) -> str:
-        """Where it is published, below the storage root."""
+        """Key of its record, below the storage root."""
         return layout.manifest_key(self.run, self.iteration, self.stage, self.revision)
 
     def part(self, name: str) -> Part:

@@ -1,4 +1,4 @@
-"""How long the current work has waited for storage, or worked on it: the cost of durability.
+"""Time that the current work has waited for storage, or worked on it: the cost of durability.
 
 What happens behind it (uploads, renewals of the lease) is counted separately.
 """
@@ -49,7 +49,7 @@ def measured() -> Iterator[None]:
 
 
 def seconds() -> float:
-    """What the meter of this context has counted; that of the process, unless `separate` gave it another."""
+    """Seconds that the meter of this context has counted; it is that of the process, unless `separate` gave another."""
     return _current.get().seconds()
 
 

@@ -113,7 +113,7 @@ class PartWriter:
         each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
 
     def _adopted(self, part: Part) -> bool:
-        """Whether the part that an earlier attempt left under the key can be used as it is.
+        """True if the part that an earlier attempt left under the key can be used as it is.
 
         It gets the age of a new part: until the manifest is published, nothing else protects it from gc. The content
         is compared after that, because gc may have been faster.
@@ -149,7 +149,7 @@ def read_part_buffer(root: Root, part: Part) -> pa.Buffer:
 
 
 def is_intact(root: Root, part: Part) -> bool:
-    """Whether the part is there with the recorded content."""
+    """True if the part is there with the recorded content."""
     try:
         read_part_buffer(root, part)
     except (DigestMismatch, PartMissing):

@@ -23,7 +23,7 @@ def publish(root: Root, key: str, record: BaseModel, durable: bool = True) -> bo
 
 
 def is_there(root: Root, key: str, record: BaseModel) -> bool:
-    """Whether this very record is at a taken key: the answer to its write may have been lost."""
+    """True if this very record is at a taken key: the answer to its write may have been lost."""
     return root.read_bytes(key) == seal(record, key)
 
 

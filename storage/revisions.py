@@ -1,4 +1,4 @@
-"""Which revision of each stage belongs to a run, once finished stages were done again.
+"""Revisions: the manifests that belong to a run, once finished stages were done again.
 
 Revision 0 of a run is what was done first. Doing a finished stage again makes the next revision, which begins as a copy
 by reference of the one it was asked in (its parent): that stage, and what is made from it, have manifests of their own
@@ -42,35 +42,35 @@ class Rerun(BaseModel):
     """The revision that it was asked in: the head at that time."""
     iteration: NonNegativeInt
     stage: StageName
-    """What is done again."""
+    """The stage that is done again."""
     behind: tuple[StageName, ...] = ()
     """Stages of the same iteration that are made from it."""
     later: bool = True
-    """Whether the iterations that follow are made from it."""
+    """True if the iterations that follow are made from it."""
     cascade: bool
-    """Whether the result becomes the head, so that what is made from it is done again too."""
+    """True if the result becomes the head, so that what is made from it is done again too."""
     new_seeds: bool = False
-    """Whether samples are drawn with other seeds than the first time."""
+    """True if samples are drawn with other seeds than the first time."""
     settings: dict[str, JsonValue] = {}
     """Settings that decide results and differ from those of the parent, by `section.key`."""
     until: NonNegativeInt
     """Last complete iteration when it was asked: that far a cascade goes."""
     choices: NonNegativeInt
-    """How many choices of a head were made before."""
+    """Number of choices of a head that were made before."""
     reason: str
-    """Why, in the words of who asked."""
+    """The reason, in the words of the person who asked."""
     asked_by: str
     """User and host, or the flow run."""
     request: str | None = None
     """Identity of the request: asked again under the same identity, it is the same rerun."""
     time: datetime
-    """When (UTC)."""
+    """Time of the request (UTC)."""
 
     def __str__(self) -> str:
         return f"{self.stage} of iteration {self.iteration}"
 
     def is_behind(self, iteration: int, stage: str) -> bool:
-        """Whether a stage is made from the one that is done again."""
+        """True if a stage is made from the one that is done again."""
         return (self.later and iteration > self.iteration) or (iteration == self.iteration and stage in self.behind)
 
 
@@ -87,11 +87,11 @@ class Choice(BaseModel):
     """The revision that has what is behind the repeated stage: an earlier one if the stage came to the same digest as
     there, so that nothing behind it is done again; otherwise `revision` itself."""
     reason: str
-    """Why, in the words of who asked."""
+    """The reason, in the words of the person who asked."""
     asked_by: str
     """User and host, or the flow run."""
     time: datetime
-    """When (UTC)."""
+    """Time of the request (UTC)."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Revisions:
         return range(len(self.reruns) + 1)
 
     def rerun(self, number: int) -> Rerun:
-        """What makes revision `number`, which is not 0."""
+        """The record that makes revision `number`, which is not 0."""
         return self.reruns[number - 1]
 
     def seen(self, number: int) -> "Revisions":

@@ -57,7 +57,7 @@ class Source(BaseModel):
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Its place, in words."""
         at = "" if self.root is None else f" in {self.root}"
         again = f", revision {self.revision}" if self.revision else ""
         return f"iteration {self.iteration}{again} of run {self.run}{at}"
@@ -94,7 +94,7 @@ def write_prompts(writer: PartWriter, prepare: str, prompts: pa.Table) -> Part:
 
 
 def read_prompts(root: Root, selection: Manifest, prepare: str) -> pa.Table:
-    """What `write_prompts` stored.
+    """Read the prompts that `write_prompts` stored.
 
     Raises:
         StorageError: the selection was made without prompts.

@@ -19,7 +19,7 @@ class PieceRecord(BaseModel):
     format_version: Literal[1] = 1
     """Version of this record's own format."""
     part: Part
-    """What was done."""
+    """The part that is done."""
 
 
 def find_piece(writer: PartWriter, name: str) -> Part | None:

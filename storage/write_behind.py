@@ -15,7 +15,7 @@ from storage.errors import LeaseLost, RatchetError
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 10.0
-"""How long an interrupt waits for the job in progress."""
+"""Limit on the time that an interrupt waits for the job in progress."""
 
 _Job = tuple[Callable[[], object], Future[None]]
 
@@ -27,7 +27,7 @@ def never_again(_error: RatchetError, _attempts: int) -> None:
     """Leave each job that has failed."""
 
 
-class Outbox:
+class WriteBehind:
     """Does jobs one after another in its own thread.
 
     A train state is stored here, then its manifest is published, then the manifests of what was made from it meanwhile.
@@ -63,7 +63,7 @@ class Outbox:
 
     @property
     def idle(self) -> bool:
-        """Whether every job is done. Raises the error of the first that failed."""
+        """True if every job is done. Raises the error of the first that failed."""
         if self._last is None or not self._last.done():
             return self._last is None
         self._last.result()

@@ -16,13 +16,13 @@ from storage.errors import StageFailed
 
 
 class Maintained(BaseModel):
-    """What `ratchet maintain` has done."""
+    """Result of `ratchet maintain`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     maintenance: Maintenance
     flow_runs: str | None
-    """What became of old flow runs of the site; None if that was not asked for."""
+    """Result for old flow runs of the site; None if that was not asked for."""
 
 
 def maintain_command(

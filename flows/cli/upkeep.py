@@ -23,7 +23,7 @@ _MORE_SECONDS = 15.0  # beyond what a command takes at most to end
 
 
 class Stopped(BaseModel):
-    """What was ended."""
+    """Result of `ratchet stop`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -31,7 +31,7 @@ class Stopped(BaseModel):
     process: int | None
     """Id of the process that drove the run; None if none did."""
     ended: bool
-    """Whether no process of this machine drives the run now."""
+    """True if no process of this machine drives the run now."""
     released: int | None
     """Processes that were ended on the cluster; None without a cluster."""
 

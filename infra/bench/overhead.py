@@ -189,11 +189,11 @@ def size_of(database: Path) -> int:
 def s3_requests(folder: Path, iterations: int = 4) -> tuple[float, float]:
     """Requests at the end of an iteration, and of a whole one, without those for its parts and manifests."""
     from flows import driving
-    from storage.write_behind import Outbox
+    from storage.write_behind import WriteBehind
     from tests.small import driving as small_driving
     from tests.storage.s3 import s3_server
 
-    class AtOnce(Outbox):
+    class AtOnce(WriteBehind):
         """Waits for each job, so that requests belong to what is done."""
 
         def add(self, job: Callable[[], object]) -> Any:
@@ -211,7 +211,7 @@ def s3_requests(folder: Path, iterations: int = 4) -> tuple[float, float]:
 
         root = server.root("overhead")
         config = small(iterations + 2, "storage.keep_newest=1")
-        with mock.patch.object(driving, "conclude", counted), mock.patch.object(small_driving, "Outbox", AtOnce):
+        with mock.patch.object(driving, "conclude", counted), mock.patch.object(small_driving, "WriteBehind", AtOnce):
             small_driving.driver(root, config, folder).drive()
         chosen = range(3, iterations + 2)  # retention deletes a state at the end of each
         last = statistics.mean(beyond(asked[slice(*ends[number])]) for number in chosen)

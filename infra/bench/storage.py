@@ -30,7 +30,7 @@ from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
 from storage.reader import flat, read_stored_table
 from storage.schema import ROLLOUT
-from storage.upkeep.archive import SAMPLES, write_archive
+from storage.upkeep.archive import SAMPLES, write_tables
 from storage.upkeep.catalog import contents
 from tasks.stages.names import Stage
 
@@ -201,7 +201,7 @@ def archive_bytes(folder: Path, table: pa.Table) -> int:
     """Size of the Parquet archive of the table."""
     unscored = [pa.nulls(table.num_rows, field.type) for field in list(SAMPLES)[len(ROLLOUT) :]]
     path = folder / "archive.parquet"
-    write_archive(path, iter([pa.table([*table.columns, *unscored], schema=SAMPLES)]))
+    write_tables(path, iter([pa.table([*table.columns, *unscored], schema=SAMPLES)]))
     return path.stat().st_size
 
 

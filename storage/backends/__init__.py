@@ -1,1 +1,1 @@
-"""Where bytes go: one root on an fsspec filesystem, local files, object stores."""
+"""Stores of bytes: a root, the protocol of its backend, local files, object stores."""

@@ -15,7 +15,7 @@ class Stored(NamedTuple):
     key: str
     bytes: int
     modified: datetime
-    """When it was written or touched, by the store's clock (with a time zone)."""
+    """Time of the last write or touch, by the store's clock (with a time zone)."""
 
 
 class Upload(NamedTuple):
@@ -26,7 +26,7 @@ class Upload(NamedTuple):
     id: str
     """The store's id of it."""
     started: datetime
-    """When it began, by the store's clock."""
+    """Time of its beginning, by the store's clock."""
 
 
 class Backend(ABC):
@@ -40,13 +40,13 @@ class Backend(ABC):
     """
 
     failures: tuple[type[Exception], ...] = ()
-    """What the store's client raises besides OSError."""
+    """Exceptions of the store's client besides OSError."""
     links: bool = False
-    """Whether a copy within the store shares the content with its original, and takes no space."""
+    """True if a copy within the store shares the content with its original, and takes no space."""
     appends: bool = False
-    """Whether the store can add to the end of an object."""
+    """True if the store can add to the end of an object."""
     repeats_files: bool = True
-    """Whether storing a file may be repeated after it failed."""
+    """True if storing a file may be repeated after it failed."""
     folder: Path | None = None
     """The local folder that holds the objects under their keys, if there is one."""
 
@@ -91,7 +91,7 @@ class Backend(ABC):
         ...
 
     def is_temporary(self, error: BaseException) -> bool:
-        """Whether the same call may succeed later, because the store is busy or away."""
+        """True if the same call may succeed later, because the store is busy or away."""
         return isinstance(error, (TimeoutError, ConnectionError))
 
     def view(self, key: str) -> pa.Buffer:

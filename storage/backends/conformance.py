@@ -1,4 +1,4 @@
-"""What each backend must do, as checks that anybody can run against theirs.
+"""Checks of the promises of a backend, which anybody can run against theirs.
 
     python -m storage.backends.conformance URL
 
@@ -25,7 +25,7 @@ class NotConforming(StorageError):
 
 
 def keeps_what_was_written(root: Root) -> None:
-    """What was written is read back, whole, in each of the ways to read."""
+    """Each way to read returns the content that was written, whole."""
     content = bytes(range(256)) * 20_000
     _require(root.put_if_absent(_key("a"), content), "a first write says that the key was taken")
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def refuses_a_taken_key(root: Root) -> None:
 
 
 def lets_one_of_several_writers_win(root: Root) -> None:
-    """Of eight writers at once exactly one succeeds, and its content is there."""
+    """Exactly one of eight writers at once succeeds, and its content is there."""
     for number in range(20):
         key, barrier, won = _key(f"race/{number}"), threading.Barrier(8), []
 

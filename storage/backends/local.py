@@ -51,11 +51,9 @@ class LocalFiles(Backend):
         self.url = f"file://{self.folder}"
 
     def full(self, key: str) -> Path:
-        """The path of an object."""
         return self.folder / key
 
     def put_if_absent(self, key: str, data: memoryview, durable: bool) -> bool:
-        """Publish under a temporary name, flushed, and link that."""
         target, half = self.full(key), len(data) // 2
 
         def write(file: BinaryIO) -> None:
@@ -84,7 +82,6 @@ class LocalFiles(Backend):
         _flush_all_names(target.parent)
 
     def replace(self, key: str, data: memoryview) -> None:
-        """Rename a temporary file."""
         folder = self.full(key).parent
         self._make_folders(folder)
         with _temporary(folder, lambda file: write_in_chunks(file, data)) as temporary:
@@ -93,7 +90,6 @@ class LocalFiles(Backend):
         _sync(folder)
 
     def append(self, key: str, data: bytes) -> None:
-        """Add in one write, which is not flushed."""
         target = self.full(key)
         self._make_folders(target.parent)
         descriptor = os.open(target, os.O_CREAT | os.O_RDONLY, _WRITABLE)
@@ -105,11 +101,9 @@ class LocalFiles(Backend):
             file.write(data)
 
     def read(self, key: str) -> bytes:
-        """All of the file."""
         return self.full(key).read_bytes()
 
     def view(self, key: str) -> pa.Buffer:
-        """Mapped memory."""
         return pa.memory_map(str(self.full(key))).read_buffer()
 
     def download(self, key: str, target: Path) -> None:
@@ -120,7 +114,6 @@ class LocalFiles(Backend):
             shutil.copyfile(self.full(key), target)
 
     def remove(self, key: str) -> None:
-        """Remove the name."""
         self.full(key).unlink()
 
     def touch(self, key: str) -> None:
@@ -136,14 +129,12 @@ class LocalFiles(Backend):
         return None if stat.S_ISDIR(status.st_mode) else _stored(key, status)
 
     def stored(self, prefix: str) -> Iterator[Stored]:
-        """All files, links included."""
         for entry in files(self.full(prefix)):
             with contextlib.suppress(FileNotFoundError):  # removed since its name was read
                 key = entry.path.removeprefix(f"{self.folder}/")
                 yield _stored(key, entry.stat(follow_symlinks=False))
 
     def folders(self, prefix: str) -> list[str]:
-        """Folders and links to folders."""
         return [entry.name for entry in _entries(self.full(prefix)) if entry.is_dir()]
 
     def remove_empty(self, prefix: str) -> None:
@@ -167,11 +158,9 @@ class LocalFiles(Backend):
             _flush_all_names(Path(path))
 
     def is_temporary(self, error: BaseException) -> bool:
-        """As of a network filesystem whose server is away."""
         return isinstance(error, OSError) and error.errno in _TEMPORARY
 
     def to_check(self) -> "LocalFiles":
-        """The nearest folder that is there."""
         nearest = next(one for one in (self.folder, *self.folder.parents) if os.path.lexists(one))
         return LocalFiles(str(nearest))
 

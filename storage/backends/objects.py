@@ -44,11 +44,9 @@ class ObjectStore(Backend):
         self.failures = client_errors()
 
     def full(self, key: str) -> str:
-        """The filesystem's own path of an object."""
         return f"{self.path}/{key}"
 
     def put_if_absent(self, key: str, data: memoryview, durable: bool) -> bool:
-        """A conditional put."""
         kill_points.reached(Point.MID_PART, key)
         return _created(lambda: self.fs.pipe_file(self.full(key), bytes(data), mode="create"))
 
@@ -67,7 +65,6 @@ class ObjectStore(Backend):
         self.fs.cp_file(path, path, **({"MetadataDirective": "REPLACE"} if small else {}))
 
     def replace(self, key: str, data: memoryview) -> None:
-        """A put."""
         self.fs.pipe_file(self.full(key), bytes(data))
 
     def read(self, key: str) -> bytes:
@@ -75,19 +72,15 @@ class ObjectStore(Backend):
         return self.fs.cat_file(self.full(key), max_concurrency=1)
 
     def view(self, key: str) -> pa.Buffer:
-        """Of a large object, several requests at a time."""
         return pa.py_buffer(self.fs.cat_file(self.full(key)))
 
     def download(self, key: str, target: Path) -> None:
-        """Straight to the file."""
         self.fs.get_file(self.full(key), str(target))
 
     def remove(self, key: str) -> None:
-        """A delete."""
         self.fs.rm_file(self.full(key))
 
     def info(self, key: str) -> Stored | None:
-        """A head request."""
         try:
             found = self.fs.info(self.full(key))
         except FileNotFoundError:
@@ -95,7 +88,6 @@ class ObjectStore(Backend):
         return Stored(key, found["size"], _modified(found)) if found["type"] == "file" else None
 
     def stored(self, prefix: str) -> Iterator[Stored]:
-        """A listing, a thousand objects a request."""
         # as `prefix`: for a path without objects s3fs would ask twice more whether it is an object
         try:
             found = self.fs.find(self.path, detail=True, **({"prefix": f"{prefix}/"} if prefix else {}))
@@ -105,7 +97,6 @@ class ObjectStore(Backend):
             yield Stored(name.removeprefix(self.path).lstrip("/"), info["size"], _modified(info))
 
     def folders(self, prefix: str) -> list[str]:
-        """The common prefixes of a listing."""
         try:
             found = self.fs.ls(self.full(prefix) if prefix else self.path, detail=True)
         except FileNotFoundError:
@@ -125,12 +116,10 @@ class ObjectStore(Backend):
             where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort_upload(self, key: str, upload: str) -> None:
-        """FileNotFoundError if there is no such upload."""
         bucket, _, name = self.full(key).partition("/")
         self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=upload)
 
     def is_temporary(self, error: BaseException) -> bool:
-        """Whether the store is busy or away."""
         if isinstance(error, (TimeoutError, *_connection_errors())):
             return True
         return isinstance(error, OSError) and (error.errno in _TEMPORARY or _status(error) in _TEMPORARY_STATUS)
@@ -138,7 +127,7 @@ class ObjectStore(Backend):
 
 @functools.cache
 def client_errors() -> tuple[type[Exception], ...]:
-    """What the S3 client raises besides OSError: no credentials, no endpoint, a broken connection."""
+    """Exceptions of the S3 client besides OSError: no credentials, no endpoint, a broken connection."""
     from botocore.exceptions import BotoCoreError, ClientError  # not needed by a local run
 
     return BotoCoreError, ClientError, *_connection_errors()

@@ -9,7 +9,7 @@ from tenacity import wait_random_exponential as wait_random
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 60.0
-"""How long an operation is retried while the store is busy or does not answer."""
+"""Limit on the time for which an operation is retried while the store is busy or does not answer."""
 
 LARGE_ATTEMPTS = 4
 """Least number of attempts at a transfer, which may itself take longer than PATIENCE_SECONDS."""

@@ -47,7 +47,7 @@ class Root:
         return replace(self, patience=seconds)
 
     def exists(self, key: str) -> bool:
-        """Whether `key` is there now.
+        """True if `key` is there now.
 
         Raises:
             StorageInterrupted: that is not known, because the store does not answer.
@@ -196,22 +196,15 @@ class Root:
         Raises:
             StorageUnavailable: the root cannot be written, or does not keep what was written.
         """
-        token = uuid.uuid4().hex
-        key, probed = layout.probe_key(token), self._probed()
-        try:
+        with self._probed() as (probed, key):
             if not probed.put_if_absent(key, b"ratchet") or probed.read_bytes(key) != b"ratchet":
                 raise self._unusable("loses or changes what is written: a write succeeded and something else is there")
             if probed.put_if_absent(key, b"Ratchet"):
                 raise self._unusable(
                     "ignores conditional writes (If-None-Match: * on S3): two writers would overwrite each other"
                 )
-            if probed.keys(layout.probe_folder(token)) != [key]:
+            if probed.keys(layout.folder_of(key)) != [key]:
                 raise self._unusable("lists an object later than it was written: records would be missed")
-        except NotCommitted:
-            raise self._unusable("loses what is written: a write succeeded and nothing is there") from None
-        finally:
-            probed.remove(key)
-            probed.remove_empty(layout.probe_folder(token))
 
     def seconds_ahead(self) -> float:
         """Seconds by which the store's clock is ahead of this machine's, negative if behind; 0 if that is not known.
@@ -221,22 +214,32 @@ class Root:
         Raises:
             StorageUnavailable: the root cannot be written.
         """
-        token = uuid.uuid4().hex
-        key, probed = layout.probe_key(token), self._probed()
-        before = datetime.now(UTC)
-        probed.put_if_absent(key, b"ratchet")
-        written = probed.info(key)
-        after = datetime.now(UTC)
-        probed.remove(key)
-        probed.remove_empty(layout.probe_folder(token))
+        with self._probed() as (probed, key):
+            before = datetime.now(UTC)
+            probed.put_if_absent(key, b"ratchet")
+            written = probed.info(key)
+            after = datetime.now(UTC)
         if written is None:
             raise self._unusable("loses what is written: a write succeeded and nothing is there")
         if written.modified < before:
             return (written.modified - before).total_seconds()
         return max((written.modified - after).total_seconds(), 0.0)
 
-    def _probed(self) -> "Root":
-        return replace(self, backend=self.backend.to_check()).cap_patience(CHECK_SECONDS)
+    @contextlib.contextmanager
+    def _probed(self) -> "Iterator[tuple[Root, str]]":
+        """The root with little patience, and a key that is removed after the block."""
+        key = layout.probe_key(uuid.uuid4().hex)
+        probed = replace(self, backend=self.backend.to_check()).cap_patience(CHECK_SECONDS)
+        try:
+            yield probed, key
+        except StorageError as error:
+            with contextlib.suppress(StorageError):  # a store that is away is not waited for twice
+                probed.cap_patience(0).remove(key)
+            if isinstance(error, NotCommitted):
+                raise self._unusable("loses what is written: a write succeeded and nothing is there") from None
+            raise
+        probed.remove(key)
+        probed.remove_empty(layout.folder_of(key))
 
     def _unusable(self, why: str) -> StorageUnavailable:
         return StorageUnavailable(f"{self.url} ({type(self.backend).__name__}) {why}. Use a store that does not")

@@ -1,1 +1,1 @@
-"""Who drives a run: the lease, and whether its holder is alive."""
+"""Ownership of a run: the lease, and the life of its holder."""

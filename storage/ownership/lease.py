@@ -1,4 +1,4 @@
-"""Who drives a run: a lease with fencing tokens, built on put-if-absent alone.
+"""The lease of a run, with fencing tokens, built on put-if-absent alone.
 
 The lease of a run is a log of numbered entries: acquired, renewed, released. A renewal and a takeover contend for the
 same number, so exactly one of them happens, and the number of the `acquired` entry is a fencing token that rises with
@@ -34,7 +34,7 @@ from storage.ownership.process import SYSTEM, Clock, Life, Owner, life, this_pro
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
-"""How long a silent holder keeps the run."""
+"""Period for which a silent holder keeps the run."""
 
 _RENEWALS = 3  # per period
 _LOOKS = 60  # per period, by a process that watches
@@ -59,7 +59,7 @@ class Lease:
 
     @property
     def lost(self) -> LeaseLost | None:
-        """Why this process no longer holds the lease, as far as it has noticed; None while it does."""
+        """Reason why this process no longer holds the lease, as far as it has noticed; None while it does."""
         return None if self._lost is None else self._loss()
 
     def on_lost(self, listener: Callable[[LeaseLost], object]) -> None:
@@ -216,7 +216,7 @@ class Watch:
         return cls(entry, answered) if before is None or slow else before
 
     def is_over(self, entry: Entry | None, asked: float) -> bool:
-        """Whether `entry`, requested at time `asked`, has stayed the same for one of its holder's periods."""
+        """True if `entry`, requested at time `asked`, has stayed the same for one of its holder's periods."""
         return entry == self.entry and asked - self.since >= self.entry.seconds
 
 
@@ -281,7 +281,7 @@ def describe(entry: Entry, clock: Clock = SYSTEM) -> str:
 
 
 def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
-    """Who drives a run, and what can be done about it."""
+    """The holder of a run, and the repairs, in words."""
     heard = f"last heard from at {entry.written:%Y-%m-%d %H:%M:%S} UTC"
     if life(entry.owner) is Life.DEAD:
         return f"run {run} was driven by {entry.owner}, which is gone: the run can be taken over at once"

@@ -18,7 +18,7 @@ from storage.ownership.process import Owner
 from storage.parallel import each
 
 KEPT_ENTRIES = 32
-"""How many of the newest entries stay. A listing is not atomic: one that takes as long as this many renewals could
+"""Number of the newest entries that stay. A listing is not atomic: one that takes as long as this many renewals could
 miss both an entry that is removed meanwhile and the one that is written."""
 
 _PRUNED_AT_ONCE = 1024
@@ -40,7 +40,7 @@ class Entry(BaseModel):
     token: str
     """Random: distinguishes this acquisition from all others."""
     owner: Owner
-    """Who holds it; of a `released` entry, who ended it."""
+    """The holder; of a `released` entry, the process that ended it."""
     written: datetime
     """By the holder's clock (UTC)."""
     expires: datetime
@@ -114,13 +114,13 @@ def prune(root: Root, run: str, number: int) -> None:
 
 
 def recorded_choices(root: Root, run: str) -> int:
-    """How many choices of a head are recorded."""
+    """Number of recorded choices of a head."""
     _, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
     return max(choices, default=0)
 
 
 def check_choices(root: Root, run: str, entry: Entry | None) -> int:
-    """How many choices of a head are recorded, which are no fewer than there were at an entry.
+    """Number of recorded choices of a head, which must not be smaller than it was at an entry.
 
     Raises:
         WrongRecord: the last one is lost with its copy.

@@ -37,7 +37,7 @@ class Owner(BaseModel):
 
 
 class Life(Enum):
-    """What this machine knows about a process."""
+    """Knowledge of this machine about a process."""
 
     ALIVE = auto()
     DEAD = auto()
@@ -70,7 +70,7 @@ def this_process(name: str) -> Owner:
 
 
 def life(owner: Owner) -> Life:
-    """Whether the process of `owner` is running. Only its own machine can know, and only since its last boot."""
+    """True if the process of `owner` is running. Only its own machine can know, and only since its last boot."""
     if owner.place is None or owner.host != socket.gethostname() or owner.place != _place():
         return Life.UNKNOWN
     try:

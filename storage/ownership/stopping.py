@@ -12,10 +12,10 @@ from storage.ownership.log import Entry
 from storage.ownership.process import Life, life
 
 STOP_SIGNAL = signal.SIGUSR1
-"""What a holder that others have asked for ends on, not to be tried again. SIGTERM may mean that the machine stops."""
+"""Ends a holder that a flow run has started, without another try. SIGTERM may mean that the machine stops."""
 
 ASKED_FOR = "flow run "
-"""What the name of such a holder begins with."""
+"""Prefix of the name of such a holder."""
 
 _LOOK_SECONDS = 0.1
 

@@ -1,1 +1,1 @@
-"""What is done with stored runs: listing, checking, retention, forks, lineage, archives."""
+"""Work on stored runs: listing, checking, retention, forks, lineage, archives."""

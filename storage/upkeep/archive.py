@@ -5,7 +5,7 @@ significance side by side. Nothing in Ratchet reads it: the manifests and their 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -78,23 +78,31 @@ def compact(root: Root, workflow: Workflow, run: str, texts: Texts = without_tex
     rewards = {manifest.iteration: manifest for manifest in newest if manifest.stage == workflow.scores}
     if not rollouts:
         raise InputError(f"run {run!r} has no rollout yet, so there is nothing to archive")
-    span = range(rollouts[0].iteration, rollouts[-1].iteration + 1)
     before = [key for key in root.keys(layout.archive_folder(run)) if (layout.archive_span(key) or "")[0:1] == (TABLE,)]
-    with scratch() as folder:
-        path = folder / f"{TABLE}.parquet"
-        rows = write_archive(path, (scored(root, one, rewards.get(one.iteration), texts) for one in rollouts))
-        digest, size = file_digest(path)
-        key = layout.archive_key(run, TABLE, span, digest)
-        root.put_file_if_absent(key, path)
+    made = store_archive(root, run, TABLE, [(one, rewards.get(one.iteration)) for one in rollouts], texts)
     for old in before:  # as listed before: another process may have written a newer one since
-        if old != key:
+        if old != made.key:
             root.remove(old)
-    used = [*rollouts, *rewards.values()]
-    parts_bytes = sum(part.bytes for manifest in used for part in manifest.parts)
-    return Archive(run=run, key=key, iterations=(span[0], span[-1]), rows=rows, bytes=size, parts_bytes=parts_bytes)
+    return made
 
 
-def write_archive(path: Path, tables: Iterator[pa.Table]) -> int:
+def store_archive(
+    root: Root, run: str, table: str, pairs: Sequence[tuple[Manifest, Manifest | None]], texts: Texts
+) -> Archive:
+    """Store rollouts, each with its scores if it has some, as one Parquet file; equal content is touched."""
+    first, last = pairs[0][0].iteration, pairs[-1][0].iteration
+    with scratch() as folder:
+        path = folder / f"{table}.parquet"
+        rows = write_tables(path, (scored(root, rollout, reward, texts) for rollout, reward in pairs))
+        digest, size = file_digest(path)
+        key = layout.archive_key(run, table, range(first, last + 1), digest)
+        if not root.put_file_if_absent(key, path):
+            root.touch(key)  # the same content: only its manifests are newer
+    parts_bytes = sum(part.bytes for pair in pairs for manifest in pair if manifest for part in manifest.parts)
+    return Archive(run=run, key=key, iterations=(first, last), rows=rows, bytes=size, parts_bytes=parts_bytes)
+
+
+def write_tables(path: Path, tables: Iterator[pa.Table]) -> int:
     """Write tables of the schema SAMPLES to a Parquet file, each in its own row groups; returns the number of rows."""
     rows = 0
     leaves = list(itertools.chain.from_iterable(map(_leaves, SAMPLES)))

@@ -97,7 +97,7 @@ class _Beside:
 
 
 def _is_settled(recorded: Names) -> bool:
-    """Whether something is committed, and every stage that was begun."""
+    """True if something is committed, and every stage that was begun."""
     committed = set(recorded.manifests)
     begun = {layout.stage_of(key) for key in (*recorded.attempts, *recorded.pieces)}
     return bool(committed) and begun <= committed

@@ -1,4 +1,4 @@
-"""What a root holds: runs, their manifests, and which parts anything names. For display and cleaning."""
+"""Contents of a root: runs, their manifests, and the parts that these name. For display and cleaning."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -59,9 +59,9 @@ class Retired(BaseModel):
     keys: tuple[str, ...]
     """Its parts, which may be gone."""
     time: datetime
-    """When (UTC)."""
+    """Time of the record (UTC)."""
     rule: str
-    """Why, in words."""
+    """The reason, in words."""
 
 
 class Removal(BaseModel):
@@ -72,7 +72,7 @@ class Removal(BaseModel):
     format_version: Literal[1] = 1
     """Version of this record's own format."""
     time: datetime
-    """When that was begun (UTC)."""
+    """Time of its beginning (UTC)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Names:
     attempts: tuple[str, ...] = ()
     """Keys of the records of attempts."""
     revisions: Revisions = FIRST
-    """Which revisions there are, seen from the one whose manifests are the newest."""
+    """The revisions, seen from the one whose manifests are the newest."""
 
     def only(self, wanted: Callable[[str], bool]) -> "Names":
         """Only the wanted keys."""
@@ -113,7 +113,7 @@ class Names:
 
 
 def is_current(key: str, place: tuple[int, str], revisions: Revisions) -> bool:
-    """Whether the manifest at a key belongs to the revision that `revisions` is seen from."""
+    """True if the manifest at a key belongs to the revision that `revisions` is seen from."""
     return layout.revision_of(key) == revisions.of(*place)
 
 
@@ -129,7 +129,7 @@ class Contents:
     pieces: Mapping[str, Part] = field(default_factory=dict)
     """By key, including those of committed stages."""
     revisions: Revisions = FIRST
-    """Which revisions there are, seen from the one whose manifests are the newest."""
+    """The revisions, seen from the one whose manifests are the newest."""
 
     @property
     def newest(self) -> list[Manifest]:
@@ -166,13 +166,13 @@ class RunSummary(BaseModel):
     stage: str | None = None
     """Last committed stage of it."""
     finished: datetime | None = None
-    """When that was committed (UTC)."""
+    """Time of that commit (UTC)."""
     driven_by: str | None = None
     """The process that drives the run now."""
     parent: str | None = None
     """The run that this one was forked from."""
     damaged: str | None = None
-    """Why a record behind these figures cannot be read; None if all can."""
+    """Reason why a record behind these figures cannot be read; None if all can."""
 
 
 def runs(root: Root) -> list[str]:
@@ -181,7 +181,7 @@ def runs(root: Root) -> list[str]:
 
 
 def _folders(root: Root) -> dict[str, bool]:
-    """What may be runs by their names, sorted, and whether each is one."""
+    """Folders with names of runs, sorted, each with whether it is a run."""
     candidates = [name for name in root.folders() if is_run_name(name)]
     there = each(lambda name: _is_run(root, name), candidates, _READERS)
     return dict(zip(candidates, there, strict=True))

@@ -11,11 +11,9 @@ from itertools import groupby
 
 from storage import layout
 from storage.backends.root import Root, Stored
-from storage.digest import file_digest
 from storage.ids import Workflow
 from storage.manifest import load
-from storage.ownership.scratch import scratch
-from storage.upkeep.archive import Archive, Texts, scored, without_texts, write_archive
+from storage.upkeep.archive import Archive, Texts, store_archive, without_texts
 from storage.upkeep.catalog import Names, names
 
 CHUNK = 100
@@ -56,7 +54,8 @@ def compact_new(
             one for one in own if _span(one) == place.span and one.modified > max([place.changed(committed), *chosen])
         ]
         if not current:
-            written.append(_write(root, run, place, texts()))
+            pairs = [(load(root, key), load(root, place.rewards[at])) for at, key in place.rollouts.items()]
+            written.append(store_archive(root, run, TABLE, pairs, texts()))
         kept = current[-1].key if current else written[-1].key
         for one in own:  # as listed before: another process may have written a newer one since
             if one.key != kept:
@@ -81,7 +80,7 @@ class _Place:
         return iterations[0], iterations[-1]
 
     def changed(self, committed: Mapping[str, datetime]) -> datetime:
-        """When something in it was committed last."""
+        """Time of the last commit of one of its stages."""
         return max(committed[key] for key in (*self.rollouts.values(), *self.rewards.values()))
 
 
@@ -94,20 +93,6 @@ def _places(recorded: Names, workflow: Workflow, size: int) -> Iterator[_Place]:
         chosen = list(some)
         rollouts = {iteration: newest[iteration, workflow.samples] for iteration in chosen}
         yield _Place(number, rollouts, {iteration: newest[iteration, workflow.scores] for iteration in chosen})
-
-
-def _write(root: Root, run: str, place: _Place, texts: Texts) -> Archive:
-    with scratch() as folder:
-        path = folder / f"{TABLE}.parquet"
-        pairs = [(load(root, key), load(root, place.rewards[iteration])) for iteration, key in place.rollouts.items()]
-        rows = write_archive(path, (scored(root, rollout, reward, texts) for rollout, reward in pairs))
-        digest, size = file_digest(path)
-        first, last = place.span
-        key = layout.archive_key(run, TABLE, range(first, last + 1), digest)
-        if not root.put_file_if_absent(key, path):
-            root.touch(key)  # the same content: only its manifests are newer
-        parts_bytes = sum(part.bytes for pair in pairs for manifest in pair for part in manifest.parts)
-    return Archive(run=run, key=key, iterations=(first, last), rows=rows, bytes=size, parts_bytes=parts_bytes)
 
 
 def _span(one: Stored) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ _COPIERS = 8
 
 
 class Forked(BaseModel):
-    """What a new run begins with."""
+    """The beginning of a new run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ class Forked(BaseModel):
     bytes: int
     """Size of their parts."""
     linked: bool
-    """Whether these are hard links, which take no space."""
+    """True if these are hard links, which take no space."""
 
     @property
     def cost(self) -> str:
@@ -304,7 +304,7 @@ def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration:
 
 
 def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:
-    """What a fork takes over: of what nothing else is made from, only what was made from this past.
+    """The manifests that a fork takes over; evaluations only of weights of this past.
 
     An evaluation of weights stays when a stage before it is done again; it is of the weights that were there first.
     """

@@ -1,4 +1,4 @@
-"""Where weights and samples come from, and what they were used for, by following the digests in manifests."""
+"""Origin and use of weights and samples, found by following the digests in manifests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -40,7 +40,7 @@ class Step(BaseModel):
     config_digest: str
     """Configuration it was done under."""
     finished: datetime
-    """When (UTC)."""
+    """Time of the commit (UTC)."""
     origin: Origin | None
     """The run that did the work, if this one was forked."""
 
@@ -64,7 +64,7 @@ class WeightsLineage(BaseModel):
     reward_mean: float | None
     """Mean score of those samples."""
     selected: tuple[Source, ...] = ()
-    """If they are from training on stored samples: the rollouts that those were selected from, of any run."""
+    """The rollouts, of any run, that their training samples were selected from; empty if they were not selected."""
 
 
 class SampleLineage(BaseModel):
@@ -79,7 +79,7 @@ class SampleLineage(BaseModel):
     prompt: str | None
     """Text of the prompt."""
     response_tokens: int
-    """How many tokens were sampled."""
+    """Number of sampled tokens."""
     finish_reason: str
     seed: int
     weight_version: int
@@ -197,7 +197,7 @@ def _ancestors(manifest: Manifest, known: Mapping[str, Manifest]) -> Iterator[Ma
 
 
 def _before(root: Root, workflow: Workflow, ancestors: Sequence[Manifest]) -> list[Manifest]:
-    """What the first state was made from in other runs of the root, if the run began with it; oldest first."""
+    """Manifests in other runs of the root from which the first state of a branch was made; oldest first."""
     first = next((one for one in ancestors if one.stage == workflow.holds_state and one.iteration == 0), None)
     if first is None or first.origin is None or first.origin.run not in runs(root):
         return []

@@ -21,7 +21,7 @@ from storage.upkeep.catalog import Names, check_asked, names
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked to be done again."""
+    """A request to do a stage again."""
 
     iteration: int
     stage: str
@@ -34,7 +34,7 @@ class Wanted:
     """Identity of the request; asked again under it, nothing is done twice."""
 
     def matches(self, rerun: Rerun) -> bool:
-        """Whether a rerun was asked in the same words."""
+        """True if a rerun was asked in the same words."""
         mine = (self.iteration, self.stage, self.cascade, self.new_seeds, dict(self.settings))
         return mine == (rerun.iteration, rerun.stage, rerun.cascade, rerun.new_seeds, rerun.settings)
 

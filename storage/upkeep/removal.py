@@ -25,7 +25,7 @@ _BATCH, _REMOVERS = 64, 8
 
 
 class Removed(BaseModel):
-    """What was removed."""
+    """Result of a removal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +35,7 @@ class Removed(BaseModel):
 
 
 def what_is_there(root: Root, run: str) -> Removed:
-    """What a removal would remove: whatever is stored under the name, a complete run or not.
+    """The objects that a removal would remove: all that are stored under the name, a complete run or not.
 
     Raises:
         InputError: there is nothing.

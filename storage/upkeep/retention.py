@@ -36,7 +36,7 @@ ORPHAN_AGE = timedelta(days=1)
 
 
 class Retention(BaseModel):
-    """Which train states are kept. Those of iteration 0, of the newest served weights, and newer ones always are."""
+    """Train states that are kept, besides those of iteration 0, of the newest served weights, and newer ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,7 +46,7 @@ class Retention(BaseModel):
     """Also keep the states of iterations that this number divides."""
 
     def keeps(self, iteration: int, newest: int) -> bool:
-        """Whether the state of `iteration` stays when `newest` is the newest."""
+        """True if the state of `iteration` stays when `newest` is the newest."""
         if iteration == 0 or self.newest is None or iteration > newest - max(self.newest, 1):
             return True
         return self.every is not None and iteration % self.every == 0
@@ -69,13 +69,13 @@ class Garbage(BaseModel):
     bytes: int
     """Its size; 0 if the store does not report it."""
     reason: str
-    """Why nothing needs it."""
+    """Reason why nothing needs it."""
     upload: str | None = None
     """Id of the upload, if it is one that was never finished."""
 
 
 class Collection(BaseModel):
-    """What gc found, and whether it deleted it."""
+    """Result of gc."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

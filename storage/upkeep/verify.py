@@ -32,7 +32,7 @@ _READERS = 4
 
 
 class Problem(StrEnum):
-    """What can be wrong with an object."""
+    """Faults of an object."""
 
     DAMAGED = "damaged"
     """It is not what was written."""
@@ -62,16 +62,16 @@ class Finding(BaseModel):
     key: str
     """Key below the storage root."""
     detail: str
-    """What was found."""
+    """The finding, in words."""
 
     @property
     def is_harmless(self) -> bool:
-        """Whether everything that the run needs is there all the same."""
+        """True if everything that the run needs is there all the same."""
         return self.fault in _HARMLESS
 
 
 class Verification(BaseModel):
-    """What a verification has read and found."""
+    """Result of a verification."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -89,7 +89,7 @@ class Verification(BaseModel):
     @computed_field
     @property
     def sound(self) -> bool:
-        """Whether everything needed is there and intact."""
+        """True if everything needed is there and intact."""
         return all(finding.is_harmless for finding in self.findings)
 
 
@@ -138,7 +138,7 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
 
 
 def _revisions(root: Root, run: str) -> tuple[Revisions, list[Finding]]:
-    """What was done again. If a record of it cannot be read, it is not known which revision is the head."""
+    """The revisions. If a record of them cannot be read, the head is not known."""
     try:
         return names(root, run).revisions, []
     except (DigestMismatch, SchemaMismatch) as error:
@@ -225,7 +225,7 @@ def _inputs(stored: Contents) -> Iterator[Finding]:
 
 
 def _sources(root: Root, stored: Contents) -> Iterator[Finding]:
-    """Of each selection the rollouts that are not what was selected from."""
+    """The rollouts that are not any more what a selection was made from."""
     for key, manifest in stored.kept.items():
         if SOURCES not in manifest.part_names or not is_intact(root, manifest.part(SOURCES)):
             continue

@@ -11,7 +11,7 @@ from typing import Protocol
 from storage.backends.root import Root
 from storage.manifest import Fence, Manifest, find, need
 from storage.revisions import FIRST, Revisions
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.config.identity import Document, settings_digest
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
@@ -119,7 +119,7 @@ class RunContext:
     """Local folder for files in transit."""
     fence: Fence | None = None
     """The lease under which this process drives the run; a commit without it is refused."""
-    outbox: Outbox = field(default_factory=Outbox)
+    outbox: WriteBehind = field(default_factory=WriteBehind)
     """Jobs that are done behind the stages: storing and publishing."""
     performer: Performer = directly
     """Runs stages: as Prefect tasks in a flow, else directly."""

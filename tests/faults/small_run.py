@@ -32,7 +32,7 @@ from storage.backends.root import open_root
 from storage.errors import RatchetError
 from storage.kill_points import Point
 from storage.ownership.lease import Lease
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.config.code_version import code_version
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
@@ -80,7 +80,7 @@ class Plan(BaseModel):
         return Path(self.folder) / "messages"
 
 
-class NotedOutbox(Outbox):
+class NotedOutbox(WriteBehind):
     """Notes each wait."""
 
     def __init__(self, journal: Journal) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from flows.subflows import Subflows
 from storage import errors
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.stages.context import RunContext
 from tasks.workers.scratch import scratch
 from tests.small.here import WorkersHere
@@ -46,7 +46,7 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
             return super().train_policy(*given)
 
     workers = WorkersHere(config, Engine, Trainer)
-    with scratch() as folder, Subflows(name, config.run.iterations, progress.advanced) as page, Outbox() as outbox:
+    with scratch() as folder, Subflows(name, config.run.iterations, progress.advanced) as page, WriteBehind() as outbox:
         yield RunContext(
             name, root, config, digest, workers, folder, lease, outbox, page.performer,
             announce=progress.begins, page=page,

@@ -26,7 +26,7 @@ from storage.backends.root import Root
 from storage.errors import StorageUnavailable
 from storage.kill_points import Point
 from storage.manifest import find, need
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tests.flows.server.link import linked
@@ -51,7 +51,11 @@ def drive(
 
     @contextmanager
     def opener(lease: Any, digest: str) -> Iterator[RunContext]:
-        with Subflows("a", ITERATIONS, patience_s=patience_s) as page, Outbox() as outbox, kill_points.observed(at):
+        with (
+            Subflows("a", ITERATIONS, patience_s=patience_s) as page,
+            WriteBehind() as outbox,
+            kill_points.observed(at),
+        ):
             yield RunContext(
                 "a", root, config, digest, workers(config), scratch, lease, outbox,
                 page.performer, page=page,

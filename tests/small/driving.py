@@ -15,7 +15,7 @@ from storage import kill_points, layout
 from storage.backends.root import Root
 from storage.kill_points import Point
 from storage.ownership.lease import Lease
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
@@ -58,7 +58,7 @@ class Driver:
 
         @contextmanager
         def opener(lease: Lease, digest: str) -> Iterator[RunContext]:
-            with Outbox() as outbox:
+            with WriteBehind() as outbox:
                 context = RunContext(
                     self.run, self.root, self.config, digest, self.workers, self.scratch, lease, outbox, self._noted
                 )

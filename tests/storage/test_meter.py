@@ -7,7 +7,7 @@ from storage import meter
 from storage.manifest import commit
 from storage.parallel import each
 from storage.parts import PartWriter, materialize
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.stages.names import Stage
 from tests.storage.tables import manifest
 
@@ -94,7 +94,7 @@ def test_storing_many_files_apart_counts_apart(root, tmp_path):
 
 
 def test_waiting_for_what_goes_on_behind_the_work_counts():
-    with Outbox() as outbox:
+    with WriteBehind() as outbox:
         outbox.add(lambda: time.sleep(0.1))
         begun = meter.seconds()
         outbox.settle()

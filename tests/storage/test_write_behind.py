@@ -8,7 +8,7 @@ import time
 import pytest
 
 from storage.errors import LeaseLost, StorageError, StorageUnavailable, told
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 
 
 def failing() -> None:
@@ -17,7 +17,7 @@ def failing() -> None:
 
 def test_jobs_are_done_in_order_behind_the_caller():
     done, go = [], threading.Event()
-    with Outbox() as outbox:
+    with WriteBehind() as outbox:
         outbox.add(lambda: (go.wait(), done.append("upload")))
         outbox.add(lambda: done.append("manifest"))
         assert not outbox.idle
@@ -30,7 +30,7 @@ def test_jobs_are_done_in_order_behind_the_caller():
 
 def test_nothing_follows_a_failure():
     done, go = [], threading.Event()
-    outbox = Outbox()
+    outbox = WriteBehind()
     outbox.add(lambda: (go.wait(), failing()))
     outbox.add(lambda: done.append("manifest"))
     go.set()
@@ -43,7 +43,7 @@ def test_nothing_follows_a_failure():
 
 
 def test_a_failure_is_raised_when_somebody_asks_whether_all_is_done():
-    outbox = Outbox()
+    outbox = WriteBehind()
     outbox.add(failing)
     with pytest.raises(StorageUnavailable):
         while not outbox.idle:
@@ -51,13 +51,13 @@ def test_a_failure_is_raised_when_somebody_asks_whether_all_is_done():
 
 
 def test_leaving_the_block_waits_and_raises():
-    with pytest.raises(StorageUnavailable), Outbox() as outbox:
+    with pytest.raises(StorageUnavailable), WriteBehind() as outbox:
         outbox.add(failing)
 
 
 def test_what_went_wrong_in_the_block_is_what_is_raised(caplog):
     done = []
-    with pytest.raises(StorageError, match="a rank died"), Outbox() as outbox:
+    with pytest.raises(StorageError, match="a rank died"), WriteBehind() as outbox:
         outbox.add(lambda: done.append("upload"))
         outbox.add(failing)
         raise StorageError("a rank died")
@@ -69,7 +69,7 @@ def test_an_error_of_another_kind_does_not_hide_that_of_the_block(caplog):
     def broken() -> None:
         raise OSError("the disk is gone")
 
-    with pytest.raises(StorageError, match="a rank died") as raised, Outbox() as outbox:
+    with pytest.raises(StorageError, match="a rank died") as raised, WriteBehind() as outbox:
         outbox.add(broken)
         raise StorageError("a rank died")
     assert told(raised.value) == "a rank died\nWhat was still to be stored is not: the disk is gone"
@@ -85,7 +85,7 @@ def test_a_job_is_repeated_as_often_as_it_is_asked_for_and_later_ones_wait():
             failing()
         done.append("upload")
 
-    with Outbox() as outbox:
+    with WriteBehind() as outbox:
         outbox.repeat(lambda error, attempts: 0.0 if attempts < 3 else None)
         outbox.add(failing_twice)
         outbox.add(lambda: done.append("manifest"))
@@ -95,7 +95,7 @@ def test_a_job_is_repeated_as_often_as_it_is_asked_for_and_later_ones_wait():
 def test_an_interrupt_does_not_wait_for_the_next_attempt():
     begun = threading.Event()
     clock = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Outbox(linger=60) as outbox:
+    with pytest.raises(KeyboardInterrupt), WriteBehind(linger=60) as outbox:
         outbox.repeat(lambda error, attempts: begun.set() or 3600.0)
         outbox.add(failing)
         begun.wait()
@@ -106,7 +106,7 @@ def test_an_interrupt_does_not_wait_for_the_next_attempt():
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit, LeaseLost])
 def test_an_interrupt_waits_for_the_job_in_progress_and_drops_the_others(end):
     done, begun, go = [], threading.Event(), threading.Event()
-    with pytest.raises(end), Outbox(linger=60) as outbox:
+    with pytest.raises(end), WriteBehind(linger=60) as outbox:
         outbox.add(lambda: (begun.set(), go.wait(), done.append("upload")))
         outbox.add(lambda: done.append("manifest"))
         begun.wait()
@@ -128,7 +128,7 @@ def interruptible():
 def test_an_interrupt_does_not_wait_for_ever(caplog, when):
     done, begun, go = [], threading.Event(), threading.Event()
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Outbox(linger=0.1) as outbox:
+    with pytest.raises(KeyboardInterrupt), WriteBehind(linger=0.1) as outbox:
         outbox.add(lambda: (begun.set(), go.wait(60), done.append("upload")))
         outbox.add(lambda: done.append("manifest"))
         begun.wait()
@@ -146,8 +146,8 @@ def test_an_interrupt_does_not_wait_for_ever(caplog, when):
 
 LEFT_BEHIND = """
 import sys, time
-from storage.write_behind import Outbox
-with Outbox(linger=0.1) as outbox:
+from storage.write_behind import WriteBehind
+with WriteBehind(linger=0.1) as outbox:
     outbox.add(lambda: time.sleep(600))
     raise KeyboardInterrupt
 """

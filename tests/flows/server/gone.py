@@ -15,7 +15,7 @@ from flows import run
 from flows.cli import launch
 from flows.subflows import Subflows
 from flows.views.output import Output
-from storage.write_behind import Outbox
+from storage.write_behind import WriteBehind
 from tasks.stages.context import RunContext
 from tasks.workers.scratch import scratch
 from tests.small.config import small_config
@@ -38,7 +38,7 @@ class Killing(SmallTrainer):
 @contextmanager
 def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, digest: str) -> Iterator[RunContext]:
     workers = WorkersHere(config, trainer=Killing)
-    with scratch() as folder, Subflows("a", config.run.iterations, progress.advanced) as page, Outbox() as outbox:
+    with scratch() as folder, Subflows("a", config.run.iterations, progress.advanced) as page, WriteBehind() as outbox:
         yield RunContext(
             name, root, config, digest, workers, folder, lease, outbox, page.performer,
             announce=progress.begins, page=page,
