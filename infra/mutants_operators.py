@@ -131,6 +131,14 @@ OPERATORS = (
         _FLOWS,
     ),
     Mutant(
+        "operators-secret-in-the-log",
+        "the first line of a flow run's log shows a secret that was typed into the form",
+        "flows/deployments/runs.py",
+        "', '.join(map(shown_setting, settings))",
+        "', '.join(settings)",
+        _FLOWS,
+    ),
+    Mutant(
         "operators-tries-for-ever",
         "a flow run whose process dies each time is tried again for ever",
         "flows/site/reconciling.py",

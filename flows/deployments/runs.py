@@ -23,6 +23,7 @@ from storage.ownership.lease import Lease, hold
 from storage.revisions import read_revisions
 from storage.upkeep.catalog import names
 from storage.upkeep.redoing import Wanted
+from tasks.config.credentials import shown_setting
 from tasks.config.document import apply_overrides, config_of_tables, load_config, parse_config
 from tasks.config.form import section_form
 from tasks.config.run import RunConfig
@@ -75,7 +76,7 @@ def train(
 
     goal = f"for {more} more iterations" if iterations is None else f"to {iterations} iterations in all"
     described = "as it was recorded" if config is None else f"by {config}"
-    changed = f" with {', '.join(settings)}" if settings else ""
+    changed = f" with {', '.join(map(shown_setting, settings))}" if settings else ""
     will = f"train run {run} {goal}, {described}{changed}"
     return attempt(Asked(run, root, will, places={"config": config}, patience_minutes=patience_minutes), work)
 

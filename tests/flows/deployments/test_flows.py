@@ -24,6 +24,7 @@ from flows.server.temporary import drain
 from storage.backends.root import Root
 from storage.manifest import need
 from tasks.stages.names import Stage
+from tests.flows.failures import KINDS, check_explained, check_resumed
 from tests.flows.small_context import small_context
 from tests.small.config import _DOCUMENT
 
@@ -93,9 +94,33 @@ def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done
     (tmp_path / "fail-train").unlink()
     rollout = need(root, "b", 1, Stage.ROLLOUT)
     assert train(run="b", iterations=1, **given).is_completed()
+    following = train(run="b", root=given["root"], more=1, return_state=True)  # as recorded
+    assert following.message == "run b has 2 iterations"
     assert need(root, "b", 1, Stage.ROLLOUT) == rollout
     mine = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[identity(state)]))
     assert {one.name for one in client.read_flow_runs(flow_run_filter=mine)} >= {"b iteration 0", "b iteration 1"}
+
+
+@pytest.mark.parametrize("name", ["engine", "storage"])
+def test_another_failure_is_explained_and_what_was_committed_is_kept(given, root: Root, tmp_path: Path, name: str):
+    """A failure of the reward is looked at in a browser: `tests/flows/site/test_browser.py`."""
+    kind = KINDS[name]
+    asked = {"run": "a", "iterations": 1, **given, "settings": [*QUICK, *kind.settings]}
+    assert train(**{**asked, "iterations": 0}).is_completed()
+    kind.breaks(tmp_path)
+    made = check_explained(kind, train(**asked), root)
+    kind.repairs(tmp_path)
+    check_resumed(kind, train(**asked), root, made, tmp_path)
+
+
+def test_a_secret_in_a_form_is_refused_and_not_shown(given, root: Root, client):
+    state = train(**{"run": "d", "more": 1, **given, "settings": ["reward.arguments.api_key=geheim12"]})
+    assert state.is_failed()
+    assert "env:" in str(state.message)
+    said = lines(client, state)
+    assert said[0].startswith("train run d for 1 more iterations")
+    assert not [text for text in (str(state.message), *said) if "geheim12" in text]
+    assert not root.keys("d")
 
 
 @pytest.mark.parametrize(
