@@ -122,7 +122,7 @@ class Run:
         Raises:
             RatchetError: the reason for which the run cannot start, or stopped. Another call goes on.
         """
-        from flows.cli.continuing import of_stored
+        from flows.cli.check import of_stored
 
         more = [*settings, *([] if iterations is None else [f"run.iterations={iterations}"])]
         if config is None:

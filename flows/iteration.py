@@ -15,9 +15,8 @@ from tasks.stages.rescore import rescore
 from tasks.stages.reward import reward
 from tasks.stages.rollout import rollout
 from tasks.stages.select import select
-from tasks.stages.train import retrain, retrain_rescored, train
+from tasks.stages.train import retrain, retrain_rescored, train, warm_up
 from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Served, Trained, View
-from tasks.stages.warm_up import warm_up
 from tasks.stages.weight_sync import weight_sync
 
 

@@ -116,7 +116,7 @@ MEMORY = (
     Mutant(
         "engines-that-sleep-start-beside-the-trainer",
         "engines that will sleep are started beside new trainer ranks, which hold weights and gradients",
-        "tasks/stages/warm_up.py",
+        "tasks/stages/train.py",
         "    if context.config.train.memory.in_use:\n",
         "    if False:\n",
         _TURNS,

@@ -164,7 +164,7 @@ ORIGINS = (
     Mutant(
         "continue-without-settings",
         "settings that are given for a run that is continued by its name are passed over",
-        "flows/cli/continuing.py",
+        "flows/cli/check.py",
         "    apply_overrides(document, settings)\n",
         "",
         _CONTINUING,
@@ -172,7 +172,7 @@ ORIGINS = (
     Mutant(
         "continue-as-another",
         "--run with another name than the run's is without effect",
-        "flows/cli/continuing.py",
+        "flows/cli/check.py",
         "    if other not in (None, run):\n",
         "    if False:\n",
         _CONTINUING,
@@ -180,7 +180,7 @@ ORIGINS = (
     Mutant(
         "file-or-run",
         "a file that has the name of a run is passed over",
-        "flows/cli/continuing.py",
+        "flows/cli/check.py",
         "    if there and file:\n",
         "    if False:\n",
         _CONTINUING,

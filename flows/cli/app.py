@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
-from flows.cli.continuing import names_a_run, of_file, of_stored
+from flows.cli.check import names_a_run, of_file, of_stored
 from flows.cli.mistakes import explained, missing_extra
 from flows.cli.options import DEFAULT_ROOT, FileOrRun, Iterations, Json, RootUrl, RunId, RunName, Settings, root_url
 from flows.cli.printing import of_configuration

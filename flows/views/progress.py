@@ -11,9 +11,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from flows.views.history import IterationRecord
+from flows.views.history import IterationRecord, explanation
 from flows.views.status import Change, Changes, RunStatus
-from flows.views.troubles import explanation
 from tasks.config.evaluation import EXACT
 from tasks.stages.context import Portion
 from tasks.stages.names import Stage

@@ -20,11 +20,11 @@ from flows.views.history import (
     read_history,
     read_iteration,
     record_of,
+    run_troubles,
     seconds_per_iteration,
     wanted_stages,
 )
 from flows.views.table import EVALUATED_BY
-from flows.views.troubles import run_troubles
 from storage import layout
 from storage.backends.root import Root
 from storage.ids import check_run_name

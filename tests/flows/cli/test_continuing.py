@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.app import execute
-from flows.cli.continuing import names_a_run, of_stored
+from flows.cli.check import names_a_run, of_stored
 from flows.preflight import check_start
 from storage import records
 from storage.backends.root import Root, open_root

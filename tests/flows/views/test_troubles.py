@@ -6,10 +6,9 @@ import pytest
 from rich.console import Console
 
 from flows.views.artifacts import summary
-from flows.views.history import record_of
+from flows.views.history import Trouble, explanation, record_of, run_troubles, troubles_of
 from flows.views.progress import Progress, iteration_line, status_lines
 from flows.views.status import read_status
-from flows.views.troubles import Trouble, explanation, run_troubles, troubles_of
 from storage.backends.root import Root
 from storage.manifest import commit
 from tasks.stages.names import Stage
