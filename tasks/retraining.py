@@ -29,9 +29,6 @@ from tasks.stages.selecting import open_place
 from tasks.stages.views import Prepared
 from trainer_core.objectives.objective_config import PolicyConfig
 
-_QUIET: dict[str, Any] = {"evaluate": {"every": 0}, "report": {"examples": 0}}
-"""Settings that switch off whatever needs an engine, or samples of the run's own."""
-
 
 def retrain_config(
     root: Root, run: str, given: Mapping[str, Any], config: str | None = None, settings: Sequence[str] = ()
@@ -60,8 +57,10 @@ def retrain_config(
         raise InputError(f"run {run!r} does not exist yet: say with which state it begins (--from RUN@ITERATION)")
     place = state_of(start)
     before = stored_config(open_place(root, place), place.run)
-    document = merged(before.model_dump(mode="json", exclude={"retrain"}), _QUIET)
+    document = before.model_dump(mode="json", exclude={"retrain"})
     document["run"] = {**document["run"], "name": run, "iterations": 0}
+    document["evaluate"] = {"every": 0}  # it needs an engine, and the examples need samples of the run's own
+    document["report"] = {**document["report"], "examples": 0}
     made = _parsed(merged(_corrected(document, changes), changes), run)
     _check_fixed(before, made, place.run)
     return made

@@ -60,7 +60,7 @@ class Counts(BaseModel, frozen=True, extra="forbid"):
         return self.weights + self.optimizer
 
 
-class Comparison(Counts):
+class Comparison(Counts, frozen=True, extra="forbid"):
     """Counts of what was compared, and the differences."""
 
     differences: tuple[Difference, ...] = ()

@@ -53,7 +53,7 @@ class ProofOrder:
     """Flip one bit, to see the proof fail."""
 
 
-class ProofReport(Counts):
+class ProofReport(Counts, frozen=True, extra="forbid"):
     """The result of `ratchet prove-resume`, as JSON."""
 
     whole: str

@@ -1,4 +1,4 @@
-"""Stage `train`: from one train state to the next, by policy steps; at iteration 0 the first state, by supervised steps."""
+"""Stage `train`: from one train state to the next by policy steps; at iteration 0 the first, by supervised steps."""
 
 import time
 from collections.abc import Mapping
