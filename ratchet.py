@@ -37,65 +37,38 @@ if TYPE_CHECKING:
     from trainer_core.objectives.tokens import Tokens
 
 __all__ = [
-    "Advantage",
-    "Backend",
-    "Environment",
-    "EvaluationRecord",
-    "Exported",
-    "InputError",
-    "IterationRecord",
-    "Loss",
-    "RatchetError",
-    "Root",
-    "Row",
-    "Run",
-    "RunConfig",
-    "RunResult",
-    "RunStatus",
-    "Sample",
-    "Scored",
-    "Stored",
-    "Tokens",
-    "TrackedRun",
-    "Tracker",
-    "Verification",
-    "evaluate",
-    "export",
-    "load_config",
-    "open_root",
-    "retrain",
+    "Advantage", "Backend", "Environment", "EvaluationRecord", "Exported", "InputError", "IterationRecord", "Loss",
+    "RatchetError", "Root", "Row", "Run", "RunConfig", "RunResult", "RunStatus", "Sample", "Scored", "Stored",
+    "Tokens", "TrackedRun", "Tracker", "Verification", "evaluate", "export", "load_config", "open_root", "retrain",
     "samples",
-]
+]  # fmt: skip
 
 DEFAULT_ROOT = "file://./runs"
 """Storage root of the runs of the working directory."""
 
-_LAZY = {
-    "Advantage": "trainer_core.objectives.registry",
-    "Backend": "storage.backends.backend",
-    "Environment": "tasks.environments.protocol",
-    "EvaluationRecord": "flows.views.evaluations",
-    "Exported": "tasks.export.export",
-    "InputError": "storage.errors",
-    "IterationRecord": "flows.views.history",
-    "Loss": "trainer_core.objectives.registry",
-    "RatchetError": "storage.errors",
-    "Root": "storage.backends.root",
-    "Row": "flows.views.table",
-    "RunConfig": "tasks.config.run",
-    "RunResult": "flows.cli.launch",
-    "RunStatus": "flows.views.status",
-    "Sample": "tasks.rewards.sample",
-    "Scored": "trainer_core.objectives.scored",
-    "Stored": "storage.backends.backend",
-    "Tokens": "trainer_core.objectives.tokens",
-    "TrackedRun": "flows.views.trackers",
-    "Tracker": "flows.views.trackers",
-    "Verification": "storage.upkeep.verify",
-    "load_config": "tasks.config.document",
-    "open_root": "storage.backends.root",
+_HOMES = {
+    "flows.cli.launch": "RunResult",
+    "flows.views.evaluations": "EvaluationRecord",
+    "flows.views.history": "IterationRecord",
+    "flows.views.status": "RunStatus",
+    "flows.views.table": "Row",
+    "flows.views.trackers": "TrackedRun Tracker",
+    "storage.backends.backend": "Backend Stored",
+    "storage.backends.root": "Root open_root",
+    "storage.errors": "InputError RatchetError",
+    "storage.upkeep.verify": "Verification",
+    "tasks.config.document": "load_config",
+    "tasks.config.run": "RunConfig",
+    "tasks.environments.protocol": "Environment",
+    "tasks.export.export": "Exported",
+    "tasks.rewards.sample": "Sample",
+    "trainer_core.objectives.registry": "Advantage Loss",
+    "trainer_core.objectives.scored": "Scored",
+    "trainer_core.objectives.tokens": "Tokens",
 }
-"""Module of each name that is imported on its first use."""
+"""Names that are imported on their first use, by module."""
+
+_LAZY = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 _PACKAGES = ("flows", "tasks", "trainer_core", "storage")
 

@@ -124,9 +124,10 @@ def check_trackers(section: ReportSection) -> None:
         InputError: a package is not installed, a reference names a variable that is not set, or code of the user's
             cannot be imported or lacks a method of `Tracker`.
     """
-    for name, asked in (("wandb", section.wandb), ("mlflow", section.mlflow)):
+    packages = (("wandb", section.wandb, "wandb"), ("mlflow", section.mlflow, "mlflow-skinny"))
+    for name, asked, package in packages:
         if asked and importlib.util.find_spec(name) is None:
-            raise InputError(f"report.{name} needs the package {name}: install 'ratchet[{name}]', or remove the key")
+            raise InputError(f"report.{name} needs the package {name}: `pip install {package}`, or remove the key")
     resolve(section.mlflow, "report.mlflow")
     for name in section.trackers:
         _check(find_function(name, _KEY, _GROUP))

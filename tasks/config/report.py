@@ -14,9 +14,9 @@ class ReportSection(Section):
     examples: int = Field(default=3, ge=0)
     """Best and worst samples, that many of each, in the table of examples of each iteration on the Prefect flow run."""
     wandb: bool | str = False
-    """Weights & Biases: the project, or true for "ratchet". Needs `ratchet[wandb]`; WANDB_MODE=offline works."""
+    """Weights & Biases: the project, or true for "ratchet". Needs the package wandb; WANDB_MODE=offline works."""
     mlflow: str | None = None
-    """MLflow: the tracking URI, such as "sqlite:///mlflow.db" or "https://host". Needs `ratchet[mlflow]`."""
+    """MLflow: the tracking URI, such as "sqlite:///mlflow.db" or "https://host". Needs mlflow-skinny."""
 
     trackers: Annotated[tuple[str, ...], FUNCTION] = ()
     """Trackers of your own: `file.py:name`, `package.module:name` or an entry point of the group `ratchet.trackers`."""
