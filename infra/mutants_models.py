@@ -200,7 +200,7 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "engine-kl-reversed",
         "engine_kl is that of the trainer to the engine",
-        "trainer_core/phases/report.py",
+        "trainer_core/phases/policy.py",
         "    change = bounded_log_ratio(torch.from_numpy(trainer).double(), torch.from_numpy(engine).double())\n",
         "    change = bounded_log_ratio(torch.from_numpy(engine).double(), torch.from_numpy(trainer).double())\n",
         ("tests/trainer_core/phases/test_report.py",),

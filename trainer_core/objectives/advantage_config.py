@@ -3,7 +3,7 @@
 Each table of `type` says by properties what it needs: no other code asks for its type.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,11 +22,6 @@ class AdvantageTable(Frozen):
     def compares(self) -> str | None:
         """Setting by which a sample that is alone in its group teaches nothing; None if it does."""
         return f'advantage.type = "{dict(self)["type"]}"'
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Keywords of its function, beside those that stand next to the table."""
-        return self.model_dump(exclude={"type"})
 
 
 class GroupAdvantage(AdvantageTable):

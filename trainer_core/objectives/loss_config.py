@@ -3,7 +3,7 @@
 Each table of `type` says by properties what it needs: no other code asks for its type.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,7 @@ from trainer_core.objectives.user_config import UserTable
 
 Level = Literal["token", "sequence", "sequence_mean"]
 Need = Literal["advantages", "entropy", "reference", "behaviour"]
-"""What a loss reads beside the log-probabilities of the policy, as the properties of `Tokens` are named."""
+"""Inputs of a loss beside the log-probabilities of the policy."""
 
 
 class LossTable(Frozen):
@@ -24,11 +24,6 @@ class LossTable(Frozen):
     """Mini-batches hold pairs of samples."""
     imitates: ClassVar[bool] = False
     """The samples become more likely, whatever policy drew them at whatever temperature."""
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Keywords of its function, beside those that stand next to the table."""
-        return self.model_dump(exclude={"type"})
 
 
 class ClipLoss(LossTable):
@@ -74,11 +69,6 @@ class LikelihoodLoss(LossTable):
     needs = ()
     imitates = True
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """None: its settings choose samples."""
-        return {}
-
 
 class PreferenceLoss(LossTable):
     """Direct preference optimisation on pairs of samples of one prompt (DPO)."""
@@ -93,11 +83,6 @@ class PreferenceLoss(LossTable):
     """Of each prompt the best sample against the worst, or every pair with different rewards."""
     needs = ("reference",)
     paired = True
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """None: its settings decide the values of pairs."""
-        return {}
 
 
 class UserLoss(UserTable):

@@ -1,7 +1,7 @@
 """Configuration of the policy objective. `docs/algorithms.md` has the formulas. Imports no torch."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -59,19 +59,6 @@ class PolicyConfig(Frozen):
     """Importance sampling between the policy that drew the samples and the trainer's."""
     overlong: Overlong = NoOverlong()
     """Rewards of long responses."""
-
-    @property
-    def advantage_keywords(self) -> dict[str, Any]:
-        """Keywords of the advantage's function."""
-        beside = {"normalize_by_std": self.normalize_by_std} if isinstance(self.advantage, GroupAdvantage) else {}
-        return self.advantage.keywords | beside
-
-    @property
-    def loss_keywords(self) -> dict[str, Any]:
-        """Keywords of the loss's function."""
-        clips = isinstance(self.loss, ClipLoss)
-        beside = {"clip_low": self.clip_low, "clip_high": self.clip_high} if clips else {}
-        return self.loss.keywords | beside
 
     @property
     def runs_user_code(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainer_core.frozen import Frozen
 from trainer_core.objectives.objective_config import PolicyConfig
 
 if TYPE_CHECKING:
@@ -34,33 +35,37 @@ class Loss(Protocol):
         ...
 
 
-ADVANTAGES: Mapping[str, str] = {
-    "grpo": "trainer_core.objectives.advantages:group_advantages",
-    "rloo": "trainer_core.objectives.advantages:leave_one_out_advantages",
-    "reinforce_pp": "trainer_core.objectives.advantages:batch_advantages",
-    "custom": "trainer_core.objectives.custom:user_advantage",
+Entry = tuple[str, tuple[str, ...]]
+"""Place of a function, and the settings of its table, or of `train.policy`, that it takes as keywords."""
+
+ADVANTAGES: Mapping[str, Entry] = {
+    "grpo": ("trainer_core.objectives.advantages:group_advantages", ("normalize_by_std",)),
+    "rloo": ("trainer_core.objectives.advantages:leave_one_out_advantages", ()),
+    "reinforce_pp": ("trainer_core.objectives.advantages:batch_advantages", ("baseline",)),
+    "custom": ("trainer_core.objectives.custom:user_advantage", ("code",)),
 }
-LOSSES: Mapping[str, str] = {
-    "clip": "trainer_core.objectives.losses:clipped_surrogate",
-    "gspo": "trainer_core.objectives.losses:sequence_surrogate",
-    "cispo": "trainer_core.objectives.losses:clipped_weight_loss",
-    "sft": "trainer_core.objectives.losses:likelihood_loss",
-    "dpo": "trainer_core.objectives.losses:preference_loss",
-    "custom": "trainer_core.objectives.custom:user_loss",
+LOSSES: Mapping[str, Entry] = {
+    "clip": ("trainer_core.objectives.losses:clipped_surrogate", ("clip_low", "clip_high", "dual_limit")),
+    "gspo": ("trainer_core.objectives.losses:sequence_surrogate", ("clip_low", "clip_high")),
+    "cispo": ("trainer_core.objectives.losses:clipped_weight_loss", ("clip_low", "clip_high")),
+    "sft": ("trainer_core.objectives.losses:likelihood_loss", ()),
+    "dpo": ("trainer_core.objectives.losses:preference_loss", ()),
+    "custom": ("trainer_core.objectives.custom:user_loss", ("code",)),
 }
-"""Functions by the `type` of `train.policy.advantage` and `train.policy.loss`."""
+"""Functions by the `type` of `train.policy.advantage` and `train.policy.loss`; `code` is the whole table."""
 
 
 def advantage_of(policy: PolicyConfig) -> Advantage:
     """Advantage of a configuration, with its settings bound."""
-    return _bound(ADVANTAGES[policy.advantage.type], policy.advantage_keywords)
+    return _bound(ADVANTAGES[policy.advantage.type], policy, policy.advantage)
 
 
 def loss_of(policy: PolicyConfig) -> Loss:
     """Loss of a configuration, with its settings bound."""
-    return _bound(LOSSES[policy.loss.type], policy.loss_keywords)
+    return _bound(LOSSES[policy.loss.type], policy, policy.loss)
 
 
-def _bound(function: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    module, _, name = function.partition(":")
-    return partial(vars(importlib.import_module(module))[name], **arguments)
+def _bound(entry: Entry, policy: Frozen, table: Frozen) -> Callable[..., Any]:
+    (place, names), settings = entry, {**dict(policy), **dict(table), "code": table}
+    module, _, function = place.partition(":")
+    return partial(vars(importlib.import_module(module))[function], **{name: settings[name] for name in names})

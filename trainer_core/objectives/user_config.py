@@ -1,6 +1,6 @@
 """Configuration of an advantage or a loss of the user's own. Imports no torch."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, JsonValue
 
@@ -26,11 +26,6 @@ class UserTable(Frozen):
     source: str = ""
     """Digest of its source, which is filled in when a configuration is read: another source is another run. If it is
     given, the source must have it."""
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """Keyword of the function that runs the user's code."""
-        return {"code": self}
 
 
 def found_code(name: str, source: str, key: str) -> tuple[UserFunction, str]:

@@ -1,6 +1,6 @@
 """The policy phase: one iteration's samples become optimizer updates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +21,10 @@ from trainer_core.objectives.registry import loss_of
 from trainer_core.objectives.scored import Scored
 from trainer_core.objectives.selection import Units, sequence_weights, units_of
 from trainer_core.objectives.tokens import TokenLoss, Tokens, bounded_log_ratio
-from trainer_core.phases.report import NOTHING_LEARNED, engine_difference, mean_kl, mean_of
-from trainer_core.phases.update import Update, apply_loss
+from trainer_core.phases.update import Update, apply_loss, mean_auxiliary_loss
+
+NOTHING_LEARNED = {"grad_norm": 0.0, "steps": 0.0, "tokens": 0.0}
+"""Report of an iteration of which no sample is left to train on."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +166,32 @@ class PolicyPhase:
         entropy_use = "differentiated" if needed else "reported" if report_entropy else "none"
         objective = Objective(token_loss, self.temperature, entropy_use)
         return apply_loss(self.passes, self.optimizer, samples, rows, weights, values, objective)
+
+
+def mean_of(updates: Sequence[Update]) -> dict[str, float]:
+    """Means over updates, and the last learning rate."""
+    return {
+        "loss": float(np.mean([update.loss for update in updates])),
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "clip_fraction": float(np.mean([update.clip_fraction for update in updates])),
+        "learning_rate": updates[-1].learning_rate,
+        "steps": float(len(updates)),
+        **mean_auxiliary_loss(updates),
+    }
+
+
+def mean_kl(change: Vector) -> float:
+    """Mean k3 estimate of KL(old || other) from log other - log old at the tokens drawn by old."""
+    return float(kl_estimate(torch.from_numpy(change).double(), "k3").mean())
+
+
+def engine_difference(samples: Samples, logprobs: Vector, counted: NDArray[np.bool_]) -> dict[str, float]:
+    """Distance between the policy that drew the samples and the trainer's, over the counted tokens."""
+    engine, trainer = samples.engine_logprobs[counted], logprobs[counted]
+    difference = np.abs(engine - trainer)
+    change = bounded_log_ratio(torch.from_numpy(trainer).double(), torch.from_numpy(engine).double())
+    return {
+        "engine_logprob_diff_mean": float(difference.mean()),
+        "engine_logprob_diff_max": float(difference.max()),
+        "engine_kl": float(kl_estimate(change, "k3").mean()),
+    }

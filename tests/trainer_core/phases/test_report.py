@@ -11,7 +11,7 @@ from tests.trainer_core.ranks import run_ranks
 
 
 def differences(rank, world_size, store, samples, trainer, counted):
-    from trainer_core.phases.report import engine_difference
+    from trainer_core.phases.policy import engine_difference
 
     return engine_difference(samples, trainer, counted)
 
