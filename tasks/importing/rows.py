@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.schema import REWARD
-from tasks.importing.columns import KINDS, Column, any_of, lengths_of
-from tasks.importing.files import Batch
+from tasks.importing.columns import KINDS, Batch, Column, any_of, lengths_of
 
 UNKNOWN = -1
 """Weight version and seed of a sample without them."""

@@ -24,8 +24,7 @@ from storage.parts import PartWriter
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from storage.upkeep.catalog import check_not_removed, names
 from tasks.config.code_version import code_version
-from tasks.importing.columns import KINDS
-from tasks.importing.files import Local, local_files
+from tasks.importing.columns import KINDS, Local, local_files
 from tasks.importing.rows import UNKNOWN, ImportOrder, Rows, check_temperature
 from tasks.stages.names import Stage
 

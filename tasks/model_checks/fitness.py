@@ -7,8 +7,15 @@ from storage.errors import InputError
 from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
-from tasks.model_checks.architectures import architecture_of, check_architecture, check_full_attention, check_window
-from tasks.model_checks.layout import check_head_size, check_numbers, check_parallel
+from tasks.model_checks.architectures import (
+    architecture_of,
+    check_architecture,
+    check_full_attention,
+    check_head_size,
+    check_numbers,
+    check_parallel,
+    check_window,
+)
 from tasks.model_checks.weights import check_weights
 from trainer_core.config import Device, TrainerConfig, check_context, experts_of
 from trainer_core.effects import Unused, without_effect

@@ -11,8 +11,7 @@ from typing import Any
 from storage.errors import InputError
 from tasks.data.model_files import INDEX
 from tasks.data.models import ModelFolder
-from tasks.model_checks.architectures import LLAMA_LIKE, architecture_of
-from tasks.model_checks.layout import head_size, key_value_heads
+from tasks.model_checks.architectures import LLAMA_LIKE, architecture_of, head_size, key_value_heads
 
 Shape = tuple[int, ...]
 

@@ -9,8 +9,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.numbers import COLDEST
-from tasks.model_checks.architectures import KNOWN_TO_BOTH, LLAMA_LIKE
-from tasks.model_checks.layout import CPU_HEAD_SIZES, check_numbers, check_parallel
+from tasks.model_checks.architectures import CPU_HEAD_SIZES, KNOWN_TO_BOTH, LLAMA_LIKE, check_numbers, check_parallel
 from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import ParallelConfig
 
