@@ -51,8 +51,8 @@ CLOSED = (
         "fork-without-a-part",
         "a fork leaves a part of each stage behind",
         "storage/upkeep/fork.py",
-        "missing, _COPIERS)",
-        "missing[1:], _COPIERS)",
+        "pairs, _COPIERS)",
+        "pairs[1:], _COPIERS)",
         _FORK,
     ),
     Mutant(

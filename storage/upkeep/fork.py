@@ -7,7 +7,7 @@ completes it. What is copied belongs to the new run, whatever becomes of the par
 deletes meanwhile is retired in the new run too, unless it is the one to continue from.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
@@ -182,7 +182,7 @@ class _New:
         self._check_begun(copies)
         made = self._described(originals, retired, iteration)
         announce(made.cost)
-        there = {one.key: one.bytes for one in self.root.stored(layout.part_folder(self.run))}
+        there = set(self.root.keys(layout.part_folder(self.run)))
         for (original, _), copy in zip(originals, copies, strict=True):
             kept = original.key not in retired and self._has_parts(original, copy, there)
             if not kept and (original.stage, original.iteration) == (self.workflow.holds_state, iteration):
@@ -250,13 +250,13 @@ class _New:
             linked=self.root.backend.links and self.source.url == self.root.url,
         )
 
-    def _has_parts(self, original: Manifest, copy: Manifest, there: Mapping[str, int]) -> bool:
+    def _has_parts(self, original: Manifest, copy: Manifest, there: set[str]) -> bool:
         """Copy the parts of a manifest; False if retention of the parent has retired it meanwhile."""
-        missing = [pair for pair in zip(original.parts, copy.parts, strict=True) if pair[1].key not in there]
+        pairs = [pair for pair in zip(original.parts, copy.parts, strict=True) if pair[1].key not in there]
         try:
             if self.source.url == self.root.url:
-                each(lambda pair: self.root.copy(pair[0].key, pair[1].key), missing, _COPIERS)
-            else:
+                each(lambda pair: self.root.copy(pair[0].key, pair[1].key), pairs, _COPIERS)
+            elif pairs:
                 self._fetch(original, copy)
         except (NotCommitted, PartMissing) as error:
             check_not_removed(self.source, self.parent)
