@@ -3,13 +3,29 @@
 import string
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from tasks.config.section import Section
 from trainer_core.effects import no_effect
 from trainer_core.marks import FILES, RUNTIME
 
 Format = Literal["jsonl", "json", "csv", "tsv", "parquet"]
+
+
+def _template(text: str) -> str:
+    """A template, if it is one: a text with fields in braces and nothing more in them."""
+    try:
+        fields = [piece[1:] for piece in string.Formatter().parse(text) if piece[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a template ({error}): write {{{{ and }}}} for braces themselves") from None
+    if not fields or any(not name or form or conversion for name, form, conversion in fields):
+        raise ValueError(
+            f"{text!r}: put the name of a field in braces, such as {{question}}, and {{{{ for a brace itself"
+        )
+    return text
+
+
+Template = Annotated[str, AfterValidator(_template)]
 
 
 class GeneratedAddition(Section):
@@ -60,7 +76,7 @@ class DataSource(Section):
     """Field with the solved answer."""
     tools_field: str | None = None
     """Field with the tools that the model may call."""
-    prompt: str | None = None
+    prompt: Template | None = None
     """Template of the prompt's text, over the record's fields."""
     system: str | None = None
     """System prompt."""
@@ -76,11 +92,6 @@ class DataSource(Section):
             raise ValueError("source is empty: give a path, a URL or the id of a data set")
         return source
 
-    @field_validator("prompt")
-    @classmethod
-    def _fields_in_braces(cls, text: str | None) -> str | None:
-        return _template(text)
-
     @model_validator(mode="after")
     def _one_prompt(self) -> "DataSource":
         if self.prompt is not None and self.prompt_field is not None:
@@ -95,28 +106,13 @@ class DataSource(Section):
         return name
 
 
-def _template(text: str | None) -> str | None:
-    """A template, if it is one: a text with fields in braces and nothing more in them."""
-    if text is None:
-        return None
-    try:
-        fields = [piece[1:] for piece in string.Formatter().parse(text) if piece[1] is not None]
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not a template ({error}): write {{{{ and }}}} for braces themselves") from None
-    if not fields or any(not name or form or conversion for name, form, conversion in fields):
-        raise ValueError(
-            f"{text!r}: put the name of a field in braces, such as {{question}}, and {{{{ for a brace itself"
-        )
-    return text
-
-
 def _form(value: Any) -> str:
     return "text" if isinstance(value, str) else "list"
 
 
 def _listed(value: Any) -> Any:
     """`[data.train]` as one of `[[data.train]]`, and a text in a list as the source of a table."""
-    if value is None or isinstance(value, str):
+    if isinstance(value, str):
         return value
     tables = [value] if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
     if not tables:
@@ -129,6 +125,7 @@ def _listed(value: Any) -> Any:
 Sources = Annotated[
     Annotated[str, Tag("text")] | Annotated[tuple[DataSource, ...], Tag("list")],
     Discriminator(_form),
+    BeforeValidator(_listed),
 ]
 """One source by its path or URL, or tables with more about each."""
 
@@ -155,7 +152,7 @@ class DataSection(Section):
     of the prompt is the assistant's, that is the answer. "" if there is none, or if only rewards read it."""
     tools_field: str = "tools"
     """Field with the tools that the model may call, for the chat template: a list of tables, or JSON of it."""
-    prompt: str | None = None
+    prompt: Template | None = None
     """Template of the prompt's text, over the record's fields: `"{question}\\nAnswer with a number."`."""
     system: str | None = None
     """System prompt, for messages that do not begin with one. A text becomes a user's message after it."""
@@ -173,16 +170,6 @@ class DataSection(Section):
     """Prompts that leave no room for a response in the context are refused, or dropped and counted."""
     shuffle: bool = True
     """Give each pass over the prompts its own order (from the run's seed)."""
-
-    @field_validator("train", "held_out", "warmup", mode="before")
-    @classmethod
-    def _tables(cls, value: Any) -> Any:
-        return _listed(value)
-
-    @field_validator("prompt")
-    @classmethod
-    def _fields_in_braces(cls, text: str | None) -> str | None:
-        return _template(text)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "DataSection":
