@@ -38,16 +38,24 @@ def load_changes(path: str) -> dict[str, Any]:
     return _located(read_document(path), folder_of(path))
 
 
-def merged(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` with the values of `changes`; tables are merged key by key, unless one gets another `type`."""
+def merged(document: Mapping[str, Any], changes: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """`document` with the values of `changes`; tables are merged key by key, unless one gets another `type`. A 0 that
+    switches something off removes its settings."""
     result = dict(document)
     for key, value in changes.items():
         old = result.get(key)
         if isinstance(old, dict) and isinstance(value, dict) and value.get("type") in (None, old.get("type")):
-            result[key] = merged(old, value)
+            result[key] = merged(old, value, f"{path}{key}.")
         else:
             result[key] = value
+        for name in _off(f"{path}{key}", value) - changes.keys():
+            result.pop(name, None)
     return result
+
+
+def _off(path: str, value: Any) -> set[str]:
+    """The other keys of a table that `path = value` switches off."""
+    return {name.rpartition(".")[2] for name in SWITCHED.get(path, ())} if value == 0 else set()
 
 
 def without_blanks(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,9 +146,8 @@ def apply_override(document: dict[str, Any], override: str) -> None:
             raise InputError(f"--set {shown_setting(override)!r}: {key!r} is a value, not a section")
     if keys[-1] == "type" and table.get("type") != value and len(_models_at(keys[:-1])) > 1:
         table.clear()
-    if value == 0:
-        for name in SWITCHED.get(path.strip(), ()):
-            table.pop(name.rpartition(".")[2], None)
+    for name in _off(path.strip(), value):
+        table.pop(name, None)
     table[keys[-1]] = value
 
 

@@ -169,16 +169,17 @@ def _access(download: bool) -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Keep `datasets` silent and of one mind with the hub's library about the network, while the block lasts."""
     import datasets
+    from datasets import config
     from huggingface_hub import constants
 
-    before = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
+    before = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity(), config.HF_HUB_OFFLINE
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
     try:
         yield
     finally:
-        datasets.config.HF_HUB_OFFLINE = before[2]
+        config.HF_HUB_OFFLINE = before[2]
         datasets.logging.set_verbosity(before[1])
         if before[0]:
             datasets.enable_progress_bars()

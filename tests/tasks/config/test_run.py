@@ -1,7 +1,9 @@
+import tomllib
+
 import pytest
 
 from storage.errors import InputError
-from tasks.config.document import load_config, parse_config
+from tasks.config.document import load_config, merged, parse_config
 from tasks.config.identity import changed_meaning
 from tasks.config.run import RunConfig
 
@@ -94,6 +96,8 @@ def test_switching_something_off_on_the_command_line_removes_its_settings(tmp_pa
     assert load_config(config_file(tmp_path, text), ["warmup.steps=2"]).warmup.batch_size == 3
     off = load_config(config_file(tmp_path, text), ["evaluate.every=0", "warmup.steps=0"])
     assert (off.evaluate.prompts, off.evaluate.passing, off.warmup.batch_size) == (256, "reward > 0", 64)
+    changed = merged(tomllib.loads(text), {"evaluate": {"every": 0}, "warmup": {"steps": 0, "batch_size": 64}})
+    assert (changed["evaluate"], changed["warmup"]["batch_size"]) == ({"pass": "reward > 0", "every": 0}, 64)
     with pytest.raises(InputError, match=r"evaluate\.prompts has no effect"):
         load_config(config_file(tmp_path, text), ["evaluate.prompts=3", "evaluate.every=0"])
 
