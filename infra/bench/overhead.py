@@ -240,7 +240,7 @@ def make_long_run(folder: Path, iterations: int = LONG) -> None:
     for iteration in range(iterations + 1):
         for stage in stages_of(iteration):
             manifest = make_manifest("long", iteration, stage, config_digest=digest)
-            path = Path(root.backend.full(manifest.key))
+            path = folder / manifest.key
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(records.seal(manifest))
 
