@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, Settings
 from flows.views.output import Output
 from storage.backends.root import open_root
 from storage.errors import InputError
@@ -16,36 +16,33 @@ from tasks.config.environment import prepare_process
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import Imported, import_samples
 
+Start = Annotated[str | None, Parameter(name="--from", help="The state to begin with, as [ROOT//]RUN[@ITERATION].")]
+Select = Annotated[
+    tuple[str, ...],
+    Parameter(help="Whose samples, as [ROOT//]RUN[@FROM-TO]; may be repeated.", negative=(), show_default=False),
+]
+Where = Annotated[str | None, Parameter(help="Condition over columns, as in 'reward > 0 and weight_version >= 12'.")]
+Age = Annotated[
+    str | None, Parameter(help="Only samples of the last 90m, 24h, 7d or 2w, counted from when the run begins.")
+]
+Rescore = Annotated[bool, Parameter(help="Score them again first, with [reward]; old scores stay.", negative=())]
+
 
 def retrain_command(
     run: Annotated[str, Parameter(help="Id of the new run. An existing one needs no further options.")],
     /,
     *,
-    start: Annotated[
-        str | None, Parameter(name="--from", help="The state to begin with, as [ROOT//]RUN[@ITERATION].")
-    ] = None,
-    select: Annotated[
-        tuple[str, ...],
-        Parameter(help="Whose samples, as [ROOT//]RUN[@FROM-TO]; may be repeated.", negative=(), show_default=False),
-    ] = (),
-    where: Annotated[
-        str | None, Parameter(help="Condition over columns, as in 'reward > 0 and weight_version >= 12'.")
-    ] = None,
-    newer_than: Annotated[
-        str | None, Parameter(help="Only samples of the last 90m, 24h, 7d or 2w, counted from when the run begins.")
-    ] = None,
+    start: Start = None,
+    select: Select = (),
+    where: Where = None,
+    newer_than: Age = None,
     limit: Annotated[int | None, Parameter(help="Most samples.", validator=Number(gte=1))] = None,
     deduplicate: Annotated[bool, Parameter(help="Take equal samples once.", negative=())] = False,
-    rescore: Annotated[
-        bool, Parameter(help="Score them again first, with [reward]; old scores stay.", negative=())
-    ] = False,
+    rescore: Rescore = False,
     samples: Annotated[int | None, Parameter(help="Samples of an iteration.", validator=Number(gte=1))] = None,
     epochs: Annotated[int | None, Parameter(help="Passes over the selection.", validator=Number(gte=1))] = None,
     config: Annotated[str | None, Parameter(help="TOML file with what differs from the run to begin from.")] = None,
-    settings: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", help="A setting, as section.key=value; may be repeated.", negative=()),
-    ] = (),
+    settings: Settings = (),
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
@@ -70,12 +67,11 @@ def retrain_command(
     given = {key: value for key, value in table.items() if value is not None}
     resolved = retrain_config(store, run, given, config, settings)
     prepare_process()
-    with Output(json=json) as output:
-        begin_on_samples(run, store, resolved, announce=output.say)
-    from flows.cli.launch import Order, launch  # imports Prefect and Ray
-
     again = shlex.join(["ratchet", "retrain", run, f"--root={shown_text(root)}", *(["--json"] if json else [])])
     with Output(json=json) as output:
+        begin_on_samples(run, store, resolved, announce=output.say)
+        from flows.cli.launch import Order, launch  # imports Prefect and Ray
+
         return launch(Order(resolved, run, root, again), output)
 
 
