@@ -6,9 +6,11 @@ Ray, vLLM or Megatron: what needs them imports them when it is called. docs/pyth
 
 import asyncio
 import importlib
+import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +44,9 @@ __all__ = [
     "Tokens", "TrackedRun", "Tracker", "Verification", "evaluate", "export", "load_config", "open_root", "retrain",
     "samples",
 ]  # fmt: skip
+
+Place = str | os.PathLike[str]
+"""A path or an fsspec URL."""
 
 DEFAULT_ROOT = "file://./runs"
 """Storage root of the runs of the working directory."""
@@ -79,16 +84,20 @@ class Run:
 
     name: str
     """Id of the run."""
-    root: str = DEFAULT_ROOT
-    """Storage root, as `--root` takes it."""
+    root: Place = DEFAULT_ROOT
+    """Storage root: a folder, or a URL as `--root` takes it."""
 
     def train(
-        self, config: "str | RunConfig | None" = None, *, settings: Sequence[str] = (), iterations: int | None = None
+        self,
+        config: "Place | RunConfig | Mapping[str, Any] | None" = None,
+        *,
+        settings: Sequence[str] = (),
+        iterations: int | None = None,
     ) -> "RunResult":
         """Start the run, or go on where it ended, and wait until it is complete, as `ratchet run` does.
 
         Args:
-            config: path or URL of a TOML file, or a configuration; None goes on with what the run was recorded with.
+            config: path or URL of a TOML file, a configuration, or its tables; None takes the recorded configuration.
             settings: `section.key=value`, which replace those of `config`.
             iterations: total number of RL iterations; replaces `run.iterations`.
 
@@ -132,7 +141,7 @@ class Run:
         return evaluate(self._at(at), root=self.root, **settings)
 
     def export(
-        self, to: str, at: int | str | None = None, *, precision: Literal["bf16", "fp32"] | None = None
+        self, to: Place, at: int | str | None = None, *, precision: Literal["bf16", "fp32"] | None = None
     ) -> "Exported":
         """Write the weights of iteration `at`, a number or `best`, as a Hugging Face folder; see `export`."""
         return export(self._at(at), to, root=self.root, precision=precision)
@@ -144,9 +153,7 @@ class Run:
         return verify(self._opened(), self.name)
 
     def _opened(self) -> "Root":
-        from storage.backends.root import open_root
-
-        return open_root(self.root)
+        return _opened(self.root)
 
     def _at(self, at: int | str | None) -> str:
         return self.name if at is None else f"{self.name}@{at}"
@@ -155,7 +162,7 @@ class Run:
 def samples(
     run: str,
     *,
-    root: str = DEFAULT_ROOT,
+    root: Place = DEFAULT_ROOT,
     iterations: Collection[int] | None = None,
     revision: int | None = None,
     texts: bool = True,
@@ -172,7 +179,7 @@ def samples(
     """
     from flows.views.samples import scored_samples
 
-    return scored_samples(root, run, iterations, revision=revision, texts=texts)
+    return scored_samples(_opened(root).url, run, iterations, revision=revision, texts=texts)
 
 
 def retrain(
@@ -180,8 +187,8 @@ def retrain(
     start: str | None = None,
     select: Sequence[str] = (),
     *,
-    root: str = DEFAULT_ROOT,
-    config: str | None = None,
+    root: Place = DEFAULT_ROOT,
+    config: Place | None = None,
     settings: Sequence[str] = (),
     **table: Any,
 ) -> "RunResult":
@@ -197,9 +204,7 @@ def retrain(
     Raises:
         RatchetError: the reason for which the run cannot start, or stopped.
     """
-    from storage.backends.root import open_root
-
-    store = open_root(root)
+    store = _opened(root)
     given: dict[str, Any] = {**table, **({"select": list(select)} if select else {})}
     with _with_extra():
         from flows.preflight import begin_on_samples
@@ -207,12 +212,12 @@ def retrain(
 
         if start is not None:
             given["start"] = start_of(store, run, start)
-        resolved = retrain_config(store, run, given, config, settings)
+        resolved = retrain_config(store, run, given, None if config is None else os.fspath(config), settings)
         begin_on_samples(run, store, resolved)
     return _drive(Run(run, root), resolved)
 
 
-def evaluate(which: str, *, root: str = DEFAULT_ROOT, **settings: Any) -> "EvaluationRecord":
+def evaluate(which: str, *, root: Place = DEFAULT_ROOT, **settings: Any) -> "EvaluationRecord":
     """Evaluate stored weights and store the result with the run, as `ratchet evaluate` does.
 
     Args:
@@ -229,11 +234,11 @@ def evaluate(which: str, *, root: str = DEFAULT_ROOT, **settings: Any) -> "Evalu
     with _with_extra():
         from flows.evaluating import evaluate_weights
 
-        return evaluate_weights(root, which, asked, Output().say)
+        return evaluate_weights(_opened(root).url, which, asked, Output().say)
 
 
 def export(
-    which: str, to: str, *, root: str = DEFAULT_ROOT, precision: Literal["bf16", "fp32"] | None = None
+    which: str, to: Place, *, root: Place = DEFAULT_ROOT, precision: Literal["bf16", "fp32"] | None = None
 ) -> "Exported":
     """Write a trained model as a Hugging Face folder, as `ratchet export` does.
 
@@ -245,12 +250,11 @@ def export(
     Raises:
         InputError: there is no such state, or the folder exists.
     """
-    from storage.backends.root import open_root
     from tasks.export.choice import choose
     from tasks.export.target import Target, local_or_url
 
-    store = open_root(root)
-    chosen, target = choose(store, which), Target.new(local_or_url(to))
+    store = _opened(root)
+    chosen, target = choose(store, which), Target.new(local_or_url(os.fspath(to)))
     with _with_extra():
         from tasks.export.export import export as write
 
@@ -267,14 +271,27 @@ def main() -> None:
     command()
 
 
-def _configured(config: "str | RunConfig", settings: Sequence[str]) -> "RunConfig":
-    from tasks.config.document import apply_overrides, load_config, parse_config
+def _opened(root: Place) -> "Root":
+    from storage.backends.root import open_root
+    from tasks.config.credentials import check_root_url
 
-    if isinstance(config, str):
-        return load_config(config, settings)
-    document = config.model_dump(mode="json")
-    apply_overrides(document, settings)
-    return parse_config(document, "given to Run.train")
+    check_root_url(os.fspath(root))
+    return open_root(os.fspath(root))
+
+
+def _configured(config: "Place | RunConfig | Mapping[str, Any]", settings: Sequence[str]) -> "RunConfig":
+    from storage.errors import InputError
+    from tasks.config.document import completed, load_config
+    from tasks.config.run import RunConfig
+
+    if isinstance(config, str | os.PathLike):
+        return load_config(os.fspath(config), settings)
+    if not isinstance(config, RunConfig | Mapping):
+        raise InputError(
+            f"the configuration is of the type {type(config).__name__}: give a path, a RunConfig or its tables"
+        )
+    tables = config.model_dump(mode="json") if isinstance(config, RunConfig) else deepcopy(dict(config))
+    return completed(tables, settings, None, "given to Run.train")
 
 
 def _drive(run: Run, config: "RunConfig") -> "RunResult":
@@ -284,8 +301,8 @@ def _drive(run: Run, config: "RunConfig") -> "RunResult":
         from flows.views.output import Output
 
         again = f"Run({run.name!r}, {run.root!r}).train()"
-        root = ready(run.name, run.root, config)
-        return drive(Order(config, run.name, run.root, again), root, Output().say)[1]
+        root = ready(run.name, os.fspath(run.root), config)
+        return drive(Order(config, run.name, root.url, again), root, Output().say)[1]
 
 
 @contextmanager

@@ -100,6 +100,16 @@ def test_a_stored_run_is_looked_at(run):
     assert run.verify().sound
 
 
+def test_a_folder_and_a_configuration_may_be_objects(run):
+    assert ratchet.Run(run.name, Path(run.root)).iterations() == run.iterations()
+    tables = {"model": {"generate": {}}, "data": {"generate": {}}, "train": {"max_length": 16}}
+    tables["train"]["optimizer"] = {"learning_rate": 1e-3}
+    made = ratchet._configured(tables, ["run.seed=7"])
+    assert made.run.seed == 7
+    assert ratchet._configured(made, ["run.seed=8"]).run.seed == 8
+    assert ratchet._configured(PROJECT / "infra" / "examples" / "demo.toml", []).run.iterations == 20
+
+
 def test_within_a_running_event_loop_nothing_runs_in_it(run):
     async def cell() -> int:
         loop = asyncio.get_running_loop()
@@ -118,6 +128,9 @@ def test_within_a_running_event_loop_nothing_runs_in_it(run):
         (lambda run: run.samples([7]), r"iterations \[7\] of run 'small' have no samples"),
         (lambda run: run.train(settings=["rollout.sample=3"]), r"did you mean 'rollout\.samples'"),
         (lambda run: run.train(run.root + "/no.toml"), "does not exist"),
+        (lambda run: run.train(3), "the configuration is of the type int: give a path, a RunConfig or its tables"),
+        (lambda run: run.train({"runs": {}}), "given to Run.train cannot be used:(.|\n)*runs: unknown key"),
+        (lambda run: ratchet.Run("a", "s3://me:secret@host/runs").samples(), "has credentials in its URL"),
         (lambda run: run.export("anywhere", at=9), "iteration 9 of run 'small' is not there"),
         (lambda run: run.evaluate(sample=3), "an evaluation has the settings table, prompts"),
         (lambda run: ratchet.retrain("new", root=run.root), "say with which state it begins"),

@@ -29,7 +29,7 @@ _FORMS = ("text", "list")
 def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (any fsspec URL) and apply `section.key=value` overrides; names of local files become absolute.
     Raises InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used."""
-    return _completed(read_document(path), overrides, folder_of(path), path)
+    return completed(read_document(path), overrides, folder_of(path), path)
 
 
 def load_changes(path: str) -> dict[str, Any]:
@@ -84,10 +84,18 @@ def _of_a_store(path: str) -> tuple[type[Exception], ...]:
 def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
     """A configuration without a file, of settings by section and `section.key=value` overrides. Raises InputError: a
     value cannot be used, or one is missing."""
-    return _completed(without_blanks(tables), overrides, None, where)
+    return completed(without_blanks(tables), overrides, None, where)
 
 
-def _completed(document: dict[str, Any], overrides: Sequence[str], folder: Path | None, where: str) -> RunConfig:
+def completed(document: dict[str, Any], overrides: Sequence[str], folder: Path | None, where: str) -> RunConfig:
+    """A configuration of a parsed document, into which overrides and absolute paths of local files are put.
+
+    Args:
+        folder: of the configuration; None if that is no local file.
+
+    Raises:
+        InputError: as `parse_config`.
+    """
     apply_overrides(document, overrides)
     return parse_config(_located(document, folder), where)
 
