@@ -87,7 +87,7 @@ STATES = (
         "owners-not-counted",
         "a state is saved whatever shards the ranks own",
         "trainer_core/state/content.py",
-        "        if elements != _elements(shape):\n",
+        "        if elements != math.prod(shape):\n",
         "        if elements < 0:\n",
         _STATE,
     ),

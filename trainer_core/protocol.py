@@ -233,13 +233,13 @@ class TrainerProtocol(Protocol):
         ...
 
     def release(self, memory: MemoryConfig) -> int:
-        """Give up device memory: what `memory` names, and whatever the process keeps in reserve.
+        """Free device memory: what `memory` names, and the reserve of the allocator.
 
         It comes back with the next operation that needs it, or with `resume`, and no operation gives other results.
-        What was given up before stays so; nothing but that memory changes, so that a rank keeps its identity.
+        Memory that was freed before stays free. Nothing else changes, so that a rank keeps its identity.
 
         Returns:
-            Bytes that this rank has given up now.
+            Bytes that this call has freed on this rank.
 
         Raises:
             AccumulationPending: gradients are to be dropped that belong to an update that was not taken.
@@ -247,7 +247,7 @@ class TrainerProtocol(Protocol):
         ...
 
     def resume(self) -> None:
-        """Take back all that was given up."""
+        """Take back all memory that was freed."""
         ...
 
     def close(self) -> None:

@@ -73,8 +73,8 @@ def pinning_of(device: torch.device) -> Pinning | None:
 
 
 def pin(memory: torch.Tensor) -> bool:
-    """Lock the pages of contiguous host memory that is in no file, of exactly its size: torch's own allocator of pinned
-    memory takes the next power of two.
+    """Lock the pages of contiguous host memory that is in no file. It takes exactly its size: torch's own allocator of
+    pinned memory takes the next power of two.
 
     Returns:
         False if they cannot be locked: copies then only take longer.
@@ -83,7 +83,7 @@ def pin(memory: torch.Tensor) -> bool:
         WorkerLost: the device does not work, or the memory is pinned already.
     """
     pinning = pinning_of(torch.device("cuda"))
-    return pinning is not None and pinning.pin(memory, Path("what the trainer gives up"))
+    return pinning is not None and pinning.pin(memory, Path("the trainer's offloaded weights and optimizer"))
 
 
 def unpin(address: int) -> None:

@@ -20,7 +20,7 @@ class Box:
     size: tuple[int, ...]
     """Shape of the whole tensor, padding of the vocabulary included."""
     content: tuple[int, ...]
-    """Its shape without that padding."""
+    """Shape of the whole tensor without that padding."""
     region: Region
     """Place of the box."""
 
@@ -43,12 +43,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements of a whole tensor that this rank owns: no other rank has a shard with any of them."""
+    """Elements of a whole tensor that this rank alone owns."""
 
     box: Box
-    """The box that they are in."""
+    """Box that contains them."""
     first: int
-    """The first of them, counted through the box in row-major order; the others follow it."""
+    """Number of the first element in the row-major order of the box; the others follow it."""
     values: torch.Tensor
     """The live elements, one-dimensional."""
 

@@ -4,6 +4,8 @@ Each element is one 64-bit word: its bits, as a signed whole number. Words are m
 the whole tensor and added modulo 2**64, so the sums of shards add up, wherever they are cut.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -84,7 +86,7 @@ def _partial(box: Box, first: int, values: torch.Tensor) -> torch.Tensor:
     mixed = mix(values.view(_BITS[values.element_size()]).to(torch.int64), positions)
     if box.size == box.content:
         return torch.stack((mixed.sum(), positions.new_full((), values.numel()), positions.new_zeros(())))
-    inside = positions < _elements(box.content)  # padding is the end of the first axis
+    inside = positions < math.prod(box.content)  # padding is the end of the first axis
     return torch.stack(((mixed * inside).sum(), inside.sum(), ((values != 0) & ~inside).sum()))
 
 
@@ -99,7 +101,7 @@ def _own_words(digest: str, rank: int, world_size: int) -> torch.Tensor:
 
 def _check(kinds: list[_Kind], whole: list[tuple[int, ...]]) -> None:
     for (name, _, shape), (_, elements, padding) in zip(kinds, whole, strict=True):
-        if elements != _elements(shape):
+        if elements != math.prod(shape):
             raise RatchetError(
                 f"the ranks own {elements} elements of {name}, whose shape is {shape}: the state is not saved. "
                 "Report this, with the model and the layout"
@@ -109,10 +111,3 @@ def _check(kinds: list[_Kind], whole: list[tuple[int, ...]]) -> None:
                 f"{padding} elements of {name} belong to no token (the vocabulary is padded) and are not zero: the "
                 "state is not saved. Something has trained them; report this, with the model and the configuration"
             )
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

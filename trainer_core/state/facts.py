@@ -11,7 +11,7 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 
 FACTS_FILE = "trainer.json"
 EFFECTIVE_FILE = "effective.json"
-"""Settings that the parts which made a state were found to have. Nothing reads it but people."""
+"""Effective settings of the parts that made a state, for people; nothing reads them."""
 _GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""

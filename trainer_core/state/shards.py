@@ -36,7 +36,7 @@ class LocalTensor:
     boxes: tuple[tuple[int, Box], ...]
     """The boxes that it consists of, each with the number of the element at which it begins."""
     speaks: bool
-    """True if no other tensor- or pipeline-parallel rank has the same elements, or this one speaks for them."""
+    """True if this rank saves the elements, of the tensor- and pipeline-parallel ranks that have them."""
     first_replica: bool
     """True if this is the first of the data-parallel ranks."""
 
@@ -85,7 +85,7 @@ def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
 
 
 def optimizer_shards(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
-    """This rank's main weights and moments, also those that another rank speaks for."""
+    """This rank's main weights and moments, also those that another rank saves."""
     held = dict(_optimizer_states(optimizer))
     for local in tensors:
         if local.tensor in held:

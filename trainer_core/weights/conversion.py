@@ -48,7 +48,7 @@ class Conversion:
     row: Row
     """The tensor as the other ranks know it."""
     module: torch.nn.Module
-    """Owns the tensor."""
+    """Module that owns the tensor."""
     attribute: str
     """The tensor's name there."""
     tensor: torch.Tensor

@@ -1,7 +1,7 @@
 """Names of Megatron's tensors in the whole model and by Hugging Face: megatron-bridge's own answers.
 
-It is asked once where names differ in numbers alone, as those of layers and experts do. What it said is kept for one
-update, and dropped with it.
+Names that differ in numbers alone, as those of layers and experts do, are asked for once. The answers are kept for one
+update.
 """
 
 import re
@@ -28,9 +28,9 @@ class Known(NamedTuple):
     whole: str
     """The name with the numbers that layers and experts have in the whole model."""
     kind: Hashable
-    """The same for names that differ in numbers alone."""
+    """Key that is the same for names that differ in numbers alone."""
     mapping: Any
-    """The bridge's, of the first name of the kind; None if it has none."""
+    """The bridge's mapping of the first name of the kind; None if it has none."""
     names: tuple[str, ...]
     """Hugging Face names."""
 
@@ -40,7 +40,7 @@ class _Rest:
     """The rest of a name behind the number of a layer, the same in many layers."""
 
     whole: str
-    """With the numbers that experts have in the whole model."""
+    """The rest with the numbers that experts have in the whole model."""
     kind: str
     mapping: Any
     templates: tuple[str, ...]

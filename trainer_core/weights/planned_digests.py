@@ -58,7 +58,7 @@ class Cut:
     of: torch.Tensor
     """A view of such a buffer on the device `meta`."""
     kind: torch.dtype
-    """To which it is converted first."""
+    """Type to which it is converted first."""
 
     def head(self) -> str:
         return head(self.of.shape, self.kind)

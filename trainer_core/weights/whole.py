@@ -31,7 +31,7 @@ class Exported:
     row: Row
     """The tensor as the other ranks know it: its name."""
     module: torch.nn.Module
-    """Owns the tensor."""
+    """Module that owns the tensor."""
     attribute: str
     """The tensor's name there."""
     tensor: torch.Tensor
