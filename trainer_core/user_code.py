@@ -210,7 +210,7 @@ def _entry_point(name: str, key: str, group: str) -> str:
     known = _entry_points(group)
     if name not in known:
         raise InputError(
-            f"{key} {name!r} is unknown: installed are {', '.join(sorted(known))}; "
+            f"{key} {name!r} is unknown: installed are {', '.join(sorted(known)) or 'none'}; "
             "or give file.py:function or package.module:function"
         )
     return known[name]
