@@ -143,7 +143,7 @@ REVISIONS = (
         "tasks/config/identity.py",
         "value_digest(leaves(meaning(document, stage)))",
         "value_digest(leaves(meaning(document)))",
-        (*_LOOP, *_SETTINGS),
+        (*_SETTINGS, *_LOOP),
     ),
     Mutant(
         "old-ranks-train-on",

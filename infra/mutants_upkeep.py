@@ -6,7 +6,6 @@ _BESIDE = ("tests/storage/upkeep/test_beside.py",)
 _CHUNKS = ("tests/storage/upkeep/test_chunks.py",)
 _ALL = ("tests/flows/test_maintenance.py",)
 _COST = ("tests/flows/test_overhead.py",)
-_TRAIN = ("tests/flows/deployments/test_train.py",)
 _ENTRIES = ("tests/flows/site/test_entries.py",)
 
 UPKEEP = (
@@ -105,7 +104,7 @@ UPKEEP = (
         "tasks/config/form.py",
         "or mark.secret or",
         "or",
-        _TRAIN,
+        ("tests/flows/deployments/test_new_run.py",),
     ),
     Mutant(
         "untouched-switches",
@@ -113,7 +112,7 @@ UPKEEP = (
         "tasks/config/form.py",
         "        found = _CHOICE\n",
         "        pass\n",
-        _TRAIN,
+        ("tests/flows/deployments/test_new_run.py",),
     ),
     Mutant(
         "empty-fields-count",
@@ -121,7 +120,7 @@ UPKEEP = (
         "tasks/config/document.py",
         "if value not in (None, {})}",
         "if value != {}}",
-        _TRAIN,
+        ("tests/flows/deployments/test_new_run.py",),
     ),
     Mutant(
         "schedule-without-a-rule",

@@ -58,7 +58,7 @@ def test_the_own_function_changes_nothing(call, root: Root):
     stored = need(root, RUN, 1, Stage.REWARD).metrics["reward_mean"]
     assert (code, document["samples"], document["changed"], document["unscored"]) == (0, TOTAL, 0, 0)
     assert document["mean"] == document["stored_mean"] == stored
-    assert document["sources"] == {"characters": "version 2"}
+    assert document["sources"] == {"characters": "version 1"}
     assert f"{TOTAL} samples of iteration 1 of run {RUN}; nothing was stored" in said
 
 
