@@ -251,10 +251,10 @@ def export(
         InputError: there is no such state, or the folder exists.
     """
     from tasks.export.choice import choose
-    from tasks.export.target import Target, local_or_url
+    from tasks.export.target import ExportFolder, local_or_url
 
     store = _opened(root)
-    chosen, target = choose(store, which), Target.new(local_or_url(os.fspath(to)))
+    chosen, target = choose(store, which), ExportFolder.new(local_or_url(os.fspath(to)))
     with _with_extra():
         from tasks.export.export import export as write
 

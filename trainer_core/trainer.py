@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError, SyncMismatch
-from trainer_core.batches.micro_batching import Limits
+from trainer_core.batches.micro_batching import BatchLimits
 from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
 from trainer_core.collector import paused
 from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
@@ -44,7 +44,7 @@ class Trainer(TrainerProtocol):
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
-        limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
+        limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
         self._passes = Passes(self._model, self._mesh, limits, graphs() if self._model.graphs else None)
         self._saver = Saver(self._model, self._mesh)
         self._optimizer: Optimizer | None = None

@@ -15,7 +15,7 @@ from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.numbers import COLDEST
 from tasks.export.choice import choose
-from tasks.export.target import Target, local_or_url
+from tasks.export.target import ExportFolder, local_or_url
 from trainer_core.config import Precision
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def export_command(
     The weights are compared with the digest of those that were served, and the files with what was written.
     """
     store = open_root(root)
-    chosen, target = choose(store, which), Target.new(local_or_url(to))
+    chosen, target = choose(store, which), ExportFolder.new(local_or_url(to))
     prepare_process()
     with Output(json=json) as output:
         why = f", {chosen.why}" if chosen.why else ""

@@ -37,7 +37,7 @@ from tasks.config.numbers import COLDEST
 from tasks.config.stored import ConfigRecord, begun_by, forked_config
 from tasks.export.choice import BEST
 from tasks.export.choice import choose as choose_weights
-from tasks.export.target import Target
+from tasks.export.target import ExportFolder
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
 from tasks.stages.names import WORKFLOW
@@ -157,7 +157,7 @@ def export_weights(
         from tasks.export.export import export  # imports torch, and Megatron later
 
         store = open_root(root)
-        chosen, target = choose_weights(store, place_of(run, iteration)), Target.new(to)
+        chosen, target = choose_weights(store, place_of(run, iteration)), ExportFolder.new(to)
         fix(iteration=f"{chosen.iteration}")
         made = export(store, chosen, target, None if precision == "as trained" else precision)
         return Completed(message=f"iteration {made.iteration} of run {run} is in {made.folder}, {made.precision}")

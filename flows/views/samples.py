@@ -21,7 +21,7 @@ from tasks.stages.names import Stage
 from trainer_core.batches.reading import read_samples
 from trainer_core.objectives.advantages import sample_advantages
 from trainer_core.objectives.objective_config import PolicyConfig
-from trainer_core.objectives.scored import Scored
+from trainer_core.objectives.scored import ScoredSamples
 from trainer_core.objectives.selection import trained_on
 
 _NAMED = 8  # ids in a message
@@ -174,7 +174,7 @@ def chosen(
 
 def _advantages(root: Root, rollout: Manifest, reward: Manifest, policy: PolicyConfig) -> NDArray[np.float32] | None:
     samples = read_samples(root, rollout, reward)
-    scored = Scored(samples.rewards, samples.groups, trained_on(policy, samples), samples.response_lengths)
+    scored = ScoredSamples(samples.rewards, samples.groups, trained_on(policy, samples), samples.response_lengths)
     return sample_advantages(policy, scored)
 
 

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from infra.bench.plain_loop import PaddedBatch, padded_batches, plain_step
-from trainer_core.batches.micro_batching import Limits
+from trainer_core.batches.micro_batching import BatchLimits
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import RankSpec, TrainerConfig
 from trainer_core.model import rng
@@ -33,7 +33,7 @@ class Sides:
         with self._model.weights("writable"), quietly():
             self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, config.optimizer)
-        limits = Limits(config.micro_batch_tokens, config.micro_batch_size)
+        limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
         passes = Passes(self._model, mesh, limits, graphs() if self._model.graphs else None)
         self._phase = PolicyPhase(passes, self._optimizer, config.policy, 1.0, (0,))
         self.device = platform.device

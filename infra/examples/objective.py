@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from ratchet import Scored, Tokens
+    from ratchet import ScoredSamples, Tokens
 
 
-def ranked(scored: "Scored") -> np.ndarray:
+def ranked(scored: "ScoredSamples") -> np.ndarray:
     """(N,) rank of each sample's reward within its prompt's group, from -1 to 1; equal rewards share their mean rank.
 
     `scored` has rewards, groups, usable and lengths, (N,) each; a sample that is not usable counts nowhere.

@@ -27,7 +27,7 @@ from tasks.config.stored import stored_config
 from tasks.engine.protocol import weights_digest
 from tasks.export.card import model_card
 from tasks.export.choice import Chosen
-from tasks.export.target import Target
+from tasks.export.target import ExportFolder
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Served
@@ -43,7 +43,7 @@ _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclass(frozen=True)
-class Planned:
+class ShardTensor:
     """A tensor to be written."""
 
     name: str
@@ -57,9 +57,9 @@ class Planned:
         return math.prod(self.shape) * _BYTES[self.dtype]
 
 
-def planned_shards(tensors: Iterable[Planned], limit: int) -> dict[str, list[Planned]]:
+def planned_shards(tensors: Iterable[ShardTensor], limit: int) -> dict[str, list[ShardTensor]]:
     """Tensors of each file, in order; a file holds at most `limit` bytes of them, or a single tensor."""
-    shards: list[list[Planned]] = [[]]
+    shards: list[list[ShardTensor]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.bytes > limit:
@@ -72,7 +72,7 @@ def planned_shards(tensors: Iterable[Planned], limit: int) -> dict[str, list[Pla
     return {f"model-{at:05d}-of-{len(shards):05d}.safetensors": shard for at, shard in enumerate(shards, 1)}
 
 
-def header(shard: Sequence[Planned]) -> bytes:
+def header(shard: Sequence[ShardTensor]) -> bytes:
     """Bytes of a file before its tensors."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -86,7 +86,7 @@ def header(shard: Sequence[Planned]) -> bytes:
 
 
 def write_shards(
-    target: Target, shards: dict[str, list[Planned]], tensors: Iterator[tuple[str, memoryview]]
+    target: ExportFolder, shards: dict[str, list[ShardTensor]], tensors: Iterator[tuple[str, memoryview]]
 ) -> dict[str, object]:
     """Write all files, taking the bytes of one tensor after another in the planned order; returns the index."""
     for file_name, shard in shards.items():
@@ -131,7 +131,7 @@ class Exported(BaseModel):
 
 
 def export(
-    root: Root, chosen: Chosen, target: Target, precision: Precision | None, limit: int = SHARD_BYTES
+    root: Root, chosen: Chosen, target: ExportFolder, precision: Precision | None, limit: int = SHARD_BYTES
 ) -> Exported:
     """Write the weights of an iteration as a Hugging Face folder.
 
@@ -148,7 +148,9 @@ def export(
     with _opened(root, chosen) as (weights, state, model_config):
         written = precision or state.facts.precision
         types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}
-        planned = [Planned(n, s, types[n][1]) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)]
+        planned = [
+            ShardTensor(n, s, types[n][1]) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)
+        ]
         shards = planned_shards(planned, limit)
         target.begin()
         digests: dict[str, str] = {}
@@ -216,7 +218,7 @@ def _compare(chosen: Chosen, found: str) -> None:
         )
 
 
-def _write_texts(root: Root, chosen: Chosen, target: Target, precision: Precision, model_config: dict) -> None:
+def _write_texts(root: Root, chosen: Chosen, target: ExportFolder, precision: Precision, model_config: dict) -> None:
     """Write everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
     prepared = chosen.manifest(Stage.PREPARE, 0)
     texts = {part.name.removeprefix(MODEL): read_part(root, part) for part in _texts(prepared)}

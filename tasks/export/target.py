@@ -44,7 +44,7 @@ class Hashed:
 
 
 @dataclass
-class Target:
+class ExportFolder:
     """A new folder."""
 
     shown: str
@@ -55,7 +55,7 @@ class Target:
     """xxh3-128 of the files written, by name."""
 
     @classmethod
-    def new(cls, url: str) -> "Target":
+    def new(cls, url: str) -> "ExportFolder":
         """Accept a folder that does not exist, is empty, or was left by an interrupted export.
 
         Raises:

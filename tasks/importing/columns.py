@@ -1,4 +1,4 @@
-"""Rows of JSONL, JSON and Parquet files in batches, and their columns: a value of another type is refused."""
+"""SampleRows of JSONL, JSON and Parquet files in batches, and their columns: a value of another type is refused."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,12 +23,12 @@ _FORMS = ("jsonl", "json", "parquet")
 
 
 @dataclass(frozen=True)
-class Batch:
+class FileRows:
     """Some rows of a file."""
 
     file: str
     first: int
-    """Rows of the file before these."""
+    """SampleRows of the file before these."""
     names: tuple[str, ...]
     """Columns that the file has."""
     columns: Mapping[str, pa.Array | Sequence[Any]]
@@ -45,7 +45,7 @@ class Local:
     path: Path
     form: str
 
-    def batches(self, wanted: Collection[str]) -> Iterator[Batch]:
+    def batches(self, wanted: Collection[str]) -> Iterator[FileRows]:
         """Batches with the wanted columns.
 
         Raises:
@@ -54,21 +54,21 @@ class Local:
         with reading(self.file, f" as {self.form}"):
             yield from (self._parquet if self.form == "parquet" else self._objects)(wanted)
 
-    def _parquet(self, wanted: Collection[str]) -> Iterator[Batch]:
+    def _parquet(self, wanted: Collection[str]) -> Iterator[FileRows]:
         with opened_parquet(self.path, self.file) as parquet:
             names, first = tuple(parquet.schema_arrow.names), 0
             check_different(names, self.file, "the table")
             for batch in parquet.iter_batches(_ROWS, columns=[name for name in names if name in wanted]):
                 columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-                yield Batch(self.file, first, names, columns, batch.num_rows)
+                yield FileRows(self.file, first, names, columns, batch.num_rows)
                 first += batch.num_rows
 
-    def _objects(self, wanted: Collection[str]) -> Iterator[Batch]:
+    def _objects(self, wanted: Collection[str]) -> Iterator[FileRows]:
         first = 0
         for rows in itertools.batched(objects(self.path, self.form, self.file), _ROWS):
             names = tuple(dict.fromkeys(name for row in rows for name in row))
             columns = {name: [row.get(name) for row in rows] for name in names if name in wanted}
-            yield Batch(self.file, first, names, columns, len(rows))
+            yield FileRows(self.file, first, names, columns, len(rows))
             first += len(rows)
 
 
@@ -158,7 +158,7 @@ KINDS = {
 class Column:
     """A column of some rows of a file."""
 
-    batch: Batch
+    batch: FileRows
     name: str
     """Property of a sample."""
     called: str

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.schema import REWARD
-from tasks.importing.columns import KINDS, Batch, Column, any_of, lengths_of
+from tasks.importing.columns import KINDS, Column, FileRows, any_of, lengths_of
 
 UNKNOWN = -1
 """Weight version and seed of a sample without them."""
@@ -57,10 +57,10 @@ def mapped(texts: Iterable[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleRows:
     """Some rows of a file, as the columns of our tables."""
 
-    batch: Batch
+    batch: FileRows
     order: ImportOrder
 
     @property

@@ -25,7 +25,7 @@ from storage.schema import REWARD, ROLLOUT, fingerprint
 from storage.upkeep.catalog import check_not_removed, names
 from tasks.config.code_version import code_version
 from tasks.importing.columns import KINDS, Local, local_files
-from tasks.importing.rows import UNKNOWN, ImportOrder, Rows, check_temperature
+from tasks.importing.rows import UNKNOWN, ImportOrder, SampleRows, check_temperature
 from tasks.stages.names import Stage
 
 
@@ -150,12 +150,12 @@ class _Samples:
             InputError: they cannot be used.
         """
         for batch in self.place.batches({self.order.columns.get(name, name) for name in KINDS}):
-            rows = Rows(batch, self.order)
+            rows = SampleRows(batch, self.order)
             self._check_alike(rows)
             self.found |= rows.found
             yield self._tables(rows, iteration)
 
-    def _tables(self, rows: Rows, iteration: int) -> tuple[pa.Table, pa.Table]:
+    def _tables(self, rows: SampleRows, iteration: int) -> tuple[pa.Table, pa.Table]:
         ids, digests, prompts = rows.prompts()
         self._check_prompts(rows, ids, digests)
         responses, given = rows.tokens("response_tokens"), rows.sample_ids()
@@ -173,7 +173,7 @@ class _Samples:
         samples = pa.Table.from_arrays([columns[name] for name in ROLLOUT.names], schema=ROLLOUT)
         return samples, rows.scores(columns["prompt_id"], columns["sample_id"])
 
-    def _check_alike(self, rows: Rows) -> None:
+    def _check_alike(self, rows: SampleRows) -> None:
         """Refuse properties that only some batches have: the others would get defaults."""
         odd = sorted(name for name in self.found.keys() ^ rows.found.keys() if not KINDS[name].optional)
         if rows.batch.first and odd:
@@ -183,7 +183,7 @@ class _Samples:
                 "Correct the file, or leave that sample out"
             )
 
-    def _check_prompts(self, rows: Rows, ids: Sequence[str], digests: Sequence[int]) -> None:
+    def _check_prompts(self, rows: SampleRows, ids: Sequence[str], digests: Sequence[int]) -> None:
         for row, (name, digest) in enumerate(zip(ids, digests, strict=True)):
             before, first = self._prompts.setdefault(name, (digest, rows.batch.first + row + 1))
             if before != digest:

@@ -10,8 +10,8 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a micro-batch."""
+class BatchLimits:
+    """BatchLimits of a micro-batch."""
 
     tokens: int
     """Most positions; a longer sequence goes alone."""
@@ -19,7 +19,9 @@ class Limits:
     """Most sequences; None: as many as fit."""
 
 
-def share(lengths: Indices, rows: Indices, replicas: int, limits: Limits, multiple: int = 1) -> list[list[Indices]]:
+def share(
+    lengths: Indices, rows: Indices, replicas: int, limits: BatchLimits, multiple: int = 1
+) -> list[list[Indices]]:
     """Divide `rows` over data-parallel replicas and then into micro-batches: result[replica][micro-batch] -> rows.
 
     Longest first, each sequence goes to the emptiest micro-batch (LPT, Graham 1969), of which there are as few as fit.
@@ -46,7 +48,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _fewest(lengths: Indices, limits: Limits) -> int:
+def _fewest(lengths: Indices, limits: BatchLimits) -> int:
     """Lower bound of the number of micro-batches."""
     by_tokens = -(-int(np.minimum(lengths, limits.tokens).sum()) // limits.tokens)
     by_sequences = -(-len(lengths) // (limits.sequences or max(1, len(lengths))))
@@ -54,7 +56,7 @@ def _fewest(lengths: Indices, limits: Limits) -> int:
     return max(by_tokens, by_sequences, large)
 
 
-def _fill(lengths: Indices, order: Indices, count: int, limits: Limits) -> list[Indices] | None:
+def _fill(lengths: Indices, order: Indices, count: int, limits: BatchLimits) -> list[Indices] | None:
     """`count` micro-batches that hold `order`, or None if it does not fit."""
     members: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, number) for number in range(count)]  # a heap of (positions, micro-batch) with room

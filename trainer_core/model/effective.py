@@ -56,7 +56,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Row[Config, Live]:
+class Setting[Config, Live]:
     """A setting: the wanted value, and the values that the live parts hold."""
 
     name: str
@@ -73,62 +73,62 @@ class Row[Config, Live]:
         return read(config)
 
 
-MODEL: tuple[Row[TrainerConfig, Built], ...] = (
-    Row("parallel.tensor", lambda live: _tensor_ranks(live)),
-    Row("parallel.pipeline", lambda live: {_groups_of(block).pp.size() for block in _of(live, TransformerBlock)}),
-    Row(
+MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
+    Setting("parallel.tensor", lambda live: _tensor_ranks(live)),
+    Setting("parallel.pipeline", lambda live: {_groups_of(block).pp.size() for block in _of(live, TransformerBlock)}),
+    Setting(
         "parallel.virtual_pipeline",
         lambda live: {len(live.chunks)},
         lambda config: config.parallel.virtual_pipeline or 1,
     ),
-    Row(
+    Setting(
         "parallel.data times context",
         lambda live: {buffer.data_parallel_world_size for buffer in _buffers(live)},
         lambda config: config.parallel.replicas,
     ),
-    Row("parallel.context", lambda live: {_context(module) for module in _of(live, Attention)}),
-    Row("precision", lambda live: {_precision(one.dtype) for one in _weights(live)}),
-    Row("precision of gradients", lambda live: {_precision(one) for one in _gradients(live)}, lambda _: "fp32"),
-    Row("parallel.sequence", lambda live: _values(_linears(live), "sequence_parallel")),
-    Row("hidden_dropout", lambda live: _values(_of(live, TransformerLayer), "hidden_dropout"), lambda _: 0.0),
-    Row("distributed optimizer", lambda live: _of_groups(live, "use_distributed_optimizer"), lambda _: True),
-    Row(
+    Setting("parallel.context", lambda live: {_context(module) for module in _of(live, Attention)}),
+    Setting("precision", lambda live: {_precision(one.dtype) for one in _weights(live)}),
+    Setting("precision of gradients", lambda live: {_precision(one) for one in _gradients(live)}, lambda _: "fp32"),
+    Setting("parallel.sequence", lambda live: _values(_linears(live), "sequence_parallel")),
+    Setting("hidden_dropout", lambda live: _values(_of(live, TransformerLayer), "hidden_dropout"), lambda _: 0.0),
+    Setting("distributed optimizer", lambda live: _of_groups(live, "use_distributed_optimizer"), lambda _: True),
+    Setting(
         "division of gradients by replicas",
         lambda live: {buffer.gradient_scaling_factor for buffer in _buffers(live)},
         lambda _: 1.0,
     ),
-    Row("megatron.overlap_grad_reduce", lambda live: _of_groups(live, "overlap_grad_reduce")),
-    Row(
+    Setting("megatron.overlap_grad_reduce", lambda live: _of_groups(live, "overlap_grad_reduce")),
+    Setting(
         "megatron.overlap_param_gather",
         lambda live: {set(one.remove_forward_pre_hook_handles) == set(one.module.modules()) for one in live.chunks},
     ),
-    Row("megatron.recompute", lambda live: _recomputed(live)),
-    Row("megatron.attention", lambda live: _attention(live)),
-    Row("megatron.gradient_accumulation_fusion", lambda live: _values(live.linears, *_FUSED)),
-    Row(
+    Setting("megatron.recompute", lambda live: _recomputed(live)),
+    Setting("megatron.attention", lambda live: _attention(live)),
+    Setting("megatron.gradient_accumulation_fusion", lambda live: _values(live.linears, *_FUSED)),
+    Setting(
         "megatron.output_gradient_accumulation_fusion",
         lambda live: _values(live.outputs, *_FUSED),
         everywhere=False,
     ),
-    Row("parallel.expert", lambda live: {one.ep_group.size() for one in _experts(live)}, everywhere=False),
-    Row(
+    Setting("parallel.expert", lambda live: {one.ep_group.size() for one in _experts(live)}, everywhere=False),
+    Setting(
         "parallel.expert_tensor",
         lambda live: _tensor_ranks(live, of_experts=True),
         lambda config: config.parallel.expert_tensor or config.parallel.tensor,
         everywhere=False,
     ),
-    Row(
+    Setting(
         "experts: dispatcher",
         lambda live: {type(one.token_dispatcher).__name__ for one in _experts(live)},
         lambda _: "MoEAlltoAllTokenDispatcher",
         everywhere=False,
     ),
-    Row(
+    Setting(
         "experts.auxiliary_loss",
         lambda live: {one.config.moe_aux_loss_coeff for one in _experts(live)},
         everywhere=False,
     ),
-    Row(
+    Setting(
         "experts.bias_update_rate",
         lambda live: {one.config.moe_router_bias_update_rate for one in _experts(live)},
         everywhere=False,
@@ -136,30 +136,30 @@ MODEL: tuple[Row[TrainerConfig, Built], ...] = (
 )
 
 
-def _of_parameters(name: str, read: Callable[[dict[str, Any]], Value]) -> Row[OptimizerConfig, Sequence[Any]]:
+def _of_parameters(name: str, read: Callable[[dict[str, Any]], Value]) -> Setting[OptimizerConfig, Sequence[Any]]:
     """A setting of the groups of parameters of the innermost optimizers, which take the steps."""
-    return Row(
+    return Setting(
         f"optimizer.{name}",
         lambda parts: {read(group) for part in parts for group in part.optimizer.param_groups},
         everywhere=False,
     )
 
 
-OPTIMIZER: tuple[Row[OptimizerConfig, Sequence[Any]], ...] = (
+OPTIMIZER: tuple[Setting[OptimizerConfig, Sequence[Any]], ...] = (
     _of_parameters("learning_rate", lambda group: group["max_lr"]),
     _of_parameters("min_learning_rate", lambda group: group["min_lr"]),
     _of_parameters("beta1", lambda group: group["betas"][0]),
     _of_parameters("beta2", lambda group: group["betas"][1]),
     _of_parameters("eps", lambda group: group["eps"]),
-    Row("optimizer.weight_decay", lambda parts: _decays(parts), everywhere=False),
-    Row("optimizer.clip_grad", lambda parts: {one.config.clip_grad for one in parts}),
-    Row(
+    Setting("optimizer.weight_decay", lambda parts: _decays(parts), everywhere=False),
+    Setting("optimizer.clip_grad", lambda parts: {one.config.clip_grad for one in parts}),
+    Setting(
         "distributed optimizer", lambda parts: {isinstance(one, DistributedOptimizer) for one in parts}, lambda _: True
     ),
 )
 
 
-def read_back[Config, Live](rows: Iterable[Row[Config, Live]], config: Config, live: Live) -> Effective:
+def read_back[Config, Live](rows: Iterable[Setting[Config, Live]], config: Config, live: Live) -> Effective:
     """Settings of the live parts; a setting that no part of this rank has is left out.
 
     Raises:

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 
 from trainer_core.batches.flat import alike, flatten
-from trainer_core.batches.micro_batching import Limits, share
+from trainer_core.batches.micro_batching import BatchLimits, share
 from trainer_core.batches.sequences import Sequences, Vector
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch, place
@@ -25,7 +25,7 @@ LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], TokenLoss]
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenScores:
     """Values of the response tokens of all sequences, flat; float32, 0 in rows that were not requested."""
 
     logprobs: Vector
@@ -54,7 +54,7 @@ class Gradients:
     """Weighted mean over response tokens."""
     clip_fraction: float
     """Share of response tokens whose surrogate was clipped."""
-    scores: Callable[[], Scores]
+    scores: Callable[[], TokenScores]
     """Values from which the loss was computed. Collective."""
     auxiliary_loss: float | None
     """Auxiliary loss of routers beside `loss`, coefficient included; None if they are not balanced."""
@@ -66,14 +66,14 @@ class Passes:
 
     model: Model
     mesh: Mesh
-    limits: Limits
-    """Limits of a micro-batch of one data-parallel rank."""
+    limits: BatchLimits
+    """BatchLimits of a micro-batch of one data-parallel rank."""
     recorders: Recorders | None = None
     """Recorders of micro-batches, which launch them again as one graph; None launches kernel by kernel."""
 
     def score(
         self, sequences: Sequences, rows: NDArray[np.int64], temperature: float, entropy: EntropyUse = "none"
-    ) -> Scores:
+    ) -> TokenScores:
         """Log-probabilities and entropies of `rows` without gradients; every rank gets all of them."""
         batches = self._batches(sequences, rows, np.zeros(len(sequences), dtype=np.float32), {})
         finish = partial(self._scored, temperature=temperature, entropy=entropy)
@@ -190,11 +190,11 @@ class Passes:
         }
         return total, batch.count, report
 
-    def _scores(self, sequences: Sequences, batches: list[MicroBatch], reports: Sequence[Report]) -> Scores:
+    def _scores(self, sequences: Sequences, batches: list[MicroBatch], reports: Sequence[Report]) -> TokenScores:
         found = np.zeros((2, int(sequences.response_lengths.sum())))
         if reports:  # of the last stage
             values = torch.cat([report["values"] for report in reports], dim=1).double().cpu().numpy()  # (2, R)
             responses = np.concatenate([batch.host.responses for batch in batches])
             found[:, responses[responses >= 0]] = values[:, responses >= 0]
         found = self.mesh.combine(found).astype(np.float32)
-        return Scores(found[0], found[1])
+        return TokenScores(found[0], found[1])

@@ -12,21 +12,21 @@ from trainer_core.batches.sequences import response_sums
 from trainer_core.objectives.advantage_config import Overlong, OverlongPenalty
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.registry import advantage_of
-from trainer_core.objectives.scored import Scored, members_of
+from trainer_core.objectives.scored import ScoredSamples, members_of
 
 _STD_FLOOR = 1e-6  # keeps the division finite; a group without spread has zero advantages anyway
 _VARIANCE_FLOOR = 1e-8  # as in OpenRLHF and verl
 
 
 def token_advantages(
-    policy: PolicyConfig, scored: Scored, penalties: NDArray[np.float64] | None = None
+    policy: PolicyConfig, scored: ScoredSamples, penalties: NDArray[np.float64] | None = None
 ) -> NDArray[np.float32]:
     """(R,) advantage of each response token, 0 where the sample does not count.
 
     Args:
         policy: the objective.
         scored: the samples, with their rewards as they were scored.
-        penalties: (R,) as `Scored.penalties`.
+        penalties: (R,) as `ScoredSamples.penalties`.
     """
     rewards, lengths = shaped_rewards(policy.overlong, scored.rewards, scored.lengths), scored.lengths
     if policy.advantage.per_token:
@@ -36,7 +36,7 @@ def token_advantages(
     return np.repeat(advantage_of(policy)(replace(scored, rewards=rewards)), lengths)
 
 
-def sample_advantages(policy: PolicyConfig, scored: Scored) -> NDArray[np.float32] | None:
+def sample_advantages(policy: PolicyConfig, scored: ScoredSamples) -> NDArray[np.float32] | None:
     """(N,) advantages for display, without the KL in the reward.
 
     None if the loss weighs none, or if code of the user's own computes them: that runs in the trainer's ranks alone.
@@ -63,7 +63,7 @@ def shaped_rewards(overlong: Overlong, rewards: NDArray[np.float32], lengths: ND
     return (rewards - overlong.factor * excess).astype(np.float32)
 
 
-def group_advantages(scored: Scored, normalize_by_std: bool = True) -> NDArray[np.float32]:
+def group_advantages(scored: ScoredSamples, normalize_by_std: bool = True) -> NDArray[np.float32]:
     """(N,) each sample's reward relative to its group: (r - mean) / std, std with n - 1 (as in TRL and verl).
 
     Zero for samples that are not usable, for groups in which all rewards are equal, and for groups with a single usable
@@ -81,7 +81,7 @@ def group_advantages(scored: Scored, normalize_by_std: bool = True) -> NDArray[n
     return advantages
 
 
-def leave_one_out_advantages(scored: Scored) -> NDArray[np.float32]:
+def leave_one_out_advantages(scored: ScoredSamples) -> NDArray[np.float32]:
     """(N,) each sample's reward minus the mean reward of the other usable samples of its group.
 
     This is r_i - sum of r_j over j != i / (n - 1), or n / (n - 1) (r_i - mean). Zero for samples that are not usable
@@ -98,7 +98,7 @@ def leave_one_out_advantages(scored: Scored) -> NDArray[np.float32]:
     return advantages
 
 
-def batch_advantages(scored: Scored, baseline: bool = False) -> NDArray[np.float32]:
+def batch_advantages(scored: ScoredSamples, baseline: bool = False) -> NDArray[np.float32]:
     """(R,) each token's return, normalised over all tokens that count: (G - mean) / sqrt(var + 1e-8), var with n - 1.
 
     The return G of a token is the response's reward, with `baseline` minus the group's mean, minus the penalties of
@@ -132,7 +132,7 @@ def returns_to_go(
     return spread - (np.repeat(total, lengths) - before)
 
 
-def _centred(scored: Scored) -> NDArray[np.float64]:
+def _centred(scored: ScoredSamples) -> NDArray[np.float64]:
     """(N,) rewards minus the mean of the group's usable samples; 0 if unusable."""
     found = np.zeros(len(scored.rewards))
     for members in members_of(scored.groups, scored.usable):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from storage.errors import InputError, NumericsError, RatchetError
 from trainer_core.objectives.advantage_config import UserAdvantage
 from trainer_core.objectives.loss_config import UserLoss
-from trainer_core.objectives.scored import Scored
+from trainer_core.objectives.scored import ScoredSamples
 from trainer_core.objectives.tokens import TokenLoss, Tokens
 from trainer_core.objectives.user_config import UserTable, found_code
 from trainer_core.user_code import UserFunction, line_of
@@ -27,7 +27,7 @@ _KEYS = {UserAdvantage: "train.policy.advantage", UserLoss: "train.policy.loss"}
 _GIVEN = {UserAdvantage: "scored", UserLoss: "tokens"}
 
 
-def user_advantage(scored: Scored, code: UserAdvantage) -> NDArray[np.float32]:
+def user_advantage(scored: ScoredSamples, code: UserAdvantage) -> NDArray[np.float32]:
     """Advantages of the user's function: (N,), or with `per_token` (R,); 0 where a sample does not count.
 
     Raises:
@@ -78,7 +78,7 @@ class _Call:
     arguments: dict[str, Any]
     line: str
 
-    def __call__(self, given: Scored | Tokens) -> Any:
+    def __call__(self, given: ScoredSamples | Tokens) -> Any:
         with _refusing(self.key, self.target):
             return self.function(given, **self.arguments)
 

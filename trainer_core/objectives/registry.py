@@ -1,6 +1,6 @@
 """The objectives by their `type`, in one table. Imports no torch and no numpy.
 
-An advantage is a function of `Scored`, a loss one of `Tokens`; both take the settings of their table as keywords.
+An advantage is a function of `ScoredSamples`, a loss one of `Tokens`; both take settings as keywords.
 """
 
 import importlib
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from trainer_core.objectives.scored import Scored
+    from trainer_core.objectives.scored import ScoredSamples
     from trainer_core.objectives.tokens import TokenLoss, Tokens
 
 
 class Advantage(Protocol):
     """An advantage: (N,) float32, one value a sample, or (R,), one a response token."""
 
-    def __call__(self, scored: "Scored", /) -> "NDArray[np.float32]":
+    def __call__(self, scored: "ScoredSamples", /) -> "NDArray[np.float32]":
         """Advantages of the samples of an iteration."""
         ...
 

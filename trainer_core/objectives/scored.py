@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredSamples:
     """N samples of an iteration, with R response tokens in all, and their rewards."""
 
     rewards: NDArray[np.float32]

@@ -15,7 +15,7 @@ from trainer_core.objectives.advantages import token_advantages
 from trainer_core.objectives.losses import policy_loss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.registry import loss_of
-from trainer_core.objectives.scored import Scored
+from trainer_core.objectives.scored import ScoredSamples
 from trainer_core.objectives.tokens import Segments, Tokens
 
 _LENGTHS = np.array([3, 1, 2, 4, 2, 3])
@@ -41,7 +41,7 @@ def try_objective(policy: PolicyConfig) -> None:
     needed |= {"entropy"} if policy.needs_entropy else set()
     values = {name: value for name, value in known.items() if name in needed | {"old_logprobs"}}
     if policy.needs_advantages:
-        scored = Scored(_REWARDS, _GROUPS, np.isfinite(_REWARDS), _LENGTHS)
+        scored = ScoredSamples(_REWARDS, _GROUPS, np.isfinite(_REWARDS), _LENGTHS)
         penalties = np.full(count, 0.01) if policy.kl_in == "reward" else None
         values["advantages"] = torch.from_numpy(token_advantages(policy, scored, penalties))
     tokens = Tokens(logprobs.requires_grad_(), Segments(torch.from_numpy(_LENGTHS)), values)

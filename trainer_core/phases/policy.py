@@ -12,16 +12,16 @@ from trainer_core.batches.sequences import Samples, Vector
 from trainer_core.model import rng
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
-from trainer_core.model.passes import Gradients, Objective, Passes, Scores
+from trainer_core.model.passes import Gradients, Objective, Passes, TokenScores
 from trainer_core.objectives.advantages import token_advantages
 from trainer_core.objectives.losses import correction_effect, kl_estimate, policy_loss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.preference import preference_report, preference_values
 from trainer_core.objectives.registry import loss_of
-from trainer_core.objectives.scored import Scored
+from trainer_core.objectives.scored import ScoredSamples
 from trainer_core.objectives.selection import Units, sequence_weights, units_of
 from trainer_core.objectives.tokens import TokenLoss, Tokens, bounded_log_ratio
-from trainer_core.phases.update import Update, apply_loss, mean_auxiliary_loss
+from trainer_core.phases.update import UpdateReport, apply_loss, mean_auxiliary_loss
 
 NOTHING_LEARNED = {"grad_norm": 0.0, "steps": 0.0, "tokens": 0.0}
 """Report of an iteration of which no sample is left to train on."""
@@ -40,7 +40,7 @@ class PolicyPhase:
     """Seeds the shuffling into mini-batches; differs from iteration to iteration."""
 
     def run(self, samples: Samples, reference_logprobs: Vector | None) -> dict[str, float]:
-        """Update the policy; returns the report of `TrainerProtocol.train_policy`. Collective.
+        """UpdateReport the policy; returns the report of `TrainerProtocol.train_policy`. Collective.
 
         Args:
             samples: of the iteration.
@@ -78,7 +78,7 @@ class PolicyPhase:
 
     def _updates(
         self, samples: Samples, units: Units, reference_logprobs: Vector | None
-    ) -> tuple[list[Update], Scores]:
+    ) -> tuple[list[UpdateReport], TokenScores]:
         """All updates, and the policy's values before them.
 
         A single update needs no pass but its own, unless its loss depends on these values.
@@ -102,7 +102,7 @@ class PolicyPhase:
             updates.append(self._update(samples, rows, values, report_entropy=False)[0])
         return updates, before
 
-    def _kl_of_updates(self, samples: Samples, rows: NDArray[np.int64], before: Scores) -> float:
+    def _kl_of_updates(self, samples: Samples, rows: NDArray[np.int64], before: TokenScores) -> float:
         """Estimate of KL(before || after) on `kl_sample` of the rows, evenly spread."""
         size = min(self.policy.kl_sample, len(rows))
         chosen = rows[np.linspace(0, len(rows) - 1, size).round().astype(np.int64)]
@@ -112,7 +112,7 @@ class PolicyPhase:
         return mean_kl((after.logprobs - before.logprobs)[measured])
 
     def _values(
-        self, samples: Samples, rows: NDArray[np.int64], before: Scores | None, reference_logprobs: Vector | None
+        self, samples: Samples, rows: NDArray[np.int64], before: TokenScores | None, reference_logprobs: Vector | None
     ) -> dict[str, Vector]:
         """Values of each response token that the loss needs, by the names of `Tokens`."""
         values: dict[str, Vector] = {}
@@ -124,13 +124,13 @@ class PolicyPhase:
             values["behaviour_logprobs"] = samples.engine_logprobs
         if self.policy.needs_advantages:
             usable = np.isin(np.arange(len(samples)), rows)
-            scored = Scored(samples.rewards, samples.groups, usable, samples.response_lengths)
+            scored = ScoredSamples(samples.rewards, samples.groups, usable, samples.response_lengths)
             penalties = self._penalties(samples.per_response_token(usable), before, reference_logprobs)
             values["advantages"] = token_advantages(self.policy, scored, penalties)
         return values
 
     def _penalties(
-        self, counted: NDArray[np.bool_], before: Scores | None, reference_logprobs: Vector | None
+        self, counted: NDArray[np.bool_], before: TokenScores | None, reference_logprobs: Vector | None
     ) -> NDArray[np.float64] | None:
         """(R,) share of the KL to the reference in the reward of each response token, 0 where the sample is unused."""
         if before is None or reference_logprobs is None or self.policy.kl_in == "loss":
@@ -154,7 +154,7 @@ class PolicyPhase:
 
     def _update(
         self, samples: Samples, rows: NDArray[np.int64], values: dict[str, Vector], report_entropy: bool
-    ) -> tuple[Update, Gradients]:
+    ) -> tuple[UpdateReport, Gradients]:
         weights = np.zeros(len(samples), dtype=np.float32)
         weights[rows] = sequence_weights(self.policy, samples.response_lengths[rows], samples.groups[rows])
         needed, loss = self.policy.needs_entropy, loss_of(self.policy)
@@ -168,7 +168,7 @@ class PolicyPhase:
         return apply_loss(self.passes, self.optimizer, samples, rows, weights, values, objective)
 
 
-def mean_of(updates: Sequence[Update]) -> dict[str, float]:
+def mean_of(updates: Sequence[UpdateReport]) -> dict[str, float]:
     """Means over updates, and the last learning rate."""
     return {
         "loss": float(np.mean([update.loss for update in updates])),

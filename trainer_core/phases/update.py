@@ -14,7 +14,7 @@ from trainer_core.model.passes import Gradients, Objective, Passes
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateReport:
     """Report of an update: numbers alone, so that a list of them holds nothing on the device."""
 
     loss: float
@@ -35,7 +35,7 @@ def apply_loss(
     weights: Vector,
     values: Mapping[str, Vector],
     objective: Objective,
-) -> tuple[Update, Gradients]:
+) -> tuple[UpdateReport, Gradients]:
     """Take one optimizer step on `rows`; the arguments are those of `Passes.gradients`. Collective.
 
     Returns:
@@ -52,11 +52,13 @@ def apply_loss(
                 f"the learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
             )
         norm = optimizer.update()
-    found = Update(gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate, gradients.auxiliary_loss)
+    found = UpdateReport(
+        gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate, gradients.auxiliary_loss
+    )
     return found, gradients
 
 
-def mean_auxiliary_loss(updates: Sequence[Update]) -> dict[str, float]:
+def mean_auxiliary_loss(updates: Sequence[UpdateReport]) -> dict[str, float]:
     """Mean over updates, as a metric; empty if routers are not balanced."""
     found = [update.auxiliary_loss for update in updates if update.auxiliary_loss is not None]
     return {"auxiliary_loss": float(np.mean(found))} if found else {}

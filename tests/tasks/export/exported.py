@@ -99,10 +99,10 @@ def export_run(rank, world_size, store, url, which, to, precision=None, limit=1 
     from storage.backends.root import open_root
     from tasks.export.choice import choose
     from tasks.export.export import export
-    from tasks.export.target import Target
+    from tasks.export.target import ExportFolder
 
     root = open_root(url)
-    return export(root, choose(root, which), Target.new(to), precision, limit)
+    return export(root, choose(root, which), ExportFolder.new(to), precision, limit)
 
 
 def logits_of(rank, world_size, store, directory, weights=None):

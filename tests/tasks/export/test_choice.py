@@ -8,7 +8,7 @@ from storage.manifest import commit
 from storage.ownership.lease import hold
 from storage.upkeep.retention import Retention, collect
 from tasks.export.choice import choose
-from tasks.export.target import Target
+from tasks.export.target import ExportFolder
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_run
 from tests.storage.tables import manifest
@@ -95,7 +95,7 @@ def test_what_cannot_be_exported(root, which, words):
 
 
 def test_a_target_may_be_a_url():
-    target = Target.new("memory://exports/one")
+    target = ExportFolder.new("memory://exports/one")
     target.begin()
     target.write("model.safetensors", b"whole")
     target.finish(b"{}")
@@ -104,25 +104,25 @@ def test_a_target_may_be_a_url():
 
 
 def test_what_is_not_what_was_written_is_no_model(tmp_path):
-    target = Target.new(str(tmp_path / "out"))
+    target = ExportFolder.new(str(tmp_path / "out"))
     target.begin()
     target.write("model.safetensors", b"whole")
     (tmp_path / "out" / "model.safetensors").write_bytes(b"other")
     with pytest.raises(StorageError, match=r"model\.safetensors is damaged"):
         target.finish(b"{}")
     assert not (tmp_path / "out" / "config.json").exists()
-    Target.new(str(tmp_path / "out"))  # still unfinished
+    ExportFolder.new(str(tmp_path / "out"))  # still unfinished
 
 
 def test_a_folder_is_a_model_only_when_it_is_whole(tmp_path):
-    target = Target.new(str(tmp_path / "out"))
+    target = ExportFolder.new(str(tmp_path / "out"))
     target.begin()
     target.write("model-00001-of-00002.safetensors", b"half")
-    again = Target.new(str(tmp_path / "out"))  # after a kill
+    again = ExportFolder.new(str(tmp_path / "out"))  # after a kill
     again.begin()
     again.write("model.safetensors", b"whole")
     assert not (tmp_path / "out" / "config.json").exists()
     again.finish(b"{}")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     with pytest.raises(InputError, match=r"is not empty: it holds config\.json"):
-        Target.new(str(tmp_path / "out"))
+        ExportFolder.new(str(tmp_path / "out"))

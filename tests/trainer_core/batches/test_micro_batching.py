@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer_core.batches.micro_batching import Limits, share
+from trainer_core.batches.micro_batching import BatchLimits, share
 
 
 def lengths_of(kind, count=200):
@@ -16,7 +16,7 @@ def lengths_of(kind, count=200):
 
 @pytest.mark.parametrize("kind", ["alike", "long-tailed", "just over half", "too long"])
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("limits", [Limits(100), Limits(100, 4), Limits(1), Limits(10**6)], ids=str)
+@pytest.mark.parametrize("limits", [BatchLimits(100), BatchLimits(100, 4), BatchLimits(1), BatchLimits(10**6)], ids=str)
 def test_each_row_is_in_one_micro_batch_within_the_limits(kind, replicas, limits):
     lengths = lengths_of(kind)
     rows = np.arange(3, 200)
@@ -34,16 +34,18 @@ def test_each_row_is_in_one_micro_batch_within_the_limits(kind, replicas, limits
 @pytest.mark.parametrize("count", [1, 5, 190])
 def test_the_number_of_micro_batches_is_a_multiple_where_the_schedule_needs_it(multiple, count):
     lengths = lengths_of("long-tailed")
-    for batches in share(lengths, np.arange(count), 2, Limits(100), multiple):
+    for batches in share(lengths, np.arange(count), 2, BatchLimits(100), multiple):
         assert len(batches) % multiple == 0
         assert len(batches) > 0
-    held = np.concatenate([np.concatenate(batches) for batches in share(lengths, np.arange(count), 2, Limits(100), 3)])
+    held = np.concatenate(
+        [np.concatenate(batches) for batches in share(lengths, np.arange(count), 2, BatchLimits(100), 3)]
+    )
     assert sorted(held.tolist()) == list(range(count))
 
 
 def test_few_micro_batches_of_similar_size():
     lengths = lengths_of("long-tailed", 2000)
-    shares = share(lengths, np.arange(2000), 2, Limits(1000))
+    shares = share(lengths, np.arange(2000), 2, BatchLimits(1000))
     fewest = -(-lengths.sum() // 2000)
     assert len(shares[0]) <= fewest + 1
     loads = np.array([[lengths[batch].sum() for batch in batches] for batches in shares])
@@ -52,10 +54,10 @@ def test_few_micro_batches_of_similar_size():
 
 
 def test_fewer_rows_than_replicas_leave_empty_micro_batches():
-    shares = share(np.array([4, 4, 4]), np.array([1]), 3, Limits(100))
+    shares = share(np.array([4, 4, 4]), np.array([1]), 3, BatchLimits(100))
     assert [[batch.tolist() for batch in batches] for batches in shares] == [[[1]], [[]], [[]]]
 
 
 def test_sequences_without_positions_are_left_out():
-    ((batch,),) = share(np.array([4, 0, 2]), np.arange(3), 1, Limits(100))
+    ((batch,),) = share(np.array([4, 0, 2]), np.arange(3), 1, BatchLimits(100))
     assert batch.tolist() == [0, 2]

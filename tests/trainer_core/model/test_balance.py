@@ -9,7 +9,7 @@ import pytest
 from tests.trainer_core.model.matrix import MATRIX, SINGLE
 from tests.trainer_core.models import VOCABULARY, make_family, random_examples
 from tests.trainer_core.ranks import run_ranks, run_trainers
-from trainer_core.batches.micro_batching import Limits, share
+from trainer_core.batches.micro_batching import BatchLimits, share
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import ExpertsConfig, OptimizerConfig, TrainerConfig
 from trainer_core.context_parallel import Context
@@ -53,7 +53,7 @@ def trained(trainer, prompts):
 def micro_batches(parallel):
     """Rows of each micro-batch of a layout, of all ranks."""
     held = Context(parallel.context, 0).held(samples(1).positions)
-    of_replicas = share(held, np.arange(len(LENGTHS)), parallel.data, Limits(8192, TOGETHER))
+    of_replicas = share(held, np.arange(len(LENGTHS)), parallel.data, BatchLimits(8192, TOGETHER))
     return [rows for replica in of_replicas for rows in replica]
 
 

@@ -29,7 +29,7 @@ from tests.trainer_core.models import (
 )
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.batches.flat import flatten
-from trainer_core.batches.micro_batching import Limits, share
+from trainer_core.batches.micro_batching import BatchLimits, share
 from trainer_core.config import ExpertsConfig, ParallelConfig
 
 
@@ -219,7 +219,7 @@ def test_without_advantages_routers_have_no_gradient(folders, family, layout):
 def test_micro_batches_of_the_walks_differ_in_width():
     """Stages of a pipeline tell each other how wide the next one is, with virtual stages too."""
     samples, given = random_samples(), configuration(ParallelConfig())
-    limits = Limits(given.micro_batch_tokens, given.micro_batch_size)
+    limits = BatchLimits(given.micro_batch_tokens, given.micro_batch_size)
     (rounds,) = share(samples.positions, np.flatnonzero(samples.usable), 1, limits)
     assert len({len(flatten(samples, rows).tokens) for rows in rounds}) > 1
 

@@ -16,20 +16,20 @@ from trainer_core.objectives.advantages import (
     token_advantages,
 )
 from trainer_core.objectives.objective_config import PolicyConfig
-from trainer_core.objectives.scored import Scored
+from trainer_core.objectives.scored import ScoredSamples
 
 LENGTHS = np.array([2, 0, 3, 1, 4, 2])
 GROUPS = np.array([0, 0, 0, 5, 5, 5], dtype=np.int32)
 REWARDS = np.array([0.2, np.nan, 1.0, -0.5, 0.7, 0.1], dtype=np.float32)
 USABLE = np.array([True, False, True, True, True, True])
-SCORED = Scored(REWARDS, GROUPS, USABLE, LENGTHS)
+SCORED = ScoredSamples(REWARDS, GROUPS, USABLE, LENGTHS)
 PENALTIES = np.random.default_rng(0).normal(size=LENGTHS.sum())
 
 
 def scored(rewards, groups=None, usable=None, **more):
     """Samples of one token each."""
     count = len(rewards)
-    return Scored(
+    return ScoredSamples(
         np.array(rewards, dtype=np.float32),
         np.array([0] * count if groups is None else groups, dtype=np.int32),
         np.array([True] * count if usable is None else usable, dtype=bool),

@@ -9,7 +9,7 @@ from tests.trainer_core.models import hugging_face_logprobs, random_samples, rea
 from tests.trainer_core.oracle import export
 from tests.trainer_core.phases.plain import plain_steps
 from tests.trainer_core.ranks import run_ranks, run_trainers
-from trainer_core.batches.micro_batching import Limits
+from trainer_core.batches.micro_batching import BatchLimits
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 
 # without moments the weights move by gradient / (|gradient| + 1)
@@ -57,7 +57,7 @@ def stepped(trainer, tokens, samples, reference, folder):
     """One step on each objective from the imported weights, in micro-batches of so many tokens."""
     from trainer_core.phases.policy import PolicyPhase
 
-    passes, metrics = dataclasses.replace(trainer._passes, limits=Limits(tokens)), {}
+    passes, metrics = dataclasses.replace(trainer._passes, limits=BatchLimits(tokens)), {}
     for name, settings in OBJECTIVES.items():
         trainer.import_model()
         policy = PolicyConfig.model_validate(settings)
