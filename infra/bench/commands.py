@@ -77,13 +77,14 @@ def rollout(
     case: Annotated[CaseName | None, Parameter(help="Model and responses; by default the one for the device.")] = None,
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
     samples: Annotated[int | None, Parameter(help="Samples of a round; by default the case's.")] = None,
+    tokens: Annotated[int | None, Parameter(help="Most tokens of a response; by default the case's.")] = None,
     json: Json = False,
 ) -> int:
-    """Measure a rollout of Ratchet against bare vLLM with the same settings."""
+    """Measure a rollout of Ratchet against vLLM's LLM.generate, with and without seeds and log-probabilities."""
     from infra.bench.rollout import bench_rollout  # imports Ray
 
     with Output(json=json) as output:
-        found = bench_rollout(case, pairs, samples)
+        found = bench_rollout(case, pairs, samples, tokens)
         output.result(found, _lines(found))
     return 0
 

@@ -11,7 +11,7 @@ from infra.bench.cases import CASES
 from infra.bench.rollout import _requests, bench_rollout
 from storage.errors import InputError
 
-KEYS = {"tokens_per_s", "bare_tokens_per_s", "ratio", "mixed_ratio", "generate_tokens_per_s"}
+KEYS = {"tokens_per_s", "generate_tokens_per_s", "plain_tokens_per_s", "ratio", "plain_ratio"}
 
 
 @pytest.mark.full
@@ -22,17 +22,23 @@ def test_the_command_prints_one_object_and_the_engine_is_not_slow():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() >= KEYS
-    assert found["ratio"] >= 0.9
-    assert found["mixed_ratio"] >= 0.9
+    assert found["runner"] == found["bare_runner"] == "first"
+    for lengths in (found["equal"], found["mixed"]):
+        assert lengths.keys() >= KEYS
+        assert lengths["ratio"] >= 0.9
     left = [one for one in psutil.process_iter(["cmdline"]) if "infra.bench.bare_engine" in (one.info["cmdline"] or [])]
     assert left == []
 
 
-@pytest.mark.parametrize(("pairs", "samples"), [(0, None), (1, 0)])
-def test_no_measurement_is_refused(pairs, samples):
-    with pytest.raises(InputError, match=f"{pairs} pairs of {samples} samples"):
-        bench_rollout("tiny", pairs, samples)
+@pytest.mark.parametrize(("pairs", "samples", "tokens"), [(0, None, None), (1, 0, None), (1, 1, 0)])
+def test_no_measurement_is_refused(pairs, samples, tokens):
+    with pytest.raises(InputError, match=f"{pairs} pairs of {samples} samples of {tokens} tokens"):
+        bench_rollout("tiny", pairs, samples, tokens)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused():
+    with pytest.raises(InputError, match="tiny has 128 positions: give at most 112 tokens, not 113"):
+        bench_rollout("tiny", 1, 1, 113)
 
 
 @pytest.mark.parametrize("name", CASES)
