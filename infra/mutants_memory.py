@@ -29,7 +29,7 @@ MEMORY = (
         "given-up-before-it-was-copied",
         "memory is given up while it is still being copied to the host",
         _FILE,
-        "        torch.cuda.synchronize()  # the copies must have read what is now given back\n",
+        "        torch.cuda.synchronize()  # the copies must have been made before the storages are freed\n",
         "",
         _MEMORY,
     ),

@@ -143,7 +143,7 @@ def export(
     Raises:
         DigestMismatch: the state does not give the weights that were served, or a part of it is damaged.
         InputError: the architecture cannot be exported.
-        StorageError: a file is not what was written.
+        StorageError: a file reads back otherwise than it was written.
     """
     with _opened(root, chosen) as (weights, state, model_config):
         written = precision or state.facts.precision

@@ -87,7 +87,7 @@ class ExportFolder:
         """Read everything back, write config.json and remove the mark.
 
         Raises:
-            StorageError: a file is not what was written.
+            StorageError: a file reads back otherwise than it was written.
         """
         self._check(list(self.digests))
         self.write(_LAST, config)

@@ -90,7 +90,7 @@ def _store(root: Root, order: ImportOrder, record: ImportRecord, places: Sequenc
         files = [_File(root, _Samples(order, place), number) for number, place in enumerate(places, 1)]
         for file in files:
             file.read()
-        # without a record, what is committed would belong to no run
+        # first, because manifests without a record belong to no run
         records.publish(root, layout.run_config_key(order.run), record)
         for file in files:
             file.commit(value_digest(record.model_dump(mode="json")), lease)

@@ -250,7 +250,7 @@ _YARN: Mapping[str, Obeyed] = {
     "beta_fast": number(4, 32),
     "beta_slow": number(2, 1),
     "truncate": only(False, True),
-    # vLLM reads neither: what it multiplies cosine and sine with depends on factor alone
+    # vLLM reads neither: its factor of cosine and sine depends on `factor` alone
     "attention_factor": Obeyed(
         "null or 0.1 ln(factor) + 1, which vLLM and Megatron compute with", _usual_attention, (None,)
     ),

@@ -1,7 +1,7 @@
 """Comparison of the settings with the live parts: a setting that did not take effect stops the trainer.
 
 A row names a setting and reads it from the modules, buffers and optimizers that were built. Megatron's configuration
-objects are compared as well, but they hold only what was asked of Megatron.
+objects are compared as well, but they hold requests, not effects.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -163,7 +163,7 @@ def read_back[Config, Live](rows: Iterable[Setting[Config, Live]], config: Confi
     """Settings of the live parts; a setting that no part of this rank has is left out.
 
     Raises:
-        InputError: it differs from what is wanted.
+        InputError: it differs from the wanted value.
     """
     found: Effective = {}
     for row in rows:

@@ -125,7 +125,7 @@ class _Compartment:
         parts = self._memory(sum(sizes)).split(sizes)
         for storage, part in zip(found, parts, strict=True):
             part.copy_(_bytes(storage), non_blocking=True)
-        torch.cuda.synchronize()  # the copies must have read what is now given back
+        torch.cuda.synchronize()  # the copies must have been made before the storages are freed
         for storage in found:
             storage.resize_(0)
         self._away = list(zip(found, parts, strict=True))

@@ -27,7 +27,7 @@ class Balance:
             router.attach_and_log_load_balancing_loss = self._attach
 
     def begin(self, response_tokens: int, positions: int) -> None:
-        """Begin a pass over so many response tokens and positions, over all ranks."""
+        """Begin a pass; response tokens and positions are those of all ranks."""
         self._divisor, self._positions = response_tokens, positions
         self._terms.clear()
 

@@ -1,4 +1,4 @@
-"""Losses of response tokens, and what is added to them. All tensors are (R,) float32."""
+"""Losses of response tokens, with correction, KL and entropy. All tensors are (R,) float32."""
 
 import numpy as np
 import torch

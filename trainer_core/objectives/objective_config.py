@@ -50,7 +50,7 @@ class PolicyConfig(Frozen):
     leave_out_equal_groups: bool = False
     """Leave out prompts whose samples all have the same reward (DAPO's dynamic sampling): no mean is over them."""
     most_groups: int | None = Field(default=None, ge=1)
-    """Train on at most so many prompts, the first that remain; all if not given."""
+    """Most prompts to train on, the first that remain; all if not given."""
     advantage: Advantage = GroupAdvantage()
     """Comparison of a sample's reward."""
     loss: PolicyLoss = ClipLoss()

@@ -20,7 +20,7 @@ def bounded_log_ratio(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of each response token and what is reported about it, all (R,) float32."""
+    """Loss of each response token, and a value for the report, both (R,) float32."""
 
     loss: torch.Tensor
     """To be summed over each sequence with the sequence's weight, and minimised."""

@@ -122,5 +122,7 @@ def refusal(rank, world_size, store, model_dir, config):
 
 def test_graphs_that_cannot_be_recorded_are_refused_with_all_reasons(model_dir):
     config = configuration(megatron=MegatronConfig(cuda_graphs=True, recompute="layers"))
-    (message,) = run_ranks(1, refusal, model_dir, config)
-    assert all(word in message for word in ("cuda_graphs = true", "Transformer Engine", "recompute = 'layers'"))
+    mine = PolicyConfig.model_validate({"loss": {"type": "custom", "function": "mine.py:loss"}})
+    (message,) = run_ranks(1, refusal, model_dir, config.model_copy(update={"policy": mine}))
+    reasons = ("Transformer Engine", "recompute = 'layers'", "train.policy.loss is code of your own")
+    assert all(word in message for word in ("cuda_graphs = true", *reasons))
