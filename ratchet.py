@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from tasks.export.export import Exported
     from tasks.rewards.sample import Sample
     from trainer_core.objectives.registry import Advantage, Loss
-    from trainer_core.objectives.scored import Scored
+    from trainer_core.objectives.scored import ScoredSamples
     from trainer_core.objectives.tokens import Tokens
 
 __all__ = [
     "Advantage", "Backend", "Environment", "EvaluationRecord", "Exported", "InputError", "IterationRecord", "Loss",
-    "RatchetError", "Root", "Row", "Run", "RunConfig", "RunResult", "RunStatus", "Sample", "Scored", "Stored",
+    "RatchetError", "Root", "Row", "Run", "RunConfig", "RunResult", "RunStatus", "Sample", "ScoredSamples", "Stored",
     "Tokens", "TrackedRun", "Tracker", "Verification", "evaluate", "export", "load_config", "open_root", "retrain",
     "samples",
 ]  # fmt: skip
@@ -68,7 +68,7 @@ _HOMES = {
     "tasks.export.export": "Exported",
     "tasks.rewards.sample": "Sample",
     "trainer_core.objectives.registry": "Advantage Loss",
-    "trainer_core.objectives.scored": "Scored",
+    "trainer_core.objectives.scored": "ScoredSamples",
     "trainer_core.objectives.tokens": "Tokens",
 }
 """Names that are imported on their first use, by module."""
