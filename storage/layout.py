@@ -215,7 +215,7 @@ def name_flaw(name: str) -> str | None:
 
 
 def lease_folder(run: str) -> str:
-    """The log of who drives the run."""
+    """The log of the lease."""
     return f"{run}/lease"
 
 

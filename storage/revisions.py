@@ -30,7 +30,7 @@ _COPY_BACK, _RESTORE = "Copy {}", "Restore what was there from a copy of the roo
 
 
 class Rerun(BaseModel):
-    """Record that a finished stage is to be done again. Written first: whoever drives the run next finishes it."""
+    """Record that a finished stage is to be done again, written first: the next process that drives the run does it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -184,7 +184,7 @@ def read_revisions(root: Root, run: str) -> Revisions:
 
     Raises:
         DigestMismatch: a record is damaged.
-        SchemaMismatch: one is of a later version.
+        SchemaMismatch: one is of another format.
         WrongRecord: one is missing, is not the one that was written, or contradicts others.
     """
     copies = _copies(root, run)  # first: each is written after its record

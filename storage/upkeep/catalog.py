@@ -39,7 +39,7 @@ class Unreadable(BaseModel):
     key: str
     """Key below the storage root."""
     reason: str
-    """Damaged, of a later version, or the store's error."""
+    """Damaged, of another format, or the store's error."""
 
     @classmethod
     def of(cls, key: str, error: StorageError) -> "Unreadable":
@@ -276,7 +276,7 @@ def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
         recorded: read only these.
 
     Raises:
-        DigestMismatch, SchemaMismatch: a record is damaged or of a later version.
+        DigestMismatch, SchemaMismatch: a record is damaged or of another format.
     """
 
     def refuse(_: str, error: StorageError) -> None:

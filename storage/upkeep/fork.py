@@ -114,17 +114,19 @@ def branch(
 
 
 def check_unused(root: Root, run: str) -> None:
-    """Refuse a new run whose name already has parts or manifests: it would continue from those of another run.
+    """Refuse a new run whose name already has manifests: it would continue from those of another configuration.
+
+    Parts alone do no harm: a fork or a start that was killed has left them, and a stage compares what it finds.
 
     Raises:
         InputError: a fork under this name was interrupted before it became a run, or its `run.json` was removed.
     """
     check_not_removed(root, run)
-    there = [*names(root, run).manifests, *root.keys(layout.part_folder(run))]
+    there = names(root, run).manifests
     if there:
         raise InputError(
-            f"run {run!r} has no {layout.run_config_key(run)} in {root.url}, but {len(there)} manifests and parts, "
-            f"such as {there[0]}: a fork that was interrupted. Complete it with the same `ratchet fork ... --run "
+            f"run {run!r} has no {layout.run_config_key(run)} in {root.url}, but {len(there)} manifests, such as "
+            f"{there[0]}: a fork that was interrupted. Complete it with the same `ratchet fork ... --run "
             f"{run}`, or remove it with `ratchet rm {run}`, or give the new run another name with --run"
         )
 

@@ -250,7 +250,7 @@ class _Cleaning:
                 yield Garbage(key=one.key, bytes=one.bytes, reason=_ORPHAN)
 
     def _still_orphaned(self, keys: Iterable[str]) -> set[str]:
-        """The keys that no manifest or piece of their stage names by now, and that no stage has made young."""
+        """The keys that no manifest or piece of their stage names by now, and that no stage has touched."""
         orphaned: set[str] = set()
         for place, some in groupby(sorted(keys), layout.place_of):
             at_place = Names()

@@ -179,10 +179,18 @@ def test_a_name_with_manifests_but_no_configuration_is_no_new_run(root):
     fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
     root.remove(layout.run_config_key("child"))
     with pytest.raises(
-        InputError, match=r"has no child/run.json .* manifests and parts.* a fork that was interrupted"
+        InputError, match=r"has no child/run.json .* 7 manifests.* a fork that was interrupted"
     ) as refusal:
         check_unused(root, "child")
     assert refusal.value.exit_code == 2
+
+
+def test_parts_alone_take_no_name(root):
+    """A start that was killed while it replaced its configuration has left them, and goes on."""
+    make_run(root, "parent", 1)
+    for part in need(root, "parent", 1, Stage.TRAIN).parts:
+        root.copy(part.key, f"child/{part.key.partition('/')[2]}")
+    check_unused(root, "child")
 
 
 def test_a_past_of_another_configuration_is_refused(root):
