@@ -173,7 +173,7 @@ SETTINGS = {
     "no folder": (["model.source=./elsewhere"], ["./elsewhere does not exist", "give a Hugging Face directory"]),
     "unknown protocol": (["model.source=gopher://host/model"], ["gopher://host/model cannot be read"]),
     "no variable": (["model.source=env:RATCHET_NO_MODEL"], ["RATCHET_NO_MODEL is not set"]),
-    "literal token": (["model.token=hf_abc"], ["model.token would be stored", "env:NAME"]),
+    "literal token": (["model.token=hf_abc"], ["model.token: it would be stored", "env:NAME"]),
 }
 
 
