@@ -110,6 +110,16 @@ def test_a_folder_and_a_configuration_may_be_objects(run):
     assert ratchet._configured(PROJECT / "infra" / "examples" / "demo.toml", []).run.iterations == 20
 
 
+def test_a_complete_run_has_nothing_to_do(run, capsys):
+    async def cell() -> ratchet.RunResult:
+        return run.train(settings=["engine.max_num_seqs=8"])
+
+    done = asyncio.run(cell())
+    assert (done.run, done.iterations) == (run.name, 2)
+    assert done.report is not None
+    assert "nothing is done: run small has all 2 iterations that are asked for" in capsys.readouterr().err
+
+
 def test_within_a_running_event_loop_nothing_runs_in_it(run):
     async def cell() -> int:
         loop = asyncio.get_running_loop()
