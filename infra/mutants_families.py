@@ -37,7 +37,7 @@ FAMILIES = (
         "filling-is-routed",
         "positions that fill up a batch count for the biases of experts",
         "trainer_core/model/micro_batch.py",
-        "filling.unsqueeze(0) if host.filling.any() or group is not None else None",
+        'own["filling"].unsqueeze(0) if host.filling.any() or group is not None else None',
         "None",
         (_COUNTS,),
     ),

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 
@@ -79,38 +80,47 @@ def place(
         _thd(end, longest, ranks) if transformer_engine else local_segments(batch.lengths, own, mesh.context, group)
         for batch, end, own in zip(batches, ends, places, strict=True)
     ]
+    columns = {
+        "tokens": move([batch.tokens for batch in batches]),
+        "positions": places,
+        "filling": move([batch.filling for batch in batches]),
+        "predicting": move([batch.predicting for batch in batches]),
+        "targets": move([batch.targets for batch in batches]),
+        "lengths": move([batch.response_lengths for batch in batches]),
+        "weights": move([_chosen(weights, batch.rows) for batch in batches]),
+        "count": move([np.array([batch.response_tokens], dtype=np.int32) for batch in batches]),
+    }
     moved = {name: move([_chosen(array, batch.responses) for batch in batches]) for name, array in values.items()}
-    columns = zip(
-        batches,
-        move([batch.tokens for batch in batches]),
-        places,
-        packings,
-        move([batch.filling for batch in batches]),
-        move([batch.predicting for batch in batches]),
-        move([batch.targets for batch in batches]),
-        move([batch.response_lengths for batch in batches]),
-        move([_chosen(weights, batch.rows) for batch in batches]),
-        move([np.array([batch.response_tokens], dtype=np.int32) for batch in batches]),
-        strict=True,
-    )
     return [
-        MicroBatch(
-            host=host,
-            tokens=tokens.unsqueeze(0),
-            positions=own.unsqueeze(0),
-            packing=packing,
-            filling=filling.unsqueeze(0) if host.filling.any() or group is not None else None,
-            predicting=predicting,
-            targets=targets,
-            segments=Segments(lengths, group),
-            weights=weight,
-            count=count.squeeze(0),
-            values={name: parts[number] for name, parts in moved.items()},
-        )
-        for number, (host, tokens, own, packing, filling, predicting, targets, lengths, weight, count) in (
-            enumerate(columns)
-        )
+        _placed(batch, packing, _nth(columns, number), _nth(moved, number), group)
+        for number, (batch, packing) in enumerate(zip(batches, packings, strict=True))
     ]
+
+
+def _nth(columns: Mapping[str, tuple[torch.Tensor, ...]], number: int) -> dict[str, torch.Tensor]:
+    return {name: parts[number] for name, parts in columns.items()}
+
+
+def _placed(
+    host: FlatBatch,
+    packing: PackedSeqParams,
+    own: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+) -> MicroBatch:
+    return MicroBatch(
+        host=host,
+        tokens=own["tokens"].unsqueeze(0),
+        positions=own["positions"].unsqueeze(0),
+        packing=packing,
+        filling=own["filling"].unsqueeze(0) if host.filling.any() or group is not None else None,
+        predicting=own["predicting"],
+        targets=own["targets"],
+        segments=Segments(own["lengths"], group),
+        weights=own["weights"],
+        count=own["count"].squeeze(0),
+        values=values,
+    )
 
 
 def _chosen(values: Vector, places: NDArray[np.int64]) -> Vector:
