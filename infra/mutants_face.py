@@ -40,6 +40,14 @@ FACE = (
         _FACE,
     ),
     Mutant(
+        "face-credentials",
+        "a script's storage root may have credentials in its URL, which messages then show",
+        "ratchet.py",
+        "    check_root_url(os.fspath(root))\n",
+        "",
+        _FACE,
+    ),
+    Mutant(
         "face-missing-extra",
         "a command that lacks its extra ends with a traceback",
         "flows/cli/mistakes.py",
