@@ -1,4 +1,4 @@
-"""Puts faults into the code on purpose, one at a time, to see that the quick tests notice each of them.
+"""Puts faults into the code on purpose, one at a time, to see that the tests of CI notice each of them.
 
     python -m infra.mutants [NAME ...]      all of them if no name is given; --list shows them
 
@@ -131,7 +131,7 @@ def _run_tests(mutant: Mutant, copy: Path) -> tuple[int, str]:
         "-x",
         "-q",
         "-m",
-        "not slow and not full",
+        "not full",
         "-p",
         "no:cacheprovider",
         *mutant.tests,

@@ -1,15 +1,19 @@
 """A few operations of the fuzz: it finds nothing, and it notices what it is there for."""
 
+import pytest
+
 from infra import fuzz
 from storage.backends.root import Root
 
 
+@pytest.mark.slow
 def test_some_operations_find_nothing():
     made = fuzz.fuzz(1, 8)
     assert made.findings == []
     assert made.wild.killed + sum(count for name, count in made.done.items() if name.startswith("harm")) > 0
 
 
+@pytest.mark.slow
 def test_a_harm_that_changes_a_run_without_a_word_is_found(monkeypatch):
     """Manifests are not written twice: an iteration that is lost is done again."""
 

@@ -80,6 +80,7 @@ def test_what_the_image_adds_is_for_the_pinned_prefect():
 OURS = {name: one for name, one in COMPOSE["services"].items() if one["image"] == "ratchet"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_the_commands_of_the_containers_exist(name: str):
     program, *words = OURS[name]["command"]
@@ -134,6 +135,7 @@ def test_the_settings_of_the_containers_are_settings_of_prefect():
     assert COMPOSE["x-client"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)
 
 
+@pytest.mark.slow
 def test_ray_accepts_its_cluster():
     util = importlib.import_module("ray.autoscaler._private.util")
     util.validate_config(RAY)

@@ -193,12 +193,14 @@ def refused(command, folder, arguments, words, **environment):
     assert not any(path.is_file() for path in (folder / "runs").rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "words"), FOLDERS.values(), ids=FOLDERS)
 def test_a_model_that_cannot_be_used(command, folder, change, words):
     change(folder / "model")
     refused(command, folder, ["run", "run.toml", "--run=new"], words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "words"), SETTINGS.values(), ids=SETTINGS)
 def test_settings_that_do_not_fit_the_model(command, folder, settings, words):
     given = [f"--set={setting}" for setting in settings]

@@ -79,6 +79,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lines", "settings", "words"), FILES.values(), ids=FILES)
 def test_bad_prompts_are_refused(command, tmp_path, lines, settings, words):
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -99,6 +100,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("without", "words"), MODELS.values(), ids=MODELS)
 def test_bad_tokenizers_are_refused(command, tmp_path, without, words):
     model = tmp_path / "model"

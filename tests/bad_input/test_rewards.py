@@ -102,6 +102,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "words"), CASES.values(), ids=CASES)
 def test_a_bad_reward_is_refused_before_anything_heavy(command, tmp_path, settings, words):
     for name, text in FILES.items():

@@ -28,6 +28,7 @@ def config(tmp_path: Path, *settings: str):
     return small_config([f"reward.function={tmp_path}/own.py:score", "run.iterations=1", *settings])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_misspelt_weight_is_corrected_and_nothing_is_done_again(root, tmp_path, every):
     evaluated = f"evaluate.every={every}"

@@ -33,6 +33,7 @@ def test_a_status_takes_few_requests_however_long_the_run_is(long: Path):
     assert overhead.status_requests(long) + further <= 50
 
 
+@pytest.mark.slow
 def test_the_end_of_an_iteration_takes_few_requests(tmp_path: Path):
     end, whole = overhead.s3_requests(tmp_path, iterations=2)
     assert 0 < end <= 15
@@ -50,6 +51,7 @@ def test_the_status_of_a_long_run_reads_some_of_it_and_says_what_all_of_it_says(
     assert short.model_dump(exclude=changing) == whole.model_dump(exclude=changing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [(), (Stage.ROLLOUT,), (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC)])
 def test_a_long_run_in_work_continues_where_all_of_it_says(make_run: MakeRun, root, begun):
     make_run("a", SHORT + 5, begun, unevaluated=(SHORT + 4,))

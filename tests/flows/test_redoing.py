@@ -78,6 +78,7 @@ def done(root: Root, finished: Path) -> dict[tuple[int, Stage], Manifest]:
     return manifests(root)
 
 
+@pytest.mark.slow
 def test_other_samples_lead_to_another_end_and_the_first_stays_readable(root, tmp_path, done):
     rerun(root, RUN, wanted(Stage.ROLLOUT, 2, new_seeds=True))
     expected = [(2, Stage.ROLLOUT, False), (2, Stage.ROLLOUT, True)]  # done again, then found by the loop
@@ -135,6 +136,7 @@ def test_what_is_deterministic_comes_to_the_same_end(root, tmp_path, done, stage
     assert {place: one.digest for place, one in manifests(root).items()} == {p: one.digest for p, one in done.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.EVALUATE])
 @pytest.mark.parametrize("point", [Point.STARTED, Point.PARTS_DONE, Point.COMMITTED])
 def test_a_kill_is_continued_and_never_leaves_two_heads(root, tmp_path, done, stage, point):
@@ -207,6 +209,7 @@ def test_a_stage_whose_state_retention_deleted_is_not_done_again(root, tmp_path)
     assert rerun(root, RUN, wanted(Stage.TRAIN, 3)).revision == 2
 
 
+@pytest.mark.slow
 def test_states_of_a_revision_that_is_not_the_head_are_kept_as_its_own(root, tmp_path):
     config = asked_for(3, "storage.keep_newest=2")
     drive(root, tmp_path, config)
@@ -279,6 +282,7 @@ def test_work_of_a_rerun_whose_record_is_lost_is_not_gone_on_with(root, tmp_path
     assert not verify(root, RUN).sound
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_weights_that_were_replaced_is_labelled_and_compared_with_nothing(root, done, tmp_path):
     def evaluate(iteration: int) -> Manifest:
         config = asked_for()

@@ -65,6 +65,7 @@ def selection(root: Root, run: str) -> pa.Table:
     return read_parts(root, shares, SELECTION)
 
 
+@pytest.mark.slow
 def test_a_retraining_trains_on_stored_samples_without_an_engine(sampled: Root, tmp_path: Path):
     process = retrained(sampled, tmp_path, "plain", epochs=2)
     table = selection(sampled, "plain")
@@ -105,6 +106,7 @@ def test_the_first_state_is_the_one_it_starts_from(sampled: Root):
     assert ours.origin is not None and ours.origin.digest == theirs.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "point"),
     [
@@ -142,6 +144,7 @@ def rescored(root: Root, run: str) -> pa.Table:
     return read_parts(root, need(root, run, 0, Stage.RESCORE).parts, REWARD)
 
 
+@pytest.mark.slow
 def test_samples_are_scored_again_and_old_scores_stay(sampled: Root, tmp_path: Path, other_lengths: str):
     before = [need(sampled, RUN, n, Stage.REWARD).digest for n in (1, 2, 3)]
     settings = (f'reward.function="{other_lengths}:score"',)
@@ -160,6 +163,7 @@ def test_samples_are_scored_again_and_old_scores_stay(sampled: Root, tmp_path: P
     assert plain.workers.calls.count("train_policy") == len(plain.done) - 1
 
 
+@pytest.mark.slow
 def test_a_kill_while_it_scores_costs_one_share(sampled: Root, tmp_path: Path, other_lengths: str):
     settings = (f'reward.function="{other_lengths}:score"',)
     with pytest.raises(Killed):
@@ -173,6 +177,7 @@ def test_a_kill_while_it_scores_costs_one_share(sampled: Root, tmp_path: Path, o
     assert [part.digest for part in ours] == [part.digest for part in theirs]
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_changes_meanwhile_scores_everything(sampled: Root, tmp_path: Path):
     file = tmp_path / "changing.py"
     file.write_text("def score(record, response):\n    return 1.0\n")
@@ -200,6 +205,7 @@ def test_lineage_crosses_runs(sampled: Root, tmp_path: Path):
     assert all(run != "lined" for run, _ in users[1])
 
 
+@pytest.mark.slow
 def test_verify_knows_what_was_selected_from(tmp_path: Path):
     root = open_root(str(tmp_path / "runs"))
     other = open_root(str(tmp_path / "other"))

@@ -72,6 +72,7 @@ def rewards(root: Root, run: str) -> list[float]:
     return read_table(root, need(root, run, 0, Stage.RESCORE), REWARD)["reward"].to_pylist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
 def test_a_rescore_needs_no_other_run(root: Root, tmp_path: Path, function: str, replaced: bool):
     retrain(root, "plain", function)
@@ -116,6 +117,7 @@ def test_rollouts_whose_prompts_are_not_there_are_not_selected(root: Root, tmp_p
     assert root.keys("") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", [Point.STARTED, Point.MID_PART, Point.PARTS_DONE, Point.COMMITTED])
 def test_a_killed_rescore_ends_in_the_same_digest(root: Root, tmp_path: Path, function: str, point: Point):
     """Facts included, and with them what is trained on it: they do not say which process scored."""
@@ -130,6 +132,7 @@ def test_a_killed_rescore_ends_in_the_same_digest(root: Root, tmp_path: Path, fu
     assert list(need(twin, "re", 0, Stage.RESCORE).facts["reward_source"]) == ["my.py:score"]
 
 
+@pytest.mark.slow
 def test_a_batch_is_the_same_after_a_kill(root: Root, tmp_path: Path):
     """What a function returns may depend on all that it is called with."""
     (tmp_path / "whole.py").write_text("def score(records, responses):\n    return [len(responses)] * len(responses)\n")
@@ -152,6 +155,7 @@ def version(package: Path, number: int) -> None:
     package.write_text(f"def score(record, response):\n    return {number}.0\n{'#' * number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", [False, True], ids=["package", "imported by a file"])
 def test_two_versions_of_a_package_never_score_one_selection(root: Root, package: Path, monkeypatch, imported: bool):
     """Not even if each attempt scores what the one before has left."""
@@ -170,6 +174,7 @@ def test_two_versions_of_a_package_never_score_one_selection(root: Root, package
     assert len(root.keys("re/manifests/000000/rescore.r0.pieces")) == 1 + 2
 
 
+@pytest.mark.slow
 def test_a_package_that_changes_between_two_shares_is_refused(root: Root, package: Path, monkeypatch):
     monkeypatch.setattr("tasks.stages.rescore._TOGETHER", 1)
     version(package, 1)
@@ -210,6 +215,7 @@ def imported(root: Root, **changes: Any) -> str:
     return "theirs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "given", "settings", "words"),
     [
@@ -253,6 +259,7 @@ def test_a_reward_that_scores_nothing_of_the_selection_begins_no_run(root: Root,
     assert root.keys("") == before
 
 
+@pytest.mark.slow
 def test_a_selection_that_became_impossible_says_what_can_be_done(root: Root, function: str):
     with pytest.raises(Killed):
         retrain(root, "late", function, killing(Stage.SELECT, 0, Point.STARTED))

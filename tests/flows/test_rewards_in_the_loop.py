@@ -134,6 +134,7 @@ def test_components_are_columns_and_figures(person: Person):
     assert (metrics["reward/base"], metrics["reward/more"]) == (0.5, 0.5)
 
 
+@pytest.mark.slow
 def test_a_changed_function_applies_to_what_is_not_scored_yet_and_is_said(person: Person):
     person.start(ONE_HALF)
     first = person.rewards(1)
@@ -154,6 +155,7 @@ def test_a_changed_function_applies_to_what_is_not_scored_yet_and_is_said(person
     assert len(person.said) == 1
 
 
+@pytest.mark.slow
 def test_an_answer_without_a_score_is_not_a_wrong_answer(person: Person):
     more = ("evaluate.every=1", "reward.max_failures=0.5")
     person.start(FIRST, 1, *more)
@@ -174,6 +176,7 @@ PARTS = (
 )
 
 
+@pytest.mark.slow
 def test_consolation_is_a_mean_reward_and_no_pass_rate(person: Person):
     person.start(PARTS, 1, "evaluate.every=1", "evaluate.pass=right >= 1")
     found = need(person.root, RUN, 1, Stage.EVALUATE)
@@ -184,6 +187,7 @@ def test_consolation_is_a_mean_reward_and_no_pass_rate(person: Person):
     assert found.facts["pass"] == "right >= 1"
 
 
+@pytest.mark.slow
 def test_a_condition_may_be_corrected_and_begins_no_other_run(person: Person):
     with pytest.raises(InputError, match=r"evaluate\.pass = 'rigth >= 1' names rigth, .* are format, right"):
         person.start(PARTS, 1, "evaluate.every=1", "evaluate.pass=rigth >= 1")

@@ -146,6 +146,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory):
     return look(root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["there", "back"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_that_changes_while_the_run_is_down_changes_no_result(name, way, whole, root: Root, tmp_path: Path):

@@ -94,6 +94,7 @@ def read_tasks(client: SyncPrefectClient, flow_run: UUID | None) -> list[TaskRun
     return client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run])))
 
 
+@pytest.mark.slow
 def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, root: Root, tmp_path: Path):
     trained, before, stacks = threading.Event(), list[Any](), list[list[str]]()
 
@@ -124,6 +125,7 @@ def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, 
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, tmp_path: Path):
     def at(point: Point, key: str) -> None:
         if point is Point.PARTS_DONE and layout.place_of(key) == (1, Stage.TRAIN):
@@ -140,6 +142,7 @@ def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, t
     assert "Cancelled" in {*colours.values(), *subflows.values()}  # the stage that met it
 
 
+@pytest.mark.slow
 def test_without_a_server_the_work_goes_on(prefect_api: str, root: Root, tmp_path: Path):
     """The iteration that is under way is told of when the server is back; others are shown in the run's flow run."""
 

@@ -48,6 +48,7 @@ def undisturbed(tmp_path_factory, forks: Forks) -> tuple[list[str], int]:
     return results(root), int(ended.stdout.split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trouble", "share"), [("damaged", 0.3), ("none", 0.6), ("none", 0.9)])
 def test_a_run_comes_to_the_same(tmp_path, forks: Forks, undisturbed, trouble, share):
     expected, calls = undisturbed

@@ -145,6 +145,7 @@ CONDITIONS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(CONDITIONS, ROWS)
 def test_a_condition_keeps_the_rows_for_which_it_is_true(condition, rows):

@@ -17,6 +17,7 @@ SEGMENTS = st.one_of(st.sampled_from(["", ".", "..", "state", "~", ".tmp-1", "a.
 NAMES = st.one_of(st.text(), st.lists(SEGMENTS, max_size=5).map("/".join))
 
 
+@pytest.mark.slow
 @given(NAMES)
 def test_an_accepted_name_stays_below_its_folder(name):
     if layout.name_flaw(name) is None:

@@ -292,6 +292,7 @@ def test_a_manifest_of_no_place_is_refused(root, field, value):
         load(root, KEY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["", "/etc/passwd", "../x", "state/../../home/x", "state/..", ".", "state/./x", "state//x", "state/", "a\\b",

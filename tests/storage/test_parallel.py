@@ -23,6 +23,7 @@ def test_one_thread_is_the_caller_s_own():
     assert each(lambda _: threading.get_ident(), range(3), 1) == [threading.get_ident()] * 3
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_raised_and_ends_the_rest():
     begun = []
 

@@ -59,6 +59,7 @@ def test_a_tensor_that_differs_is_named(run):
     assert (unnamed.equal, unnamed.stored, unnamed.engines[0].differing) == (False, "not compared", ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "problem"),
     [
@@ -80,6 +81,7 @@ def test_a_state_that_gives_other_weights_is_told(run):
     assert (found.engines[0].problem, found.engines[0].differing) == (None, (LAYERS[0],))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faulty", [False, True])
 def test_without_engines_a_new_one_is_proven(faulty, run):
     class Faulty(SmallEngine):

@@ -105,6 +105,7 @@ def passes_of_an_iteration(trainer, reference):
     return seen, sorted(metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -226,6 +227,7 @@ def compare_with_reference(trainer, folder, compare):
     return [report.pop("kl_reference", None) for report in metrics], metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [SINGLE, PAIR], ids=["single", "pp2"])
 def test_the_reference_is_compared_with_and_leaves_no_trace(model_dir, tmp_path, parallel):
     settings = configuration(parallel)
@@ -332,6 +334,7 @@ def warm_up(trainer, folder, steps, batch_size, optimizer):
     return metrics, trainer.train_policy(random_samples(), 1.0)["learning_rate"]
 
 
+@pytest.mark.slow
 def test_supervised_steps_learn_the_examples(model_dir, tmp_path):
     settings = configuration(PAIR)
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)

@@ -210,6 +210,7 @@ def test_fork_makes_a_run_with_settings_of_its_own(call, root: Root, config: Run
     assert "taken from run" in call("show", "child@2")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", ["model.generate.layers=3", "data.shuffle=false", "warmup.steps=3", "rollout.stop_tokens=[1]"]
 )
@@ -236,6 +237,7 @@ def test_compact_writes_one_file(call, root: Root):
     assert "36 samples of iterations 1 to 3" in said
 
 
+@pytest.mark.slow
 def test_the_commands_load_nothing_heavy():
     code = "import sys, flows.cli.store; sys.stdout.write(' '.join(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT)
@@ -247,6 +249,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
 
 
+@pytest.mark.slow
 def test_the_bench_of_the_store_runs(root: Root):
     # that it works and what it reports; its figures depend on the machine
     stages = {
@@ -279,6 +282,7 @@ def test_the_bench_of_the_store_runs(root: Root):
     assert figures["resume_to_first_gradient_s"] == 30.0
 
 
+@pytest.mark.slow
 def test_the_bench_says_so_if_a_run_does_not_tell(root: Root):
     ended = bench("--run=run", f"--root={root.url}")
     assert (ended.returncode, ended.stdout) == (2, "")

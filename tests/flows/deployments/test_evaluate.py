@@ -40,6 +40,7 @@ def asked(root: Root, **more: Any) -> State[Any]:
     return evaluate(run=RUN, root=str(root.folder), samples=2, return_state=True, **more)
 
 
+@pytest.mark.slow
 def test_the_table_has_the_change_since_the_last_evaluation(prefect_api: str, evaluated: Root):
     for iteration in ("1", "best", "last"):
         state = asked(evaluated, iteration=iteration)

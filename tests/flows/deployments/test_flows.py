@@ -58,6 +58,7 @@ def lines(client: SyncPrefectClient, state: State[Any]) -> list[str]:
     return [text for text in texts if not text.startswith("Beginning flow run")]  # as the process of a worker has it
 
 
+@pytest.mark.slow
 def test_overlapping_flow_runs_each_add_what_they_were_asked_for(given, root: Root, client, tmp_path: Path):
     """Each counts from what it finds once it has the run, and Retry has what it counted."""
     (tmp_path / "slow-rollout").write_text("0.2")  # the others look meanwhile
@@ -77,6 +78,7 @@ def test_overlapping_flow_runs_each_add_what_they_were_asked_for(given, root: Ro
     assert again.message == "run a has 3 iterations; nothing was to be done"
 
 
+@pytest.mark.slow
 def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done(
     given, root: Root, client, tmp_path: Path
 ):

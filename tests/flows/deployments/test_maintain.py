@@ -44,6 +44,7 @@ def _subflows(client: SyncPrefectClient, flow_run: Any) -> list[FlowRun]:
     return client.read_flow_runs(flow_run_filter=mine)
 
 
+@pytest.mark.slow
 def test_old_flow_runs_of_the_site_go_with_their_subflows_and_no_others(prefect_api: str):
     with tags(TAG):
         old = outer(return_state=True)

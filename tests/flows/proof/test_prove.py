@@ -66,6 +66,7 @@ def test_nothing_may_differ_be_missed_be_done_twice_or_be_left(change: dict, lin
     assert line in report_lines(report)
 
 
+@pytest.mark.slow
 def test_a_root_that_holds_a_proof_is_refused(tmp_path: Path):
     commit(open_root(str(tmp_path / "whole")), make_manifest(RUN, 0, Stage.PREPARE))
     command = [sys.executable, "-m", "flows", "prove-resume", "infra/examples/demo.toml", "--root", str(tmp_path)]

@@ -57,6 +57,7 @@ def failing(fail: bool) -> None:
         raise ValueError('the "reward" function failed')
 
 
+@pytest.mark.slow
 def test_a_flow_run_that_fails_notifies_once_and_others_do_not(prefect_api: str, receiver: Receiver):
     with get_client(sync_client=True) as client:
         for _ in range(2):  # repeated, it changes nothing

@@ -44,6 +44,7 @@ def test_a_server_that_was_told_nothing(client: SyncPrefectClient):
     assert levels(client) == {"work pool": "error", "deployments": "error", "planned": "ok"}
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_paused_and_a_deployment_of_another_version_are_warnings(client: SyncPrefectClient):
     register_elsewhere(PROJECT_ROOT / "infra" / "prefect.yaml", None, None)
     assert set(levels(client).values()) == {"ok"}

@@ -98,6 +98,7 @@ def test_a_panel_without_a_curve_is_left_out():
     assert alone != draw_curves(rows_of([evaluated(0, "one", 0.2), trained]), "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [1, 7, 13, 29, 30])
 def test_a_long_run_begins_its_comparison_where_all_of_it_does(make_run: MakeRun, root: Root, changed: int):
 

@@ -74,6 +74,7 @@ def test_an_iteration_that_is_done_again_takes_the_place_of_the_first(root: Root
     assert replaced.identity != called.identity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "iteration", "damage"),
     [
@@ -130,6 +131,7 @@ def test_a_report_that_hangs_does_not_hold_up_the_end(root, tmp_path, monkeypatc
     assert said.count(text) == 1
 
 
+@pytest.mark.slow
 def test_mlflow_continues_the_same_run(root, tmp_path):
     database = tmp_path / "mlflow.db"
     config, said = small_config([f"report.mlflow=sqlite:///{database}"]), []
@@ -197,6 +199,7 @@ def written_by_wandb(folder):
     return ids, steps
 
 
+@pytest.mark.slow
 def test_wandb_continues_the_same_run_without_a_network(root, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

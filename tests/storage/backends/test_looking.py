@@ -17,6 +17,7 @@ def requests_of(s3, call) -> list[str]:
     return s3.faults.requests[before:]
 
 
+@pytest.mark.slow
 def test_an_object_is_made_young_and_stays_as_it_is(any_root):
     any_root.put_if_absent(KEY, b"content")
     before = any_root.info(KEY)

@@ -10,6 +10,7 @@ from storage.errors import InputError, StorageInterrupted
 from tests.storage.flaky import flaky_root
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_for_a_while_is_waited_for(s3, s3_root, tmp_path):
     s3_root.put_if_absent("old", b"content")
     with s3.gone_for(1):
@@ -27,6 +28,7 @@ def test_a_store_that_is_gone_for_a_while_is_waited_for(s3, s3_root, tmp_path):
             assert use()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["refused", "503"])
 def test_a_store_that_stays_away_interrupts_and_its_state_is_unknown(s3, s3_root, how):
     s3_root.put_if_absent("key", b"content")

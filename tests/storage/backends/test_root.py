@@ -29,6 +29,7 @@ def race(url, writer, barrier, wins):
             wins.put((number, writer))
 
 
+@pytest.mark.slow
 def test_one_of_eight_processes_wins_each_of_200_rounds(root):
     context = get_context("spawn")  # a forked process would inherit the threads and exit handlers of earlier tests
     barrier, wins = context.Barrier(WRITERS), context.Queue()

@@ -70,6 +70,7 @@ def test_a_run_without_rollouts_has_no_archive(root):
         compact(root, WORKFLOW, "run")
 
 
+@pytest.mark.slow
 def test_an_archive_takes_the_place_of_the_one_before(root):
     make_run(root, iterations=2)
     compact_new(root, WORKFLOW, "run")
@@ -105,6 +106,7 @@ with kill_points.observed(lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["compact", "chunks", "branch"])
 def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_next(root, tmp_path, work, monkeypatch):
     make_run(root, iterations=2)

@@ -58,6 +58,7 @@ def test_writes_that_were_never_finished_go_and_the_lease_stays(root):
     assert root.keys("run/lease") == entries
 
 
+@pytest.mark.slow
 def test_nothing_more_is_deleted_once_another_process_drives(root):
     make_run(root)
     acquire(root, "run", this_process("the driver"))
@@ -78,6 +79,7 @@ def test_nothing_more_is_deleted_once_another_process_drives(root):
     assert 0 < len(removed) < 40
 
 
+@pytest.mark.slow
 def test_a_part_that_is_found_again_beside_the_cleaning_stays():
     # the cleaning stops after each of its store operations in turn, while the driver does the whole stage
     deletions = set()
@@ -109,6 +111,7 @@ def test_a_part_that_is_found_again_beside_the_cleaning_stays():
     assert deletions == {False}
 
 
+@pytest.mark.slow
 def test_cleaning_twice_at_once_and_again_does_no_harm():
     for steps in range(400):
         store = SharedStore()
@@ -135,6 +138,7 @@ def test_cleaning_twice_at_once_and_again_does_no_harm():
     assert finished
 
 
+@pytest.mark.slow
 def test_a_state_that_retention_deletes_during_a_verification_is_not_missing(root):
     make_run(root)
     retired = []
@@ -152,6 +156,7 @@ def test_a_state_that_retention_deletes_during_a_verification_is_not_missing(roo
     assert verify_beside(reading, "run").sound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
 def test_what_is_really_wrong_is_found(root, damage):
     made = make_run(root)

@@ -23,6 +23,7 @@ def begin(root: Root, run: str = "new", iteration: int = 2, source: Root | None 
     return branch(source or root, WORKFLOW, "run", iteration, root, run, "c1", DOCUMENT)
 
 
+@pytest.mark.slow
 def test_iteration_0_is_the_state_under_manifests_of_its_own(any_root):
     make_run(any_root)
     made = begin(any_root)
@@ -36,6 +37,7 @@ def test_iteration_0_is_the_state_under_manifests_of_its_own(any_root):
     assert verify(any_root, "new").findings == ()
 
 
+@pytest.mark.slow
 def test_a_state_of_another_root_is_copied_and_then_needs_nothing_there(root, s3_root):
     make_run(s3_root)
     assert not begin(root, source=s3_root).linked
@@ -93,6 +95,7 @@ class KilledError(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["put_if_absent", "copy"])
 @pytest.mark.parametrize("after", range(4))
 def test_a_beginning_that_was_cut_short_is_completed(root, kind, after):
@@ -124,6 +127,7 @@ def test_a_beginning_that_was_cut_short_is_completed(root, kind, after):
     assert verify(root, "new").findings == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "iteration", "words"),
     [
@@ -147,6 +151,7 @@ def test_something_else_under_the_name_is_refused(root):
     assert find(root, "new", 1, Stage.ROLLOUT) is not None
 
 
+@pytest.mark.slow
 def test_a_run_on_stored_samples_has_its_own_retention(root):
     make_run(root)
     begin(root)

@@ -70,6 +70,7 @@ WORK = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_a_run_twice_as_long_takes_twice_as_many_steps(work):
     steps = []

@@ -36,6 +36,7 @@ def states(root: Root, run: str = "run") -> list[int]:
     return [place[0] for place in there if place is not None and place[1] == Stage.TRAIN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [Stage.REWARD, Stage.TRAIN], ids=str)
 @pytest.mark.parametrize("as_file", [False, True], ids=["bytes", "file"])
 def test_a_part_that_a_stage_found_again_after_two_days_stays(root, tmp_path, stage, as_file):
@@ -123,6 +124,7 @@ def test_a_fork_beside_a_cleaning_has_its_state_or_is_refused(clean, interrupted
     assert outcomes == {True, False}
 
 
+@pytest.mark.slow
 def test_a_fork_takes_over_what_its_parent_retires_meanwhile():
     # states 1 and 2 go while the fork at 3 is made: each is kept for it, or retired in it as well
     outcomes = set()
@@ -158,6 +160,7 @@ def test_a_live_run_warns_of_a_record_that_it_cannot_read(root, clean, caplog):
     assert key in warning
 
 
+@pytest.mark.slow
 @cleaners
 def test_a_damaged_record_of_the_run_itself_keeps_its_parts(root, clean):
     make_run(root)
@@ -178,6 +181,7 @@ def test_records_of_other_runs_may_be_damaged(root, clean):
     assert 2 not in states(root)
 
 
+@pytest.mark.slow
 @cleaners
 def test_a_driver_that_lost_its_lease_deletes_and_retires_nothing(root, clean):
     make_run(root)
@@ -210,6 +214,7 @@ def test_a_driver_that_loses_its_lease_stops_deleting(root):
     assert 80 < len(root.keys("run/parts/000002")) < 100
 
 
+@pytest.mark.slow
 def test_cleaning_shows_and_ends_uploads_that_were_never_finished(s3, s3_root):
     make_run(s3_root, iterations=0)
     bucket, _, prefix = s3_root.backend.path.partition("/")

@@ -195,6 +195,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", FORMS.values(), ids=FORMS.keys())
 def test_sources_of_a_later_form_are_named_and_hinder_no_other_run(two, data):
     part = PartWriter(two, RUN, 0, Stage.SELECT).write_bytes(SOURCES, data)
@@ -232,6 +233,7 @@ DISTURBED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "put"), DISTURBED.values(), ids=DISTURBED.keys())
 def test_whatever_is_in_a_folder_of_one_run_the_others_are_listed_and_cleaned(two, place, put):
     path = Path(two.backend.full(f"{RUN}/{place}"))

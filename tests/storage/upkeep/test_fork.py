@@ -25,6 +25,7 @@ from tests.storage.tables import manifest
 LATER = datetime.now(UTC) + timedelta(days=2)
 
 
+@pytest.mark.slow
 def test_a_fork_goes_on_from_the_shared_past(any_root):
     make_run(any_root, "parent", iterations=3)
     before = set(any_root.keys("parent"))
@@ -55,6 +56,7 @@ def test_each_shared_manifest_says_where_it_comes_from(root):
     assert need(root, "grandchild", 0, Stage.TRAIN).origin.run == "parent"
 
 
+@pytest.mark.slow
 def test_a_fork_that_a_crash_cut_short_is_no_run_and_is_completed(root):
     make_run(root, "parent")
     fork(root, WORKFLOW, "parent", 2, "whole", "c1", DOCUMENT)
@@ -89,6 +91,7 @@ def content_of(root: Root, run: str) -> list[tuple]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -107,6 +110,7 @@ def test_what_cannot_be_forked_is_refused(root, arguments, reason):
     assert refusal.value.exit_code == 2
 
 
+@pytest.mark.slow
 def test_an_iteration_whose_state_is_not_kept_is_refused(root):
     make_run(root, "parent", iterations=4)
     collect(root, WORKFLOW, "parent", Retention(newest=1), apply=True)

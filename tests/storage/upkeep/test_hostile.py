@@ -20,6 +20,7 @@ from tests.storage.hostile import forged, forged_part, sealed_again
 from tests.storage.runs import make_run
 
 
+@pytest.mark.slow
 def test_a_mean_that_is_not_a_number_blinds_no_run(root):
     for run in ("run", "other"):
         make_run(root, run, 2)
@@ -33,6 +34,7 @@ def test_a_mean_that_is_not_a_number_blinds_no_run(root):
         assert verify(root, run).sound
 
 
+@pytest.mark.slow
 def test_a_run_whose_record_cannot_be_read_hinders_no_other(root):
     for run in ("run", "other"):
         make_run(root, run, 2)
@@ -48,6 +50,7 @@ def test_a_run_whose_record_cannot_be_read_hinders_no_other(root):
     assert collect(root, WORKFLOW, "other", apply=True).unreadable == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["run/parts/../../victim", "run/parts/000002/train/../../../../victim"])
 def test_retention_removes_nothing_outside_of_the_parts(root, tmp_path, key):
     make_run(root, iterations=3)
@@ -74,6 +77,7 @@ def test_a_piece_that_leads_elsewhere_is_refused(root, change):
         find_piece(writer, "00000")
 
 
+@pytest.mark.slow
 def test_a_copied_record_is_found(root):
     make_run(root)
     copied = layout.manifest_key("run", 3, Stage.EVALUATE, 0)

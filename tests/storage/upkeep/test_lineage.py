@@ -31,6 +31,7 @@ def test_weights_come_from_all_that_was_learned(any_root):
     assert all(step.code_version == "1" and step.config_digest == "c0" for step in lineage.steps)
 
 
+@pytest.mark.slow
 def test_the_first_weights_learned_from_no_sample(root):
     make_run(root)
     lineage = of_weights(root, WORKFLOW, "run", 0)
@@ -38,6 +39,7 @@ def test_the_first_weights_learned_from_no_sample(root):
     assert (lineage.sampled_by, lineage.prompts, lineage.reward_mean) == (None, (), None)
 
 
+@pytest.mark.slow
 def test_a_sample_knows_what_made_it_and_what_learned_from_it(any_root):
     manifests = make_run(any_root)
     lineage = of_sample(any_root, WORKFLOW, "run", 2, "p1", 2)
@@ -70,6 +72,7 @@ def test_what_another_run_has_damaged_hides_no_use(root):
     assert [(step.run, step.iteration) for step in of_sample(root, WORKFLOW, "run", 1, "p0", 0).used_by] == [("run", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "reason"),
     [

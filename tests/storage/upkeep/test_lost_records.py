@@ -100,6 +100,7 @@ LOST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", LOST.values(), ids=LOST.keys())
 def test_a_head_is_never_another_because_of_a_record(redone, change):
     change(redone)
@@ -172,6 +173,7 @@ def test_a_record_is_copied_by_whoever_writes_it(root):
     assert {layout.copied(key) for key in root.keys(layout.copy_folder(RUN))} == {RERUN(1), CHOICE(1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["manifest", "piece", "attempt"])
 def test_what_a_lost_rerun_made_is_not_taken_for_that_of_the_next(root, kind):
     make_run(root, RUN)

@@ -66,6 +66,7 @@ def test_a_part_is_kept_as_long_as_one_revision_names_it(root: Root):
     assert verify(root, RUN).sound
 
 
+@pytest.mark.slow
 def test_each_revision_keeps_what_it_is_continued_from(root: Root):
     done = make_run(root)
     made = again(root, 2, Stage.TRAIN, b"another state")
@@ -92,6 +93,7 @@ def test_parts_of_a_revision_that_is_not_the_head_are_no_garbage(root: Root):
     assert root.exists(made.parts[0].key)
 
 
+@pytest.mark.slow
 def test_a_revision_is_forked_as_it_was(root: Root):
     make_run(root)
     made = again(root, 2, Stage.TRAIN, b"another state")
@@ -127,6 +129,7 @@ def test_a_stage_that_a_fork_has_taken_over_is_done_again_in_the_fork_alone(root
     assert verify(root, "child").findings == ()
 
 
+@pytest.mark.slow
 def test_lineage_of_weights_follows_one_revision(root: Root):
     make_run(root)
     made = again(root, 2, Stage.TRAIN, b"another state")
@@ -140,6 +143,7 @@ def test_lineage_of_weights_follows_one_revision(root: Root):
     assert summaries(root)[0].iteration == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_choice_is_named(root: Root):
     make_run(root)
     again(root, 2, Stage.TRAIN, b"another state")
@@ -148,6 +152,7 @@ def test_a_damaged_choice_is_named(root: Root):
     assert "head-000001.json is damaged" in found.detail
 
 
+@pytest.mark.slow
 def test_a_choice_names_what_is_done(root: Root):
     make_run(root)
     with hold(root, RUN, "test") as lease:
@@ -252,6 +257,7 @@ def the_end(root: Root, iterations: int, reruns: int) -> Weighing:
     return weighing
 
 
+@pytest.mark.slow
 def test_the_end_of_an_iteration_costs_the_same_however_much_came_before(tmp_path):
     costs = [
         the_end(open_root(str(tmp_path / f"{iterations}-{reruns}")), iterations, reruns).asked
@@ -261,6 +267,7 @@ def test_the_end_of_an_iteration_costs_the_same_however_much_came_before(tmp_pat
     assert sum(names for _, names in costs[0]) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [1, 2, 3, 4])
 @pytest.mark.parametrize("newest", [1, 2])
 def test_the_end_of_an_iteration_gives_up_what_a_start_would(tmp_path, served, newest):

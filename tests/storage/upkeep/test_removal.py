@@ -44,6 +44,7 @@ def removed(root: Root, run: str):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_left_and_nothing_of_others_is_touched(any_root):
     make_run(any_root, "run", 2)
     make_run(any_root, "runner", 1)
@@ -59,6 +60,7 @@ def test_nothing_of_it_is_left_and_nothing_of_others_is_touched(any_root):
     assert verify(any_root, "run").sound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 2, 5, 20, 24])
 def test_a_removal_that_was_killed_is_known_and_finished(root, after):
     make_run(root, "run", 2)
@@ -153,6 +155,7 @@ def test_a_fork_ends_whose_parent_is_removed_after_each_of_its_operations(make):
     assert outcomes == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [forked, branched])
 @pytest.mark.parametrize("after", [1, 5, 20])
 def test_nothing_is_made_where_a_removal_was_killed(root, make, after):
@@ -185,6 +188,7 @@ def test_while_a_run_is_removed_its_lease_and_the_record_stay_until_the_end(root
     assert root.keys("run") == [layout.removal_key("run")]
 
 
+@pytest.mark.slow
 def test_a_removal_that_loses_its_lease_stops(root):
     make_run(root, "run", 30)
 

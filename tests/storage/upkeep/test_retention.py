@@ -58,6 +58,7 @@ def test_orphans_go_when_they_are_a_day_old(root):
     assert root.exists(young.key)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_stage_in_work_stay_and_go_once_it_is_committed(root):
     make_run(root)
     writer = PartWriter(root, "run", 4, Stage.ROLLOUT)
@@ -84,6 +85,7 @@ def test_attempts_stay_while_the_stage_is_in_work_and_go_once_it_is_committed(ro
     assert verify(root, "run").findings == ()
 
 
+@pytest.mark.slow
 def test_what_a_crash_left_half_written_goes(root):
     make_run(root)
     leftover = f"run/parts/{layout.temporary_name('x')}"
@@ -93,6 +95,7 @@ def test_what_a_crash_left_half_written_goes(root):
     assert keys(collect(root, WORKFLOW, "run", apply=True)) == {leftover}
 
 
+@pytest.mark.slow
 def test_lease_entries_go_but_for_the_newest(root):
     make_run(root)
     lease = acquire(root, "run", this_process("me"))
@@ -104,6 +107,7 @@ def test_lease_entries_go_but_for_the_newest(root):
     lease.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("retention", "kept"),
     [
@@ -193,6 +197,7 @@ def test_contents_know_what_is_kept(root):
     assert not stored.named & {state_key(root, 1), state_key(root, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retention", [Retention(newest=1), Retention(newest=2), Retention(newest=2, every=3)], ids=str)
 def test_one_state_after_the_other_is_given_up_as_collect_would(root, retention):
     one_by_one, at_once = (open_root(f"{root.folder}-{name}") for name in ("one", "all"))
@@ -209,6 +214,7 @@ def test_one_state_after_the_other_is_given_up_as_collect_would(root, retention)
     assert collect(one_by_one, WORKFLOW, "run", retention, apply=True).garbage == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retention", [Retention(newest=1), Retention(newest=2, every=3)], ids=str)
 def test_a_process_that_starts_deletes_states_as_collect_would(root, retention):
     whole, quick = (open_root(f"{root.folder}-{name}") for name in ("whole", "quick"))

@@ -50,6 +50,7 @@ def test_an_unknown_run(root):
         stored_config(root, "never")
 
 
+@pytest.mark.slow
 def test_each_flipped_bit_is_refused_with_the_key(config, tmp_path):
     root = open_root(f"{EXAMPLE}://{tmp_path}/flipped.db")
     record_config(root, "run", config)

@@ -240,6 +240,7 @@ class Peak:
         return int(re.search(r"RssAnon:\s+(\d+) kB", status).group(1)) << 10
 
 
+@pytest.mark.slow
 def test_a_large_source_takes_little_memory(tmp_path):
     """A batch of records at a time is in memory; the table is a file. As objects these take 300 MiB."""
     rows = 200_000

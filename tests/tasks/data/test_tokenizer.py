@@ -51,6 +51,7 @@ def test_rows_of_any_kind_are_decoded(codec):
     assert codec.decode_batch([[1, 2], np.array([3, STOP], np.int32), (4,), []]) == ["w1 w2", "w3", "w4", ""]
 
 
+@pytest.mark.slow
 def test_no_column_becomes_lists_as_a_whole(codec):
     tokens = column([1000] * 1000, STOP)  # their text is empty
     tracemalloc.start()

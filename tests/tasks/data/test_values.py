@@ -178,6 +178,7 @@ LOOKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", LOOKS)
 def test_messages_that_are_no_json_are_not_given_to_the_model_as_text(rows, text):
     with pytest.raises(

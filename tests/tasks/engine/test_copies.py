@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["float32", "bfloat16"])
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_on_cpu_the_first_model_runner_computes(served):
     assert served.engine.runner() == "first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_the_distribution_sampled_from(fresh, temperature):
     batch = assert_agrees(fresh, "old", Sampling(max_tokens=8, temperature=temperature))

@@ -30,6 +30,7 @@ LOADING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "names", "said"), LOADING)
 def test_a_fault_of_the_loaders_fails_with_the_name_and_the_next_update_repairs_it(
     served, tmp_path, fault, names, said
@@ -64,6 +65,7 @@ LATENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_experts_and_latent_attention_land_and_are_served(experts, tmp_path, family):
     served = experts[family]

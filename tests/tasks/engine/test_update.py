@@ -25,6 +25,7 @@ from trainer_core.weights.plan import plan_digest
 CACHED = [np.random.default_rng(3).integers(2, VOCABULARY, 70).tolist()] * 4  # fills the prefix cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "transport"),
     [
@@ -117,6 +118,7 @@ def beside(name):
     return lambda weights: weights | {name: torch.ones(3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "match"),
     [

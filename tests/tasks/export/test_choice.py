@@ -42,6 +42,7 @@ def test_the_last_a_given_and_the_best(root):
     assert best.why.startswith("the best of [0, 2, 3] by held-out pass rate (right >= 1): 0.9")
 
 
+@pytest.mark.slow
 def test_of_equal_ones_the_first(root):
     evaluate(root, {2: 0.5, 3: 0.9, 4: 0.9})
     assert choose(root, "run@best").iteration == 3
@@ -60,6 +61,7 @@ def test_the_best_by_another_measure_is_asked_for_by_name(root, measure, metric)
         choose(root, "run@best.other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other", [{"scored_by": "another"}, {"asked": {"prompts": 9, "max_tokens": 4}}, {"pass": "right >= 0.5"}]
 )

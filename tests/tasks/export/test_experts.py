@@ -50,6 +50,7 @@ def tensors_of(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "precision", "parallel"), CASES)
 def test_transformers_computes_what_the_trainer_does(tmp_path, family, precision, parallel):
     model, url = str(tmp_path / "model"), f"file://{tmp_path}/runs"

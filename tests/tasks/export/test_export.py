@@ -39,6 +39,7 @@ def stored(request, tmp_path_factory):
     return url, precision, folder
 
 
+@pytest.mark.slow
 def test_transformers_loads_what_was_served(stored, tmp_path):
     url, precision, folder = stored
     (made,) = run_ranks(1, export_run, url, "run", str(tmp_path / "out"))
@@ -52,6 +53,7 @@ def test_transformers_loads_what_was_served(stored, tmp_path):
     assert ours[1:] == ({"fp32": "torch.float32", "bf16": "torch.bfloat16"}[precision], "w5", 2)
 
 
+@pytest.mark.slow
 def test_the_other_precision(stored, tmp_path):
     url, precision, folder = stored
     other = "bf16" if precision == "fp32" else "fp32"

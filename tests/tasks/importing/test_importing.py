@@ -113,6 +113,7 @@ def test_an_imported_run_says_that_it_has_no_configuration(root, tmp_path):
         stored_config(root, "ext")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "given", "words"),
     [

@@ -96,6 +96,7 @@ def scored_by_both(rank, world_size, store, folder, documents):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", KEYS)
 def test_a_value_that_passes_is_obeyed(architecture, tmp_path):
     documents = list(variants(architecture))

@@ -58,6 +58,7 @@ def marked(monkeypatch):
     return find
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_a_function_does_happens_to_its_sample_alone(processes, marked):
     before = Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGCHLD)
@@ -115,6 +116,7 @@ def score(record, response):
 """
 
 
+@pytest.mark.slow
 def test_what_the_first_call_loads_is_charged_to_no_sample_also_after_a_restart(tmp_path):
     (tmp_path / "lazy.py").write_text(LAZY)
     found = scores(order(f"{tmp_path}/lazy.py:score", deadline_s=1.5), ["early", "quick", "a", "b", "die", "c"])
@@ -122,6 +124,7 @@ def test_what_the_first_call_loads_is_charged_to_no_sample_also_after_a_restart(
     assert [score.reason for score in found] == ["exception", None, None, None, "exit", None]
 
 
+@pytest.mark.slow
 def test_a_function_that_always_hangs_has_less_and_less_time_beyond_its_deadline():
     given = order(f"{HELPERS}:behaving", deadline_s=0.25, start_deadline_s=2.0)
     found = [score.detail for score in scores(given, ["hang"] * 3)]
@@ -143,6 +146,7 @@ def wait_for(fact):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["hang", "hang deaf"])
 def test_nothing_is_left_when_the_run_is_killed(marked, last):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, last], cwd=PROJECT_ROOT)

@@ -248,6 +248,7 @@ def test_a_third_argument_knows_the_sample(own):
     assert second.reward == 14.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
@@ -264,6 +265,7 @@ def test_a_function_is_called_as_it_is_written(own, name, arguments, expected):
     assert rewards_of(own, name, arguments=arguments) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

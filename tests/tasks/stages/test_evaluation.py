@@ -191,6 +191,7 @@ def scored_by(package: Path, number: int) -> RunConfig:
     return small_config([f"reward.function={package.stem}:score"])
 
 
+@pytest.mark.slow
 def test_an_interruption_is_not_seen_in_an_evaluation(root: Root, tmp_path: Path, package: Path):
     """Nor are scores of two versions of a function: those of another version are another evaluation."""
     asked = ASKED.model_copy(update={"seed": 8})
@@ -209,6 +210,7 @@ def test_an_interruption_is_not_seen_in_an_evaluation(root: Root, tmp_path: Path
     assert set(read_table(root, other, EVALUATION_SAMPLES)["reward"].to_pylist()) == {2.0}
 
 
+@pytest.mark.slow
 def test_a_function_that_changes_in_an_evaluation_is_refused(root: Root, tmp_path: Path, package: Path):
     asked, config = ASKED.model_copy(update={"seed": 9}), scored_by(package, 1)
     before = names(root, RUN).manifests
@@ -242,6 +244,7 @@ def replaced(root: Root) -> None:
     driver(root, small_config(["run.seed=5"]), Path(f"{root.folder}-scratch"), run=RUN).drive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "words"), [(removed, "no run 'small'"), (replaced, "it was made from prepare")])
 def test_an_evaluation_of_a_removed_run_is_not_stored(own: Root, tmp_path: Path, change, words):
     with pytest.raises(InputError, match=words):
@@ -265,6 +268,7 @@ def test_a_removal_that_begins_at_the_commit_leaves_no_evaluation(own: Root, tmp
     assert names(own, RUN).manifests == ()
 
 
+@pytest.mark.slow
 def test_a_live_run_is_not_disturbed(tmp_path: Path):
     """Evaluations of an iteration change nothing that the run reads when it goes on."""
     root = open_root(str(tmp_path / "runs"))

@@ -77,6 +77,7 @@ class Stale(SmallEngine):
         return found if self.cured else self.first or found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "message"), [(Astray, "disagree on the probe"), (Stale, "disagree|old weights")])
 def test_after_a_failed_probe_nothing_is_sampled_until_the_next_sync(kind, message, tmp_path):
     root = open_root(str(tmp_path / "root"))

@@ -46,6 +46,7 @@ def drive(folder: Path, failures: int, error: type[errors.RatchetError], retries
     return root, workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failures", "retries", "waits"), [(1, 1, [1.0]), (2, 2, [1.0, 10.0]), (0, 0, [])])
 def test_a_lost_process_costs_an_attempt(failures, retries, waits, tmp_path: Path, pauses):
     root, workers = drive(tmp_path, failures, errors.WorkerLost, retries)
@@ -63,6 +64,7 @@ def test_after_the_last_attempt_the_loss_ends_the_run(retries, tmp_path: Path, p
     assert find(open_root(str(tmp_path / "root")), RUN, 1, Stage.ROLLOUT) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["InputError", "StageFailed", "NumericsError", "SyncMismatch", "StorageUnavailable", "CommitConflict"]
 )
@@ -96,6 +98,7 @@ def drive_storing(folder: Path, failures: int, error: type[Exception], retries: 
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["WorkerLost", "StorageInterrupted"])
 def test_what_could_not_be_stored_behind_the_stages_is_stored_again(kind, tmp_path: Path):
     told = drive_storing(tmp_path, 2, vars(errors)[kind], 2)
@@ -112,6 +115,7 @@ def test_what_cannot_be_stored_ends_the_run(kind, failures, tmp_path: Path):
     assert find(open_root(str(tmp_path / "root")), RUN, 1, Stage.TRAIN) is None
 
 
+@pytest.mark.slow
 def test_a_stage_that_had_handed_over_its_result_is_not_done_again(tmp_path: Path):
     """The rank is lost when it is told which state it holds: the state is on its way to storage by then."""
     lost = [True]
@@ -133,6 +137,7 @@ def test_a_stage_that_had_handed_over_its_result_is_not_done_again(tmp_path: Pat
     assert retrying.BACK_OFF_S[0] < retrying.BACK_OFF_S[-1]
 
 
+@pytest.mark.slow
 def test_while_another_engine_is_left_a_lost_one_costs_no_attempt(tmp_path: Path, pauses):
     """It gives the same samples as a run whose engines live."""
     config = small_config(["run.iterations=1", "engine.count=2", "rollout.groups_per_part=1"])

@@ -72,6 +72,7 @@ def test_a_filter_sees_samples_and_scores_together(root: Root):
     assert kept.num_rows == 2 * GROUPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("samples", "shares"), [(1, 12), (4, 6), (10, 3), (23, 2), (25, 1)])
 def test_shares_hold_whole_groups_of_similar_number(root: Root, samples: int, shares: int):
     make_run(root, iterations=3)
@@ -101,6 +102,7 @@ def test_what_a_fork_shares_with_its_parent_counts_once(root: Root):
     assert whole(root, "run@1", "run@1-2", "run").num_rows == 2 * PER_ITERATION
 
 
+@pytest.mark.slow
 def test_samples_of_another_root_are_selected_by_its_url(root: Root, tmp_path):
     other = open_root(str(tmp_path / "other"))
     make_run(root, iterations=1)
@@ -145,6 +147,7 @@ def test_the_head_revision_counts_and_all_if_asked(root: Root):
     assert set(both.filter(pc.field("revision") == 1)["reward"].to_pylist()) == {9.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("select", "revisions"), [(("run",), "head"), (("run@1", "run"), "head"), (("run",), "all")])
 def test_a_choice_meanwhile_does_not_mix_revisions(root: Root, select: tuple[str, ...], revisions: str):
     """All rollouts of a run, and all scores, are seen from the head that there was when the first was looked for."""
@@ -187,6 +190,7 @@ def test_tokens_that_are_divided_elsewhere_are_not_equal():
     assert SeenHashes().add(hashes_of(pa.table(columns))).tolist() == [True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "rows"), [(1, 0), (5, 3), (18, 18), (99, 36)])
 def test_a_limit_counts_whole_groups(root: Root, limit: int, rows: int):
     make_run(root, iterations=3)
@@ -264,6 +268,7 @@ def many_groups(root: Root, iterations: int) -> None:
         commit(root, given.model_copy(update={"stage": Stage.REWARD, "parts": (part,), "inputs": inputs}))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_selection(root: Root):
     many_groups(root, 24)
 

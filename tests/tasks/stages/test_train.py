@@ -12,6 +12,7 @@ from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["true", "false"])
 def test_engines_give_their_memory_away_before_anything_is_trained(tmp_path, asked):
     root = open_root(str(tmp_path / "runs"))
@@ -26,6 +27,7 @@ def test_engines_give_their_memory_away_before_anything_is_trained(tmp_path, ask
     assert calls == [*rest, "train_supervised", *sync, *rest, "train_policy", *sync]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [True, False], ids=["ranks replaced in this process", "ranks of this process"])
 def test_the_time_to_the_first_gradient_begins_with_the_ranks_that_compute_it(tmp_path, replaced):
     root = open_root(str(tmp_path / "runs"))

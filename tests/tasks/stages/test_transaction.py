@@ -178,6 +178,7 @@ OLD = "the old weights"
 BOTH_OLD, BOTH_UNUSABLE = (OLD, OLD), (None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "fault", "message", "after"),
     [

@@ -110,6 +110,7 @@ def test_without_a_switch_engines_start_while_the_ranks_do(opened):
     assert calls[: engines + 3] == ["warm", "trainers", *["sleep"] * engines, "import_model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", EVERYTHING)
 def test_results_are_those_of_a_run_that_keeps_everything(opened, tmp_path, switch):
     found = {}

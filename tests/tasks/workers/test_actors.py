@@ -37,6 +37,7 @@ def make_group(cluster):
         group.end()
 
 
+@pytest.mark.slow
 def test_every_member_is_called_in_order(make_group):
     group = make_group(collections.deque, [([1, 2],), ([3],)])
     group.submit("append", 9).wait(WAIT_S)
@@ -45,6 +46,7 @@ def test_every_member_is_called_in_order(make_group):
     assert group.alive()
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_that_all_members_raise_leaves_the_group_alive(make_group, tmp_path):
     url = f"file://{tmp_path}"
     group = make_group(open_root, [(url,), (url,)])
@@ -93,6 +95,7 @@ def test_an_object_that_cannot_be_made_is_told_by_the_first_call(make_group):
         group.submit("exists", "key").wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_death_is_told_before_the_errors_it_caused(make_group):
     # "exit" of the first member ends its process; the second raises an error of its own
     group = make_group(operator.attrgetter, [("_exit",), ("missing",)])
@@ -112,6 +115,7 @@ class ExitModule:
         raise ValueError(name)
 
 
+@pytest.mark.slow
 def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster):
     group = make_group(collections.deque, [([1],), ([2],)], prefix="run-a/role/key", detached=True)
     make_group(collections.deque, [([1],)], prefix="run-b/role/key", detached=True)
@@ -135,6 +139,7 @@ def test_who_only_asks_ends_nobody(make_group):
     assert group.submit("pop").wait(WAIT_S) == [1]
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_ends_the_group(make_group):
     group = make_group(operator.attrgetter, [("sleep",), ("sleep",)])
     with pytest.raises(WorkerLost, match=r"did not finish __call__ within 0.5 s and was ended.*call_deadline_s"):
@@ -142,6 +147,7 @@ def test_a_call_that_takes_too_long_ends_the_group(make_group):
     assert not group.alive()
 
 
+@pytest.mark.slow
 def test_two_calls_are_at_work_at_once(make_group, tmp_path):
     reader, writer = (make_group(operator.attrgetter, [(name,)]) for name in ("read", "write"))
     meeting = Meeting(str(tmp_path / "pipe"))

@@ -61,6 +61,7 @@ def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
     assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mine", [True, False])
 def test_a_handler_of_sigterm_is_kept_and_else_that_of_ray_lets_the_process_clean_up(mine):
     def told(number, frame):
@@ -92,6 +93,7 @@ def test_an_earlier_ray_of_this_machine_is_left_alone():
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_server_outlives_a_ray_that_was_started_after_it(tmp_path):
     (tmp_path / "forks.py").write_text(
         "import multiprocessing, os\n"

@@ -12,6 +12,7 @@ from tasks.workers.logs import BURST, PER_S, Lines, heard
 DEADLINE_S = 60.0
 
 
+@pytest.mark.slow
 def test_every_rank_is_heard_by_its_name(cluster: Cluster):
     said: list[str] = []
     with heard(said.append, print):

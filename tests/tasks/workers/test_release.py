@@ -54,6 +54,7 @@ def carry_out(how: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_well_or_is_stopped_leaves_nothing_on_the_cluster(cluster):
     groups = [leave(run, count) for run, count in (("run", 2), ("run", 1), ("run-2", 1))]
     folders = [rendezvous(group) for group in groups]

@@ -112,6 +112,7 @@ def test_every_two_settings_that_fit_meet_in_a_layout(layouts, experts):
     assert pairs(iter(daily)) >= wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_a_layout_computes_what_transformers_and_one_rank_do(walks, folders, expected, family, layout):
     """Log-probabilities, an import that is exported bit for bit, loss, entropy, gradient norm, and one update."""

@@ -78,6 +78,7 @@ def largest_difference(left, right):
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True], ids=["tied"])  # the other kind: `test_families.py`, as exactly
 @pytest.mark.parametrize("layout", ["single", *LAYOUTS])
 def test_logprobs_equal_those_of_transformers(walks, expected_logprobs, layout, tied):
@@ -107,6 +108,7 @@ def test_the_gradient_does_not_depend_on_the_layout(walks, layout, tied):
         assert rank["metrics"] == pytest.approx(reference["ranks"][0]["metrics"], abs=1e-4, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limits",
     [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"micro_batch_tokens": 25}, {"micro_batch_tokens": 1}],

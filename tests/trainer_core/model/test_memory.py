@@ -149,6 +149,7 @@ DRAWN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "seed"), DRAWN)
 def test_giving_up_memory_changes_no_bit_in_any_order_of_events(folders, tmp_path, case, seed):
     family, settings = CASES[case]

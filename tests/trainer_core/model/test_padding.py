@@ -58,6 +58,7 @@ def test_padding_changes_neither_results_nor_states(odd_model_dirs, tmp_path, ti
     assert padded[0] == pytest.approx(metrics[0], abs=1e-4, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [("tp2", "single"), ("single", "tp2")])
 def test_a_padded_state_moves_bit_by_bit(odd_model_dirs, tmp_path, source, target):
     (identity, _, _), *_ = run_trainers(odd_model_dirs[True], configuration(source), train, str(tmp_path))

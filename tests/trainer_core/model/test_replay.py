@@ -77,6 +77,7 @@ def configuration(**changes):
     return TrainerConfig(optimizer=optimizer, policy=policy, micro_batch_size=2, max_length=64, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_recorded_micro_batches_train_as_others_do(model_dir, tmp_path, replicas):
     config = configuration(parallel=ParallelConfig(data=replicas))

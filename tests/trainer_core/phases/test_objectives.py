@@ -102,6 +102,7 @@ def found(request, model_dir, samples, reference, tmp_path_factory):
     return metrics, {name: read_export(folder / name) for name in OBJECTIVES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_step_is_that_of_a_plain_implementation(name, expected, found, model_dir):
     losses, weights = expected

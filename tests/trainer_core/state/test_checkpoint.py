@@ -128,6 +128,7 @@ def test_looking_at_a_state_does_not_move_the_generators(model_dir):
     assert unmoved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [*SMALL, "vpp2"])
 def test_training_goes_on_bit_by_bit(model_dir, saved, layout):
     folder, uninterrupted = saved(layout)
@@ -144,6 +145,7 @@ def test_training_goes_on_bit_by_bit(model_dir, saved, layout):
     assert_bitwise(*states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "target"), [("pp2", "tp2"), ("tp2", "single"), ("dp2", "pp2"), ("single", "dp2"), ("pp2", "dp2")]
 )
@@ -163,6 +165,7 @@ def test_a_state_loads_under_another_layout(model_dir, saved, source, target):
     assert max(np.abs(resharded[name] - uninterrupted[name]).max() for name in resharded) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [("vpp2", "pp2"), ("pp2", "vpp2")])
 def test_virtual_stages_are_no_part_of_a_state(model_dir, saved, source, target):
     """The same ranks with their layers divided otherwise: the generators go on as well, and every bit is the same."""
@@ -205,6 +208,7 @@ def identities_of_another_process(trainer, folder):
     return {"once": loaded, "next": trainer.save(f"{folder}/next by another process").identity}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SMALL)
 def test_the_same_state_has_the_same_identity(model_dir, tmp_path, layout):
     first = run_trainers(model_dir, configuration(LAYOUTS[layout]), identities, str(tmp_path))

@@ -97,6 +97,7 @@ def received(walked, moment):
     return walked[0][0][0][moment]["received"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "precision"), CASES)
 def test_what_was_imported_arrives_bit_for_bit(walks, folders, family, layout, precision):
     expected = imported(folders(family), precision)

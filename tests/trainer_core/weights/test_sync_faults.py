@@ -145,6 +145,7 @@ def all_changes(trainer, folder):
     }
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_whole_stops_all_ranks_with_the_name(model_dir, tmp_path):
     ranks = run_trainers(model_dir, configuration(pipeline=2), all_changes, str(tmp_path))
     for name, (_, _, tensor) in CHANGES.items():

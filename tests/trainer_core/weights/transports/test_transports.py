@@ -85,6 +85,7 @@ def assert_same(found, sent):
     assert all(torch.equal(found[name], tensor) for name, tensor in sent.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("senders", "receivers", "arenas"), [(1, 1, 1), (1, 1, 2), (3, 2, 2), (2, 3, 3)])
 def test_everything_arrives_as_it_was_sent(tmp_path, transport, senders, receivers, arenas):
@@ -191,6 +192,7 @@ def _send_two_and_hang(channel, plan, sent):
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", WAITING)
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 def test_the_death_of_one_end_is_a_typed_error_of_the_other(tmp_path, transport, victim):
