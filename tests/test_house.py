@@ -51,7 +51,6 @@ def test_files_are_short():
     assert not {name: size for name, size in sizes.items() if size > 400}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PROJECT)))
 def test_a_file_keeps_the_rules(path: Path):
     text = path.read_text()
@@ -63,7 +62,6 @@ def test_a_file_keeps_the_rules(path: Path):
         assert "getenv" not in text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_our_packages_are_the_ones_imported(package: str):
     # plain top-level names: another distribution that ships one of them would shadow ours
@@ -73,7 +71,6 @@ def test_our_packages_are_the_ones_imported(package: str):
     assert set(importlib.metadata.packages_distributions().get(package, ["ratchet"])) == {"ratchet"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [

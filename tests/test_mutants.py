@@ -7,7 +7,6 @@ import pytest
 from infra.mutants import MUTANTS, PROJECT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_known_fault_fits_the_code(mutant):
     assert (PROJECT / mutant.file).read_text(encoding="utf-8").count(mutant.before) == 1
