@@ -53,4 +53,12 @@ ROWS = (
         "        self.table = self.table[:, stay]\n",
         _ROWS,
     ),
+    Mutant(
+        "noise-of-the-step",
+        "a token's noise depends on how long this engine has sampled its response, not on its position",
+        "tasks/engine/on_cpu.py",
+        "self.optimistic_seq_lens_cpu[: len(how)].numpy().astype(np.int64) - 1",
+        "np.array([len(self.requests[name].output_token_ids) for name in self.input_batch.req_ids])",
+        ("tests/tasks/engine/test_engine.py::test_a_response_goes_on_from_its_beginning_as_if_nothing_had_happened",),
+    ),
 )

@@ -33,7 +33,9 @@ from storage.errors import SyncMismatch
 from tasks.engine.inside import executor
 from tasks.engine.memory import cache_bytes
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Runner, Sampling
+from trainer_core.config import Device
 
+_WORKERS: dict[Device, str] = {"cuda": "tasks.engine.runner.Worker", "cpu": "tasks.engine.on_cpu.Worker"}
 _LEAVING_S = 1.0  # that this process gets to end by itself after its scheduler has
 _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
 
@@ -64,7 +66,7 @@ class Core:
         self.config = EngineArgs(
             **arguments,
             scheduler_cls=f"tasks.engine.scheduler.{scheduler}",
-            worker_cls="tasks.engine.runner.Worker" if spec.device == "cuda" else "auto",
+            worker_cls=_WORKERS[spec.device],
         ).create_engine_config(UsageContext.LLM_CLASS)
         self._inputs = InputProcessor(self.config, renderer_from_config(self.config))
         self._client = EngineCoreClient.make_client(

@@ -237,7 +237,7 @@ class PlainEngine:
         from tasks.engine.core import vllm_arguments
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        self._vllm = LLM(**vllm_arguments(spec))
+        self._vllm = LLM(**vllm_arguments(spec), worker_cls="tasks.engine.on_cpu.Worker")  # of the same noise
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[tuple[Any, Any, Any]]:
         """Tokens, their log-probabilities, and why each response ended."""

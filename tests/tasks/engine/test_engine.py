@@ -43,6 +43,14 @@ def test_on_cpu_the_first_model_runner_computes(served):
     assert served.engine.runner() == "first"
 
 
+@pytest.mark.parametrize("after", [1, 7, 19])
+def test_a_response_goes_on_from_its_beginning_as_if_nothing_had_happened(served, after):
+    whole = responses(served.engine.generate(PROMPTS, SEEDS, Sampling(max_tokens=20)))
+    begun = [prompt + tokens[:after] for prompt, (tokens, _) in zip(PROMPTS, whole, strict=True)]
+    rest = responses(served.engine.generate(begun, SEEDS, Sampling(max_tokens=20 - after)))
+    assert [tokens for tokens, _ in rest] == [tokens[after:] for tokens, _ in whole]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_the_distribution_sampled_from(fresh, temperature):

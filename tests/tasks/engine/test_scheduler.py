@@ -8,7 +8,7 @@ from tests.tasks.engine.test_engine import PROMPTS, SEEDS, responses
 from tests.tasks.engine_process import CONTEXT
 from tests.tasks.engine_update import serve
 
-LONG = Sampling(max_tokens=40, stop_token_ids=(1, 2))
+LONG = Sampling(max_tokens=20, stop_token_ids=(1, 2))
 
 
 @pytest.fixture
