@@ -16,6 +16,12 @@ SOURCES = [PROJECT / "ratchet.py"] + [
     path for package in PACKAGES for path in sorted((PROJECT / package).rglob("*.py"))
 ]
 FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LONG = {
+    "flows/cli/retrain.py:retrain_command": "one parameter for each option, with its help",
+    "flows/deployments/retrain.py:retrain": "one parameter for each field of the form",
+    "trainer_core/weights/digest_kernel.py:_add_words": "a Triton kernel",
+}
+"""Functions of more than 40 lines of code, with the reason."""
 
 
 def code_lines(node: ast.AST, lines: list[str]) -> int:
@@ -28,21 +34,22 @@ def code_lines(node: ast.AST, lines: list[str]) -> int:
     return sum(1 for n in body if n not in docs and (text := lines[n - 1].strip()) and not text.startswith("#"))
 
 
-def function_sizes() -> dict[str, int]:
+def function_sizes() -> dict[tuple[str, int], int]:
     sizes = {}
     for path in SOURCES:
         text = path.read_text()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, FUNCTION_KINDS):
-                sizes[f"{path.relative_to(PROJECT)}:{node.name}"] = code_lines(node, text.splitlines())
+                sizes[f"{path.relative_to(PROJECT)}:{node.name}", node.lineno] = code_lines(node, text.splitlines())
     return sizes
 
 
 def test_functions_are_short():
     sizes = function_sizes()
-    assert statistics.median(sizes.values()) <= 10
-    too_long = {name: size for name, size in sizes.items() if size > 60}
-    assert not too_long
+    assert statistics.median(sizes.values()) <= 6
+    assert statistics.quantiles(sizes.values(), n=10)[-1] <= 16
+    assert {name for (name, _), size in sizes.items() if size > 40} == set(LONG)
+    assert max(sizes.values()) <= 60
 
 
 def test_files_are_short():
