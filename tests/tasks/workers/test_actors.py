@@ -207,3 +207,17 @@ class AcceleratorError(RuntimeError):
 )
 def test_a_lack_of_memory_is_known_by_type_or_code_and_not_by_words(cause: BaseException, lacks: bool):
     assert lacks_memory(cause) is lacks
+
+
+class Terminated(BaseException):
+    """As Prefect's handler of SIGTERM raises it."""
+
+
+@pytest.mark.parametrize("cause", [Terminated(), None], ids=["signal", "fault"])
+def test_a_signal_that_ends_a_wait_for_a_member_is_no_fault_of_ray(monkeypatch, cause):
+    def interrupted(*_, **__):
+        raise SystemError("returned a result with an exception set") from cause
+
+    monkeypatch.setattr("ray.wait", interrupted)
+    with pytest.raises(Terminated if cause else SystemError):
+        WorkerGroup(["member 0"], [None]).gather([object()], "train", WAIT_S)
