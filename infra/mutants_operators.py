@@ -1,4 +1,4 @@
-"""Faults in what flow runs take for their own, repeat, say and try again, that `infra.mutants` knows."""
+"""Faults in flow runs - ownership, repetition, messages and retries - that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 
