@@ -1,4 +1,4 @@
-"""Does random operations on a run, killed and not killed, and looks after each at what must always hold.
+"""Does random operations on a run, killed and not killed, and checks after each what must always hold.
 
     python -m infra.fuzz [--operations N] [--seed S] [--runs R]
 
@@ -60,9 +60,9 @@ class Operation:
 
     name: str
     number: int
-    """Its place in the plan."""
+    """Number in the plan."""
     iterations: int
-    """How far the run goes."""
+    """Last iteration of the run."""
     at: int = 0
     """An iteration, or the number of a revision."""
     stage: Stage = Stage.ROLLOUT
@@ -94,17 +94,17 @@ def plan(chance: random.Random, count: int) -> Iterator[Operation]:
 
 @dataclass
 class Side:
-    """A root, and what disturbs the work in it."""
+    """A root, and the disturbance of work in it."""
 
     root: Root
     scratch: Path
     kills: random.Random | None = None
-    """None: nothing does."""
+    """None: undisturbed."""
     killed: int = 0
     left: int = _NEVER
 
     def do(self, operation: Operation) -> str:
-        """Do an operation to its end, however often it is killed; returns what became of it, in words."""
+        """Complete an operation despite any number of kills; returns its outcome, in words."""
         work: dict[str, Callable[[Operation], object]] = {
             "drive": self._drive, "rerun": self._rerun, "choose": self._choose, "clean": lambda _: self.clean(),
             "rescore": self._rescore, "import": self._import, "evaluate": self._evaluate,
@@ -119,7 +119,7 @@ class Side:
         return "done"
 
     def clean(self) -> None:
-        """What `ratchet gc --apply`, and `ratchet maintain` beside a driver, do; and the archive."""
+        """Clean as `ratchet gc --apply`, and `ratchet maintain` beside a driver, do; and archive."""
         for run in runs(self.root):
             with hold(self.root, run, "gc") as lease:
                 collect(self.root, WORKFLOW, run, apply=True, fence=lease)
@@ -149,7 +149,7 @@ class Side:
             raise Killed
 
     def _go_by(self) -> None:
-        """Days pass, perhaps, and someone tidies up, perhaps."""
+        """Let days pass, perhaps, and clean up, perhaps."""
         assert self.kills is not None
         if self.kills.random() < 0.5:
             for key in self.root.keys(""):
@@ -166,7 +166,7 @@ class Side:
 
     def _rerun(self, operation: Operation) -> None:
         new_seeds = operation.new_seeds and operation.stage is Stage.ROLLOUT
-        identity = f"{operation}"  # asked again after a kill, it is the same request
+        identity = f"{operation}"  # after a kill the same request is made again
         wanted = Wanted(operation.at, operation.stage, "fuzz", "fuzz", operation.cascade, new_seeds, {}, identity)
         rerun(self.root, RUN, wanted)
         self._drive(operation)
@@ -197,7 +197,7 @@ class Side:
 
 @dataclass
 class Fuzz:
-    """A seed's worth of operations."""
+    """The operations of one seed."""
 
     seed: int
     folder: Path
@@ -211,7 +211,7 @@ class Fuzz:
         self.wild = Side(open_root(str(self.folder / "wild" / "runs")), self.folder / "wild" / "scratch", kills)
 
     def run(self, count: int) -> None:
-        """Do so many operations, or as many as there are before the roots differ."""
+        """Do that many operations, or those before the roots differ."""
         for number, operation in enumerate(plan(self.chance, count), 1):
             one, other = self.calm.do(operation), self.wild.do(operation)
             self.done[f"{operation.name} {one.partition(':')[0]}"] += 1

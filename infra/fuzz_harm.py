@@ -1,4 +1,4 @@
-"""Harm to the records of a root for `infra.fuzz`, and a look at what it has changed without a word."""
+"""Harm to the records of a root for `infra.fuzz`, and a search for its silent changes."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from storage.upkeep.catalog import contents, names, summaries
 from storage.upkeep.verify import verify
 
 Harm = tuple[str, Callable[[], None]]
-"""What is done, in words, and doing it."""
+"""Description of a harm, and the function that does it."""
 
 _KINDS = ("/revisions/rerun-", "/revisions/head-", "/copies/", ".retired.json", ".pieces/", "/lease/", "/run.json")
 """Records that are harmed, by a part of their key."""
@@ -62,7 +62,7 @@ def _moved(root: Root, one: str, two: str) -> None:
 
 
 def restore(root: Root, kept: dict[str, bytes]) -> None:
-    """Records as they were; what the harmed root made meanwhile, such as leases, stays where it is no harm."""
+    """Restore the records; parts and archives that the harmed root made meanwhile stay."""
     for key in root.keys(""):
         if "/parts/" not in key and "/archive/" not in key and key not in kept:
             root.remove(key)
@@ -82,7 +82,7 @@ def state(root: Root, run: str) -> object:
 
 
 def unnoticed(root: Root, before: dict[str, object], kept: dict[str, bytes]) -> Iterator[str]:
-    """What the harm has changed without a word."""
+    """Silent changes by the harm."""
     now = {key: root.read_bytes(key) for key in root.keys("") if "/parts/" not in key}
     harmed = {layout.run_of(key) for key in {*kept, *now} if kept.get(key) != now.get(key)}
     listed = {one.run: one.damaged for one in summaries(root)}
@@ -99,7 +99,7 @@ def unnoticed(root: Root, before: dict[str, object], kept: dict[str, bytes]) -> 
 
 
 def _decides(kept: dict[str, bytes], now: dict[str, bytes]) -> bool:
-    """Whether the harm is more than the loss of what can be made again, or of the log's past."""
+    """True if the harm is more than the loss of repeatable work, or of the log's past."""
     changed = {key for key in {*kept, *now} if kept.get(key) != now.get(key)}
     return not all(key not in now and (".pieces/" in key or "/lease/" in key or ".retired." in key) for key in changed)
 

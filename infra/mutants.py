@@ -3,7 +3,7 @@
     python -m infra.mutants [NAME ...]      all of them if no name is given; --list shows them
 
 Each is a change of a few lines in a copy of the project, and the tests that should notice it. A fault that no test
-notices is a gap in the tests. Run it by hand after a change to what is promised; it is not part of CI.
+notices is a gap in the tests. Run it by hand after a change to a promise; it is not part of CI.
 """
 
 import argparse
@@ -99,7 +99,7 @@ class Verdict:
     noticed: bool
     seconds: float
     by: str
-    """The first test that failed, or why there is none."""
+    """The first test that failed, or the reason why there is none."""
 
 
 def try_out(mutant: Mutant, copy: Path) -> Verdict:
@@ -141,13 +141,13 @@ def _run_tests(mutant: Mutant, copy: Path) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return _EXIT_TESTS_FAILED, f"the tests did not finish within {_LIMIT_S} s"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if not failed and done.returncode == _EXIT_TESTS_FAILED:  # so does a Python without pytest
+    if not failed and done.returncode == _EXIT_TESTS_FAILED:  # a Python without pytest exits with it too
         raise RuntimeError(f"{mutant.name}: no test failed, but: {done.stdout[-500:]}{done.stderr[-500:]}")
     return done.returncode, failed[0][:140] if failed else f"pytest ended with {done.returncode}"
 
 
 def copy_of_project(folder: Path) -> Path:
-    """A copy that faults can be put into."""
+    """A copy of the project for faults."""
     for name in _COPIED:
         source, target = PROJECT / name, folder / name
         if source.is_dir():

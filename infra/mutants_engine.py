@@ -1,4 +1,4 @@
-"""Faults in the engine and in how work is dealt to engines that `infra.mutants` knows."""
+"""Faults in the engine and in the distribution of work to engines that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

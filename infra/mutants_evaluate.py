@@ -1,4 +1,4 @@
-"""Faults in what is measured and compared that `infra.mutants` knows."""
+"""Faults in measurements and comparisons that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in how models with experts and multi-latent attention are divided over ranks."""
+"""Faults in the division of models with experts and multi-latent attention over ranks."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in what is read from files, prompts and samples, that `infra.mutants` knows."""
+"""Faults in reading files, prompts and samples that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

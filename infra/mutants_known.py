@@ -1,4 +1,4 @@
-"""What a fault is that `infra.mutants` puts in. A change that makes a promise adds the fault that would break it."""
+"""Form of the faults that `infra.mutants` puts in. A change that makes a promise adds the fault that would break it."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ class Mutant:
 
     name: str
     what: str
-    """In words."""
+    """Description in words."""
     file: str
     before: str
     """Code that occurs once in the file."""
     after: str
-    """Its replacement."""
+    """Replacement of the code."""
     tests: tuple[str, ...]
     """Test files that should notice it."""

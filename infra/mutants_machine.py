@@ -1,4 +1,4 @@
-"""Faults in how a run gets on with its machine: proxies, folders, other users."""
+"""Faults in a run's use of its machine: proxies, folders, other users."""
 
 from infra.mutants_known import Mutant
 

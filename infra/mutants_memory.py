@@ -1,4 +1,4 @@
-"""Faults in what a trainer gives up and puts back that `infra.mutants` knows."""
+"""Faults in freeing and restoring a trainer's memory that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in the checks of models, in settings without effect, and in what is computed of both."""
+"""Faults in the checks of models, in settings without effect, and in the computation of both."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in what flow runs take for their own, repeat, say and try again, that `infra.mutants` knows."""
+"""Faults in flow runs - ownership, repetition, messages and retries - that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 
@@ -193,5 +193,13 @@ OPERATORS = (
         "    named = {kind.__name__ for kind in type(cause).__mro__}\n",
         '    named = {"MemoryError"} if "memory" in str(cause) else set()\n',
         ("tests/tasks/workers/test_actors.py::test_a_lack_of_memory_is_known_by_type_or_code_and_not_by_words",),
+    ),
+    Mutant(
+        "sigterm-while-a-member-works",
+        "SIGTERM that arrives while the driver waits for a process ends it as what asked for it, not as a fault of Ray",
+        "tasks/workers/actors.py",
+        "        raise (error.__cause__ or error) from None\n",
+        "        raise\n",
+        ("tests/tasks/workers/test_actors.py::test_a_signal_that_ends_a_wait_for_a_member_is_no_fault_of_ray",),
     ),
 )

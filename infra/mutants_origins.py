@@ -1,4 +1,4 @@
-"""Faults in what stages are made from, and in how runs are begun and continued, that `infra.mutants` knows."""
+"""Faults in the sources of stages, and in beginning and continuing runs, that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in what a person sees, and in evaluations, that `infra.mutants` knows."""
+"""Faults in a person's view of runs, and in evaluations, that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

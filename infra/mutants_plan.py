@@ -1,4 +1,4 @@
-"""Faults in how a trainer plans and sends an update of the engines that `infra.mutants` knows."""
+"""Faults in a trainer's planning and sending of an update of the engines that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in doing finished stages again that `infra.mutants` knows."""
+"""Faults in redoing finished stages that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -140,4 +140,4 @@ REWARDS = (
         ("tests/storage/test_manifest.py",),
     ),
 )
-"""Each breaks a promise of docs/rewards.md or docs/durability.md."""
+"""Faults, each of which breaks a promise of docs/rewards.md or docs/durability.md."""

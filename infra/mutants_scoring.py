@@ -211,4 +211,4 @@ SCORING = (
         _TRYING,
     ),
 )
-"""Each breaks a promise of docs/rewards.md or docs/operations.md."""
+"""Faults, each of which breaks a promise of docs/rewards.md or docs/operations.md."""

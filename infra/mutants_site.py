@@ -1,4 +1,4 @@
-"""Faults in sites, flow runs and what is tried again that `infra.mutants` knows."""
+"""Faults in sites, flow runs and retries that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in what is trained on and what rewards and people see that `infra.mutants` knows."""
+"""Faults in the training data, and in the views of rewards and people, that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in what a trainer is told, holds and lets others see, that `infra.mutants` knows."""
+"""Faults in a trainer's inputs, its content and its visible output that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 

@@ -1,4 +1,4 @@
-"""Faults in the upkeep of a root, in what a site is told, and in what things cost, that `infra.mutants` knows."""
+"""Faults in the upkeep of a root, in messages to a site, and in costs, that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 
@@ -147,4 +147,4 @@ UPKEEP = (
         ("tests/flows/site/test_notification.py",),
     ),
 )
-"""Each breaks a promise of docs/operations.md."""
+"""Faults, each of which breaks a promise of docs/operations.md."""

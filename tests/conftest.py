@@ -1,4 +1,4 @@
-"""How tests are spread over several processes (`pytest -n auto`), and what all of them may need."""
+"""Distribution of tests over several processes (`pytest -n auto`), and fixtures for all of them."""
 
 import gc
 import os
@@ -57,7 +57,7 @@ SHARES = {
     "tests/flows/views/test_artifacts.py": "tests/flows/server",
 }
 OVER_ANY_BACKEND = ("tests/storage/ownership/", "tests/storage/upkeep/")
-"""Of these the quick tests take local files alone: what differs by backend is in tests/storage/backends."""
+"""The quick tests run these on local files alone; tests/storage/backends covers the differences between backends."""
 BYTES_OF_A_WORKER = 4 << 30  # an engine and two ranks at once
 
 
@@ -93,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 
-    config.option.loadscopereorder = False  # not by the number of tests, but as `pytest_collection_modifyitems` says
+    config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`, not by size
     return Groups(config, log)
 
 
@@ -104,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import the tests without collecting garbage, and leave what they import alone from then on."""
+    """Import the tests without collecting garbage, and exclude what they import from later collections."""
     with paused():
         yield
     gc.freeze()
@@ -122,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def default_signals():
-    """The signals that end a command do so for these tests and for what they start.
+    """Let the signals that end a command do so for these tests and for the processes that they start.
 
     A shell starts a background job with SIGINT ignored, and nohup does so with SIGHUP; children inherit that.
     """

@@ -1,4 +1,4 @@
-"""Processes that have imported everything and fork whatever they are told to, one at a time for each calling thread."""
+"""Processes that have imported everything and fork on request, one fork at a time for each calling thread."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 
 class ForkServers:
-    """Servers of one module: each reads a line, does what it says in a process of its own, and answers with a line."""
+    """Servers of one module: each reads a line, executes it in a process of its own, and answers with a line."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -34,6 +34,6 @@ class ForkServers:
             server.wait()
 
     def _serve(self) -> "subprocess.Popen[str]":
-        # pyarrow's allocator has a thread, of which Python warns at each fork; it is made for that
+        # pyarrow's allocator has a thread, of which Python warns at each fork; pyarrow is safe to fork
         command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", self._module]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT)

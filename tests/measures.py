@@ -18,7 +18,7 @@ class Starts:
     """Processes of the real stack that this machine has started since `begin`, as a thread sees them in /proc.
 
     A process counts once, by its id and time of creation. Actors of Ray are told apart by the environment that they are
-    given. What lives for less than a second may be missed.
+    given. A process that lives for less than a second may be missed.
     """
 
     kinds: dict[tuple[int, float], str] = field(default_factory=dict)
@@ -117,6 +117,6 @@ class Measures:
 
 
 def _processor_seconds() -> float:
-    """Of all processes since the machine was started."""
+    """Processor seconds of all processes since the machine was started."""
     spent = psutil.cpu_times()
     return spent.user + spent.nice + spent.system

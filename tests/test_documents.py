@@ -1,4 +1,4 @@
-"""What the documents point to is there."""
+"""Targets of links and names in the documents exist."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""A few operations of the fuzz: it finds nothing, and it notices what it is there for."""
+"""A few operations of the fuzz: it finds nothing in sound code, and it notices the faults that it must find."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_some_operations_find_nothing():
 
 @pytest.mark.slow
 def test_a_harm_that_changes_a_run_without_a_word_is_found(monkeypatch):
-    """Manifests are not written twice: an iteration that is lost is done again."""
+    """Manifests are not written twice: the run repeats an iteration that is lost."""
 
     def choosing(_chance, root: Root, keys: list[str]):
         return "lost everything", lambda: [root.remove(key) for key in keys if "/manifests/000002/" in key]

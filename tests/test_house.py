@@ -3,9 +3,11 @@
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ PACKAGES = ("flows", "tasks", "trainer_core", "storage")
 SOURCES = [PROJECT / "ratchet.py"] + [
     path for package in PACKAGES for path in sorted((PROJECT / package).rglob("*.py"))
 ]
+OTHERS = [path for folder in ("tests", "infra") for path in sorted((PROJECT / folder).rglob("*.py"))]
 FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LONG = {
     "flows/cli/retrain.py:retrain_command": "one parameter for each option, with its help",
@@ -22,14 +25,19 @@ LONG = {
     "trainer_core/weights/digest_kernel.py:_add_words": "a Triton kernel",
 }
 """Functions of more than 40 lines of code, with the reason."""
+CLAUSE_WORDS = {"What", "Whether", "How", "Where", "Which", "Who", "Whoever", "So"}
+
+
+def bare_strings(tree: ast.AST) -> Iterator[tuple[range, str]]:
+    """Lines and text of each docstring, those under fields and constants too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield range(node.lineno, (node.end_lineno or node.lineno) + 1), node.value.value
 
 
 def code_lines(node: ast.AST, lines: list[str]) -> int:
     """Lines of a function that hold code: no docstrings, comments or blank lines."""
-    docs: set[int] = set()
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Constant) and isinstance(inner.value.value, str):
-            docs |= set(range(inner.lineno, (inner.end_lineno or inner.lineno) + 1))
+    docs = {n for where, _ in bare_strings(node) for n in where}
     body = range(node.lineno, (node.end_lineno or node.lineno) + 1)
     return sum(1 for n in body if n not in docs and (text := lines[n - 1].strip()) and not text.startswith("#"))
 
@@ -53,9 +61,18 @@ def test_functions_are_short():
 
 
 def test_files_are_short():
-    others = [path for folder in ("tests", "infra") for path in (PROJECT / folder).rglob("*.py")]
-    sizes = {str(path.relative_to(PROJECT)): len(path.read_text().splitlines()) for path in (*SOURCES, *others)}
+    sizes = {str(path.relative_to(PROJECT)): len(path.read_text().splitlines()) for path in (*SOURCES, *OTHERS)}
     assert not {name: size for name, size in sizes.items() if size > 400}
+
+
+def test_docstrings_begin_with_the_noun_or_the_verb():
+    found = [
+        f"{path.relative_to(PROJECT)}:{where.start}: {text.strip().splitlines()[0]}"
+        for path in (*SOURCES, *OTHERS)
+        for where, text in bare_strings(ast.parse(path.read_text()))
+        if re.split(r"\W", text.strip(), maxsplit=1)[0] in CLAUSE_WORDS
+    ]
+    assert not found, "\n".join(["begin these docstrings with the noun or the verb:", *found])
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PROJECT)))

@@ -41,12 +41,12 @@ def test_each_file_says_that_it_is_not_run(file: Path):
 
 
 def ratchet(words: list[str]) -> None:
-    """Parse a command line of ours, without doing it."""
+    """Parse a command line of ours without executing it."""
     app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 def prefect_help(words: list[str]) -> str:
-    """What Prefect says of a command, and so whether there is one."""
+    """Help text of a Prefect command; proves that the command exists."""
     verbs = [word for word in words if not word.startswith("-")]
     command = [sys.executable, "-m", "prefect", *verbs, "--help"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -151,13 +151,13 @@ def test_ray_accepts_its_cluster():
 def test_a_job_of_the_work_pool_is_one_container_without_rights():
     job = KUBERNETES["job_configuration"]["job_manifest"]
     pod = job["spec"]["template"]["spec"]
-    # what prefect-kubernetes requires of a manifest
+    # requirements of prefect-kubernetes on a manifest
     assert (job["apiVersion"], job["kind"], job["metadata"]["namespace"]) == ("batch/v1", "Job", "{{ namespace }}")
     assert (pod["parallelism"], pod["completions"], pod["restartPolicy"]) == (1, 1, "Never")
     (container,) = pod["containers"]
     assert (container["name"], container["args"], container["env"]) == ("prefect-job", "{{ command }}", "{{ env }}")
     assert job["spec"]["backoffLimit"] == 0  # Prefect tries again, and the run's lease decides
-    assert pod["terminationGracePeriodSeconds"] > 90  # within which an interrupted command ends
+    assert pod["terminationGracePeriodSeconds"] > 90  # an interrupted command ends within this time
     assert pod["securityContext"]["runAsNonRoot"]
     assert not pod["automountServiceAccountToken"]
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}

@@ -1,4 +1,4 @@
-"""The known faults fit the code: each can be put in, and has tests that could notice it."""
+"""The known faults fit the code: each can be applied, and has tests that could notice it."""
 
 from collections import Counter
 

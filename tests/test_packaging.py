@@ -62,7 +62,7 @@ def python(code: str, packages: Path, folder: Path) -> subprocess.CompletedProce
 
 
 def command(words: list[str], packages: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`ratchet WORDS` as the script that pip makes calls it."""
+    """`ratchet WORDS`, called as by the script that pip makes."""
     return python(f"import sys; sys.argv = {['ratchet', *words]!r}; import ratchet; ratchet.main()", packages, folder)
 
 

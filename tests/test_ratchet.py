@@ -1,4 +1,4 @@
-"""The public module from outside the checkout: what it hands on, what it imports, and whose files may lie beside it."""
+"""The public module from outside the checkout: its names, its imports, and users' files with the names of ours."""
 
 import ast
 import asyncio

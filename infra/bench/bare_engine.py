@@ -2,7 +2,7 @@
 
     python -m infra.bench.bare_engine SPEC
 
-reads requests, one JSON object a line, from standard input and answers each with what it took.
+reads requests, one JSON object a line, from standard input and answers each with its cost.
 """
 
 import sys
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tasks.engine.protocol import EngineSpec, Runner, Sampling
 
 ANSWER = "bare-engine:"
-"""Begins the lines that are answers; vLLM and what it starts may print others."""
+"""Marks the output lines that are answers; vLLM and its processes may print others."""
 
 
 class Requests(BaseModel):
@@ -28,14 +28,14 @@ class Requests(BaseModel):
     sampling: Sampling
     """Sampling parameters."""
     plain: bool = False
-    """Without seeds and log-probabilities; bare vLLM alone knows it."""
+    """Sample without seeds and log-probabilities; bare vLLM alone knows it."""
 
 
 class Took(BaseModel):
     """Cost of one round."""
 
     seconds: float
-    """On the wall clock."""
+    """Seconds on the wall clock."""
     processor_s: float
     """Processor time of all processes of the side."""
     tokens: int
@@ -56,7 +56,7 @@ def _parameters(requests: Requests) -> list[Any]:
     from tasks.engine.core import sampling_parameters
 
     found = [sampling_parameters(requests.sampling, seed) for seed in requests.seeds]
-    for one in found:  # what vLLM has that makes its own client cheap
+    for one in found:  # settings of vLLM that make its own client cheap
         one.output_kind = RequestOutputKind.FINAL_ONLY
         one.flat_logprobs = True  # lists of numbers instead of a dict and objects per token
         one.detokenize = False

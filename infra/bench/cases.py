@@ -32,7 +32,7 @@ class Case(Frozen):
     """A model with random weights and the samples of one iteration."""
 
     model: GeneratedModel
-    """Its shape."""
+    """Shape of the model."""
     precision: Precision
     """Type of weights and activations."""
     samples: int

@@ -20,7 +20,7 @@ class LatentModel(Frozen):
     experts: int
     """Routed experts of a layer, besides a shared one of twice their width."""
     chosen: int
-    """Experts that a token goes to."""
+    """Experts of each token."""
     heads: int
     query_rank: int
     """Rank of the latent vector of queries."""

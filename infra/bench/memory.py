@@ -52,7 +52,7 @@ class MemoryBench(BaseModel):
     """True if the device computes the same bits twice."""
     same_updates: bool
     """True if the metrics of the updates behind each switch, and the state after them, are those of a trainer that kept
-    everything; says nothing where the device does not repeat itself."""
+    everything; meaningless on a device that does not compute the same bits twice."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _trainer(folder: str, case: Case, device: Device) -> "Trainer":
 
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-4),
-        megatron=MegatronConfig(attention="unfused" if device == "cuda" else "auto"),  # which repeats itself
+        megatron=MegatronConfig(attention="unfused" if device == "cuda" else "auto"),  # it gives the same bits again
         precision=case.precision,
         max_length=case.length,
     )
@@ -123,7 +123,7 @@ class _Measured:
         self.rest_gib = 0.0
 
     def between(self, switch: str | None) -> None:
-        """Measure a switch, or without one see what is left; then give up its memory, before the next update."""
+        """Measure a switch, or without one the rest; then free its memory, before the next update."""
         if switch is None:
             self._trainer.release(_ALL)
             self.rest_gib = self._used() / _GIB

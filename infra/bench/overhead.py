@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def measured(folder: Path, iterations: int, repeats: int) -> Overhead:
-    """All figures, with what they need in `folder`."""
+    """All figures, measured in `folder`."""
     direct = cpu_of_direct_iterations(folder / "direct", iterations, repeats)
     with served(folder / "prefect") as database:
         stage = cpu_of_tasks(repeats)
@@ -178,7 +178,7 @@ def served(home: Path) -> Iterator[Path]:
 
 
 def size_of(database: Path) -> int:
-    """Bytes of a SQLite database, with what is still in its log."""
+    """Bytes of a SQLite database and its write-ahead log."""
     with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
         pages, size, free = (
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size", "freelist_count")
@@ -194,7 +194,7 @@ def s3_requests(folder: Path, iterations: int = 4) -> tuple[float, float]:
     from tests.storage.s3 import s3_server
 
     class AtOnce(WriteBehind):
-        """Waits for each job, so that requests belong to what is done."""
+        """An outbox that waits for each job, so that requests belong to what is done."""
 
         def add(self, job: Callable[[], object]) -> Any:
             added = super().add(job)

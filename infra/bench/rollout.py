@@ -77,9 +77,9 @@ class RolloutBench(BaseModel):
     bare_runner: Runner
     """The one of bare vLLM, its default."""
     equal: Lengths
-    """All responses have the most tokens."""
+    """Measurements with responses that all have the most tokens."""
     mixed: Lengths
-    """A few responses are much longer than most."""
+    """Measurements with a few responses that are much longer than most."""
 
 
 Side = Callable[[Requests], Took]
@@ -93,7 +93,7 @@ def bench_rollout(
     Without a case it is the one that fits the device: "tiny" without a GPU, "0.75b" with one.
 
     Raises:
-        InputError: `pairs`, `samples` or `tokens` is below 1, or the model has not so many positions.
+        InputError: `pairs`, `samples` or `tokens` is below 1, or the model has too few positions.
         WorkerLost: a side did not start, or died.
     """
     if any(number is not None and number < 1 for number in (pairs, samples, tokens)):

@@ -75,7 +75,7 @@ def list_array(offsets: np.ndarray, values: np.ndarray) -> pa.Array:
 
 
 def cpu_seconds(work: Callable[[int], object], repeats: int) -> float:
-    """Median CPU time of `work`, which is given the number of the repetition."""
+    """Median CPU time of `work`, which gets the number of the repetition."""
     taken = []
     for repeat in range(repeats):
         before = time.process_time()
@@ -109,7 +109,7 @@ def manifest(iteration: int, parts: tuple[Any, ...] = (), stage: Stage = Stage.R
 
 
 def tensor_views(table: pa.Table) -> list[tuple[torch.Tensor, ...]]:
-    """For each list column one tensor per sample, a view of the column's memory."""
+    """One tensor per sample for each list column, a view of the column's memory."""
     views = []
     for name in LISTS:
         for chunk in table[name].chunks:
@@ -213,7 +213,7 @@ def in_memory_commit_milliseconds(count: int) -> float:
 
 
 def durability(root: Root, run: str) -> dict[str, float]:
-    """Cost of durability in a run: shares of the time of an RL iteration's stages, and how long a resume takes.
+    """Cost of durability in a run: shares of the time of an RL iteration's stages, and the time of a resume.
 
     Returns:
         durability_share: the stages waited for it, reading included: storage, and ranks that wrote their state.
@@ -260,7 +260,7 @@ def main() -> int:
     parser.add_argument("--run", help="also report the cost of durability in this run")
     parser.add_argument("--root", default="file://./runs", help="storage root of that run")
     options = parser.parse_args()
-    gc.freeze()  # when the collector visits all that torch has imported is chance, and not what is measured
+    gc.freeze()  # the collector visits all objects of torch at random times, which is not part of the measurement
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     torch.set_num_threads(1)

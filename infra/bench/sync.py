@@ -27,7 +27,7 @@ class SyncBench(BaseModel):
     ranks: int
     """Trainer ranks."""
     cards: str
-    """Those of the trainer's ranks, and those of the engine."""
+    """Cards of the trainer's ranks, and those of the engine."""
     transport: str
     """Transport of Ratchet's side."""
     pairs: int
@@ -56,7 +56,7 @@ class SyncBench(BaseModel):
     send_gb_per_s: float
     """Bytes by the step `send`, in which they are converted, moved and loaded."""
     link_gb_per_s: float | None
-    """A plain copy of an arena to the engine's first worker, from the rank from where it takes longest; on CPU within
+    """A plain copy of an arena to the engine's first worker, from the rank with the slowest link; on CPU within
     memory of the host. None if the cards cannot read each other's memory."""
     link_share: float | None
     """`send_gb_per_s` by that."""
@@ -66,11 +66,11 @@ class SyncBench(BaseModel):
     """Mean |engine - trainer| over the probe after ours, nat; the largest of all rounds."""
     sample_difference: float
     """The same over tokens that the engine samples. On a card its CUDA graphs compute them: if they read other memory
-    than the update has written, it is a hundred times as much."""
+    than the update has written, the difference is a hundred times as large."""
     stock_probe_difference: float
     """The same after the stock way."""
     unverified_pause_s: float
-    """The pause without digests of what was sent, arrived and landed; of several updates in each round."""
+    """The pause without digests of the weights that were sent, arrived and landed; of several updates in each round."""
     verify_share: float
     """Share of the pause for verification: each of those updates has one with digests beside it, before or after it in
     turns; the median over these pairs of 1 minus the one pause by the other."""

@@ -30,7 +30,7 @@ class SyncRankProtocol(Protocol):
         ...
 
     def card_bytes(self) -> int:
-        """Memory of the rank's card in use, by whatever process; 0 on CPU."""
+        """Memory of the rank's card in use, by all processes; 0 on CPU."""
         ...
 
     def arena_bytes(self) -> int:
@@ -47,10 +47,10 @@ class SyncRankProtocol(Protocol):
 
     def stock_handles(self, directory: str, workers: int) -> None:
         """Export by megatron-bridge with fresh tasks into vLLM's own transfer of CUDA IPC handles; returns when the
-        engine, which so many workers of share cards with the first ranks, has loaded them.
+        engine has loaded them. `workers` of the engine share cards with the first ranks.
 
         Raises:
-            WorkerLost: the engine does not say so.
+            WorkerLost: the engine does not report that.
         """
         ...
 

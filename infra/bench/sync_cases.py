@@ -14,7 +14,7 @@ class SyncCase(Frozen):
     """A model, the layout of its trainer, and its engine."""
 
     model: GeneratedModel | LatentModel
-    """Its shape."""
+    """Shape of the model."""
     precision: Precision
     """Type of the weights in trainer and engine."""
     pipeline: int = 1
@@ -90,7 +90,7 @@ class SyncRound:
     seconds: float
     kept_plan_seconds: float
     pauses: list[tuple[float, float]]
-    """Pauses of others of ours, with digests and without."""
+    """Pauses of further updates of ours, with digests and without."""
     stock_seconds: float
     probe_s: float
     probe_difference: float

@@ -46,7 +46,7 @@ class SyncEngine(Engine):
         self._core.workers(cast(Any, look), seen=seen)
 
     def card_bytes(self) -> int:
-        """Memory of the workers' cards in use, by whatever process."""
+        """Memory of the workers' cards in use, by all processes."""
         return sum(self._core.workers(cast(Any, used_bytes)))
 
     def copy_seconds(self, channel: Channel, plan: WeightPlan) -> list[float]:
@@ -57,7 +57,7 @@ class SyncEngine(Engine):
 
 
 def receive_handles(worker: Any, directory: str) -> None:
-    """Runs in vLLM's worker: what its `update_weights` does with the backend `ipc`."""
+    """Do what vLLM's `update_weights` does with the backend `ipc`; runs in vLLM's worker."""
     import torch
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
@@ -75,7 +75,7 @@ def receive_handles(worker: Any, directory: str) -> None:
 
 
 def meet(worker: Any, port: int, workers: int) -> None:
-    """Runs in vLLM's worker: joins the group of vLLM's backend `nccl`."""
+    """Join the group of vLLM's backend `nccl`; runs in vLLM's worker."""
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
 
@@ -88,7 +88,7 @@ def meet(worker: Any, port: int, workers: int) -> None:
 
 
 def receive_broadcasts(worker: Any, tensors: StockTensors) -> None:
-    """Runs in vLLM's worker: what its `update_weights` does with the backend `nccl`."""
+    """Do what vLLM's `update_weights` does with the backend `nccl`; runs in vLLM's worker."""
     import torch
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
@@ -101,14 +101,14 @@ def receive_broadcasts(worker: Any, tensors: StockTensors) -> None:
 
 
 def look(worker: Any, seen: bool) -> None:
-    """Runs in vLLM's worker: whether it computes digests."""
+    """Switch digests off or on; runs in vLLM's worker."""
     from infra.bench import unseen
 
     unseen.look(seen)
 
 
 def used_bytes(worker: Any) -> int:
-    """Runs in vLLM's worker: memory of its card in use."""
+    """Memory in use on the worker's card; runs in vLLM's worker."""
     import torch
 
     torch.cuda.synchronize()
@@ -117,7 +117,7 @@ def used_bytes(worker: Any) -> int:
 
 
 def timed_copies(worker: Any, channel: str, plan: str) -> list[float]:
-    """Runs in vLLM's worker: seconds of a plain copy of an arena of the sender of each bucket."""
+    """Seconds of a plain copy of an arena of the sender of each bucket; runs in vLLM's worker."""
     import torch
 
     device, way, planned = worker.device, Channel.model_validate_json(channel), WeightPlan.model_validate_json(plan)

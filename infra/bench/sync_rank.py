@@ -29,14 +29,14 @@ from trainer_core.weights.transports.shared import make_arenas
 from trainer_core.weights.update import Update
 
 _SPREAD = 0.02  # standard deviation of the weights
-# and of routers' biases: they decide to which experts a token goes. Without them bf16 would, rounded on both sides in
-# its own way, and in a deep model nothing could be compared
+# and of routers' biases, which choose a token's experts. Without them the rounding of bf16, different on both sides,
+# would choose, and nothing could be compared in a deep model
 _BIASES = 2.0
 _OBJECT_COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
 class SyncRank(Trainer, SyncRankProtocol):
-    """A rank that holds random weights and no optimizer; `SyncRankProtocol` documents what is its own."""
+    """A rank that holds random weights and no optimizer; `SyncRankProtocol` documents its additional calls."""
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         super().__init__(model_dir, config, rank, platform)
@@ -117,7 +117,7 @@ class SyncRank(Trainer, SyncRankProtocol):
         """See `SyncRankProtocol.stock_handles`."""
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerSendWeightsArgs, IPCWeightTransferEngine
 
-        if self._mesh.rank >= workers:  # what nobody opens torch would never free, so only the collectives are made
+        if self._mesh.rank >= workers:  # torch never frees an unopened handle: make only the collectives
             handles_of_none = [{} for _ in self._exported()]
             IPCWeightTransferEngine._all_gather_and_merge_handles(handles_of_none)
             IPCWeightTransferEngine._post_send_sync()
@@ -125,7 +125,7 @@ class SyncRank(Trainer, SyncRankProtocol):
         handles, loaded = Path(directory, "handles"), Path(directory, "loaded")
 
         def send(update: Any) -> None:
-            torch.cuda.synchronize()  # what was converted is written
+            torch.cuda.synchronize()  # the conversion is complete
             written = handles.with_suffix(".new")
             written.write_bytes(pickle.dumps(vars(update)))
             written.rename(handles)

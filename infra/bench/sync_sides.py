@@ -34,7 +34,7 @@ from trainer_core.weights.plan import Bucket, WeightPlan
 
 _LENGTH = 96  # tokens of a sequence of the probe
 _PROBE = 8  # sequences
-_PROMPT, _SAMPLED = 24, 40  # tokens, of their beginnings and of what is sampled
+_PROMPT, _SAMPLED = 24, 40  # tokens, of their beginnings and of the samples
 _SAMPLES = ("response_tokens", "logprobs")  # columns
 _CACHE_MIB = {"cpu": 64, "cuda": 2 << 10}
 _TOGETHER = 16  # sequences decoded together: the fewer, the shorter the start with CUDA graphs
@@ -67,8 +67,8 @@ class Sides:
             self._tensors = self._group.stock_tensors()
 
     def link(self) -> float | None:
-        """Bytes a second of a plain copy of an arena to the engine's first worker, from the rank from where it takes
-        longest; None if the cards cannot read each other's memory. After a round.
+        """Bytes a second of a plain copy of an arena to the engine's first worker, from the rank with the slowest
+        link; None if the cards cannot read each other's memory. Call it after a round.
         """
         if self.device == "cuda" and not (self.place.one_card or self.place.reads):
             return None
@@ -83,7 +83,7 @@ class Sides:
             return size / max(self._engine.copy_seconds(channel, plan))
 
     def round(self, number: int) -> SyncRound:
-        """Each way once. The weights are others each time, but the kept plan moves the same ones again.
+        """Run each way once. The weights are others each time, but the kept plan moves the same ones again.
 
         Raises:
             SyncMismatch: engine and trainer disagree afterwards.

@@ -45,7 +45,7 @@ class TrainBench(BaseModel):
     tokens_per_s: float
     """Rate of Ratchet's step: one update, scored and reported."""
     plain_tokens_per_s: float
-    """Rate of the plain step, with micro-batches of as many tokens."""
+    """Rate of the plain step, with micro-batches of equally many tokens."""
     ratio: float
     """Median over pairs of the first by the second."""
     ratio_spread: float
@@ -63,15 +63,15 @@ class TrainBench(BaseModel):
     plain_peak_gib: float
     """Most memory while the plain step ran."""
     save_critical_s: float
-    """Seconds for which saving a state holds up what follows: identifying it and copying it into files in shared
-    memory, as from the second save of a process on. The median of three, by the clock on the wall."""
+    """Seconds for which saving a state holds up the next stage: identifying it and copying it into files in shared
+    memory, as from the second save of a process on. The median of three, by the wall clock."""
     save_gib: float
     """Bytes of that state."""
     step_time_drift: float
-    """With widths that vary from step to step: time for a token in the later half of the steps by that in the first."""
+    """Time for a token in the later half of the steps by that in the first, with widths that vary from step to step."""
     memory_growth_gib: float
-    """And how much more memory is held after the later half than after the first: reserved on the device, or by the
-    process on CPU."""
+    """Memory held after the later half of these steps, above that after the first half: reserved on the device, or by
+    the process on CPU."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def _measured(sides: "Sides", step: Callable[[], object]) -> tuple[float, float]
 
 
 def _endurance(sides: "Sides", case: Case) -> dict[str, float]:
-    """Steps over other samples each, as many before the middle as after it."""
-    for seed in range(_STEPS):  # each width once, so that what is kept for a width is there
+    """Take steps over other samples each, as many before the middle as after it."""
+    for seed in range(_STEPS):  # each width once, so that its caches exist
         sides.ours(draw_samples(case, mixed=True, seed=seed))
     halves: list[float] = []
     held: list[int] = []

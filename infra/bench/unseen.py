@@ -19,7 +19,7 @@ class Unseen(digest.PreparedDigests):
 
 
 class UnseenBuckets(planned_digests.PlannedDigests):
-    """The same for buckets that come later."""
+    """Compute nothing for buckets that come later."""
 
     def __init__(self, buckets: Mapping[int, Sequence[planned_digests.Outline]], device: torch.device) -> None:
         self._counts = {number: len(own) for number, own in buckets.items()}
@@ -28,7 +28,7 @@ class UnseenBuckets(planned_digests.PlannedDigests):
         """Compute nothing."""
 
     def begun(self) -> dict[int, digest.BegunDigests]:
-        """Nothing for each."""
+        """Return nothing for each."""
         return {number: _nothing(count) for number, count in self._counts.items()}
 
 
@@ -40,6 +40,6 @@ _SEEN = digest.PreparedDigests, planned_digests.PlannedDigests
 
 
 def look(seen: bool) -> None:
-    """Let this process compute digests from now on of the weights that it sends, receives and finds, or none."""
+    """Compute digests in this process from now on of the weights that it sends, receives and finds, or none."""
     found = _SEEN if seen else (Unseen, UnseenBuckets)
     digest.__dict__["PreparedDigests"], planned_digests.__dict__["PlannedDigests"] = found

@@ -137,7 +137,7 @@ class WorkerGroup:
         pending, deadline = references, time.monotonic() + deadline_s
         while pending:
             left = max(0.0, deadline - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=1, timeout=min(_GRACE_S, left) if failures else left)
+            ready, pending = _first_ready(pending, min(_GRACE_S, left) if failures else left)
             if not ready:
                 break
             member = references.index(ready[0])
@@ -229,6 +229,18 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
             index = int(name.rpartition("/")[2])
             groups.setdefault(group_name(name), {})[index] = ray.get_actor(name, namespace=NAMESPACE)
     return {group: [members[index] for index in sorted(members)] for group, members in groups.items()}
+
+
+def _first_ready(pending: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """The first call to end, if one does in time, and the others. A signal's handler may end the wait.
+
+    Of what a handler raises, Ray lets KeyboardInterrupt alone through; anything else, as Prefect's for SIGTERM, becomes
+    the cause of a SystemError, which nobody would take for the end that was asked for.
+    """
+    try:
+        return ray.wait(pending, num_returns=1, timeout=timeout_s)
+    except SystemError as error:
+        raise (error.__cause__ or error) from None
 
 
 def _explained(error: ray.exceptions.RayError, label: str, what: str) -> RatchetError:

@@ -1,4 +1,4 @@
-"""What a command says to bad input, and what it has imported by then."""
+"""Run commands with bad input: their messages, and the modules that they have imported by then."""
 
 import json
 import subprocess
@@ -14,14 +14,14 @@ from tasks.config.code_version import PROJECT_ROOT
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """Result of a command."""
 
     code: int
     """Exit code."""
     said: str
     """Standard output and standard error."""
     imported: list[str]
-    """Which of Ray, vLLM, Megatron and Prefect it imported."""
+    """Those of Ray, vLLM, Megatron and Prefect that it imported."""
 
 
 Command = Callable[..., Outcome]

@@ -33,7 +33,7 @@ def make(directory: Path) -> Path:
 
 
 def config(**changes: object) -> Change:
-    """Other values in config.json; None removes a key."""
+    """Change values in config.json; None removes a key."""
 
     def change(directory: Path) -> None:
         path = directory / "config.json"
@@ -71,7 +71,7 @@ def index_with_more(directory: Path) -> None:
 
 
 def tensor(name: str, value: np.ndarray | None) -> Change:
-    """Another tensor under a name, or none."""
+    """Replace a tensor, or remove it."""
 
     def change(directory: Path) -> None:
         (directory / "model.safetensors.index.json").unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def text(name: str, content: str) -> Change:
 
 
 def in_hub_cache(home: Path, name: str, revision: str = "main") -> Path:
-    """A good model where huggingface_hub's cache has it."""
+    """A good model in the place where huggingface_hub's cache has it."""
     repository = home / "hub" / f"models--{name.replace('/', '--')}"
     made = make(home / "made")
     (repository / "refs").mkdir(parents=True)

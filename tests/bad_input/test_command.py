@@ -1,4 +1,4 @@
-"""Bad input to `ratchet run`: the exit code, the words, and that nothing heavy was imported for it.
+"""Bad input to `ratchet run`: the exit code, the message, and proof that nothing heavy was imported for it.
 
 Tables for models, prompts and rewards are in files of their own beside this one.
 """

@@ -1,4 +1,4 @@
-"""Bad prompts and tokenizers: the exit code, the words, and that nothing heavy was imported for it."""
+"""Bad prompts and tokenizers: the exit code, the message, and proof that nothing heavy was imported for it."""
 
 import json
 
@@ -23,7 +23,7 @@ learning_rate = 1e-3
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
 CHAT = '{"prompt": [{"role": "user", "content": "1+1"}]}\n'
 
-# what is in prompts.jsonl, settings, what is said
+# content of prompts.jsonl, settings, message
 FILES = {
     "no such file": (
         None,

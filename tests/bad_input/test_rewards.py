@@ -1,4 +1,4 @@
-"""Rewards that cannot work: the exit code, the words, and that nothing heavy was imported for it."""
+"""Rewards that cannot work: the exit code, the message, and proof that nothing heavy was imported for it."""
 
 import pytest
 

@@ -12,7 +12,7 @@ def launcher():
 
 @pytest.fixture(scope="session")
 def whole(launcher, tmp_path_factory):
-    """A run that nothing interrupts: what happened, and what it stored."""
+    """A run that nothing interrupts: its actions, and its stored results."""
     run = SmallRun(launcher, tmp_path_factory.mktemp("whole") / "run")
     attempt = run.attempt()
     assert attempt.code == 0, attempt.messages

@@ -1,4 +1,4 @@
-"""What the processes of a small run did: one line each, appended at once, so that a kill loses no entry."""
+"""Actions of the processes of a small run: one line each, appended at once, so that a kill loses no entry."""
 
 import json
 import os
@@ -11,7 +11,7 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that was done."""
+    """One action."""
 
     what: str
     """process (started), body (of a stage, begun), piece (generated and recorded), settle (something waits for what is
@@ -44,10 +44,10 @@ class Journal:
                 raise TimeoutError(f"{what} number {count} was not noted in time")
 
     def count(self, what: str) -> int:
-        """How many of these were noted."""
+        """Count the entries of one kind."""
         return sum(entry.what == what for entry in self._entries)
 
 
 def read_journal(path: Path) -> list[Entry]:
-    """Everything that was noted, in order."""
+    """Read all entries, in order."""
     return [Entry(**json.loads(line)) for line in path.read_text().splitlines()]

@@ -60,7 +60,7 @@ class Worker:
 
 
 class WorkerGroup:
-    """Workers that all get every call, and are ended as soon as one of them is dead."""
+    """Workers that all get every call; as soon as one is dead, the others are ended."""
 
     def __init__(self, members: list[Worker]) -> None:
         self.members = members
@@ -95,7 +95,7 @@ class WorkerGroup:
 
 
 class Submitted:
-    """A call that every member was sent."""
+    """A call that was sent to every member."""
 
     def __init__(self, group: WorkerGroup, method: str) -> None:
         self._group, self._method = group, method
@@ -128,7 +128,7 @@ class SmallFleet:
         self._made: set[WorkerGroup] = set()
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
-        """Everything is running from the start."""
+        """Do nothing: everything is running from the start."""
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
         self._check_node()

@@ -1,4 +1,4 @@
-"""Small runs that are killed and started again, and what they leave."""
+"""Small runs that are killed and started again, and the results that they leave."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one process that drove a run did."""
+    """Record of one process that drove a run."""
 
     code: int
     messages: str
@@ -57,7 +57,7 @@ class Attempt:
 
     @property
     def bodies(self) -> Counter[Place]:
-        """How often the body of each stage was begun."""
+        """Count the starts of each stage's body."""
         return Counter((entry.number, Stage(entry.name)) for entry in self.journal if entry.what == "body")
 
     @property
@@ -91,13 +91,13 @@ class SmallRun:
         return Attempt(code, messages, journal, wanted.faults.reached(), wanted.faults.delivered(), lingering)
 
     def look(self) -> "Look":
-        """Everything that is stored now."""
+        """Read everything that is stored now."""
         return Look(self.root, contents(self.root, RUN), frozenset(self.root.keys("")))
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is stored at one moment."""
+    """Content of the store at one moment."""
 
     root: Root
     contents: Contents
@@ -109,7 +109,7 @@ class Look:
 
     @property
     def digests(self) -> dict[Place, str]:
-        """Identity of everything that is committed."""
+        """Identities of all committed results."""
         return {place: manifest.digest for place, manifest in self.manifests.items()}
 
     @property
@@ -134,7 +134,7 @@ class Look:
 
 @dataclass
 class Watch:
-    """What a reader saw that read the manifests again and again."""
+    """Findings of a reader that read the manifests again and again."""
 
     seen: set[str] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)

@@ -46,20 +46,20 @@ _PATIENCE = 60
 
 
 class Plan(BaseModel):
-    """What one process must do."""
+    """Orders for one process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str
-    """Where the run is stored."""
+    """Root in which the run is stored."""
     folder: str
-    """Where the journal, scratch files and the fault folder are; used by this process only."""
+    """Folder of the journal, scratch files and the fault folder; used by this process only."""
     replaces: bool = False
-    """Whether dead workers are noticed between stages, and replaced."""
+    """Dead workers are noticed between stages, and replaced."""
     hold_state: int | None = None
     """Iteration whose train state is stored only once something waits for it."""
     full_disk: int | None = None
-    """From the training of this iteration on no large file can be written."""
+    """No large file can be written from the training of this iteration on."""
     other_lesson: int | None = None
     """Iteration whose training gives a different result; needs a run that was not interrupted before."""
     settings: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Plan(BaseModel):
 
     @property
     def faults(self) -> FaultFolder:
-        """Which process to kill, and what was reached."""
+        """Fault folder: the process to kill, and the points that were reached."""
         return FaultFolder(Path(self.folder) / "faults")
 
     @property
@@ -123,7 +123,7 @@ class Observer:
             self._journal.note("piece", Path(key).stem, iteration)
 
     def _first_piece(self, key: str, stage: Stage) -> bool:
-        """A rollout is killed in its second piece, when the first is recorded."""
+        """Kill a rollout in its second piece, when the first is recorded."""
         if stage != Stage.ROLLOUT or not layout.is_part(key):
             return False
         self._parts += 1
@@ -156,7 +156,7 @@ def is_running(process: int) -> bool:
 
 
 def drive(plan: Plan) -> None:
-    """Do what the run still lacks."""
+    """Complete the run."""
     journal, config = Journal(plan.journal), small_config(plan.settings)
 
     def started(name: str, process: int) -> None:
@@ -181,7 +181,7 @@ def drive(plan: Plan) -> None:
 
 
 class NotedProgress(Progress):
-    """Notes that all of an iteration is published, and shows nothing."""
+    """Notes that an iteration is published completely, and shows nothing."""
 
     def __init__(self, journal: Journal, iterations: int) -> None:
         super().__init__(RUN, iterations, Console(file=io.StringIO()))
@@ -198,7 +198,7 @@ def begin(plan: Plan) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     code = 70
     try:
-        signal.alarm(2 * _PATIENCE)  # nothing waits for ever
+        signal.alarm(2 * _PATIENCE)  # no test waits for ever
         # a process that outlives the run must not keep our answer from being read completely
         for file, own in ((os.devnull, sys.stdin), (os.devnull, sys.stdout), (plan.messages, sys.stderr)):
             os.dup2(os.open(file, os.O_CREAT | os.O_RDWR, 0o644), own.fileno())
@@ -216,7 +216,7 @@ def begin(plan: Plan) -> int:
 
 if __name__ == "__main__":
     code_version()  # computed once for all
-    gc.freeze()  # or each process would copy what was imported when it first collects garbage
+    gc.freeze()  # else each process would copy the imported modules when it first collects garbage
     for line in sys.stdin:
         sys.stdout.write(f"{begin(Plan.model_validate_json(Path(line.strip()).read_bytes()))}\n")
         sys.stdout.flush()

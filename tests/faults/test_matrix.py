@@ -49,13 +49,13 @@ VICTIMS = (FLOW, *WORKERS, NODE)
 
 @dataclass(frozen=True)
 class Cell:
-    """One kill, and how its victim's death is noticed."""
+    """One kill, and the way in which its victim's death is noticed."""
 
     fault: Fault
     replaced: bool = False
-    """Noticed between two stages by the process that drives the run, which starts a new worker and continues."""
+    """Noticed between two stages by the process that drives the run: it starts a new worker and continues."""
     retried: bool = False
-    """Noticed in the middle of a stage, which is tried again by the same process."""
+    """Noticed in the middle of a stage: the same process tries the stage again."""
 
 
 def cell(victim: str, stage: str, point: Point, *, replaced: bool = False, retried: bool = False) -> tuple[str, Cell]:
@@ -100,14 +100,14 @@ QUICK = {
 
 
 def traits(wanted: Cell) -> set[tuple[object, object]]:
-    """Every two of: the victim, the stage, the point, and how the death is noticed."""
+    """Every two of: the victim, the stage, the point, and the way in which the death is noticed."""
     fault = wanted.fault
     noticed = "replaced" if wanted.replaced else "retried" if wanted.retried else "restarted"
     return set(itertools.combinations((fault.victim, (fault.stage, fault.iteration), fault.point, noticed), 2))
 
 
 def pairwise(begin: set[str]) -> set[str]:
-    """Cells in which every two traits meet that meet in some cell: those given, and few others."""
+    """Choose cells in which every two traits meet that meet in some cell: those given, and few others."""
     chosen, missing = set(begin), set().union(*map(traits, CELLS.values()))
     missing -= set().union(*(traits(CELLS[name]) for name in begin))
     while missing:
@@ -118,7 +118,7 @@ def pairwise(begin: set[str]) -> set[str]:
 
 
 DAILY = pairwise(QUICK)
-"""What CI runs; `make prove` runs every cell."""
+"""Cells that CI runs; `make prove` runs every cell."""
 
 
 def marks(name: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -206,7 +206,7 @@ def test_a_kill_changes_nothing_in_the_end(name, outcomes, whole):
 
 
 def check_the_kill(wanted: Cell, outcome: Outcome) -> None:
-    """It was delivered and noticed as it should be, and no process of the killed run is left."""
+    """Check that the kill was delivered and noticed as it should be, and that no process of the killed run is left."""
     killed, again = outcome.killed, outcome.again
     assert killed.delivered == [wanted.fault], killed.messages
     assert killed.lingering == []
@@ -226,7 +226,7 @@ def check_the_kill(wanted: Cell, outcome: Outcome) -> None:
 
 
 def check_what_lives_is_kept(wanted: Cell, started: Counter[str]) -> None:
-    """A dead rank takes the other ranks with it, which work in step, and no engine; a dead engine takes no rank."""
+    """Check that a dead rank ends the other ranks, which work in step, and no engine; a dead engine ends no rank."""
     ranks = wanted.fault.victim.startswith("trainer")
     assert {name for name in WORKERS if started[name] == 2} == {
         name for name in WORKERS if name.startswith("trainer") == ranks
@@ -234,7 +234,7 @@ def check_what_lives_is_kept(wanted: Cell, started: Counter[str]) -> None:
 
 
 def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
-    """The process that drives the run died where it should: what it left matches the point's name."""
+    """Check that the driving process died where it should: the records that it left match the point's name."""
     place = (fault.iteration, fault.stage)
     parts = outcome.between.there(outcome.end.manifests[place].parts)
     assert (place in outcome.between.manifests) == (fault.point is Point.COMMITTED)
@@ -256,13 +256,13 @@ def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
 
 
 def attempts(look: Look, place: tuple[int, str]) -> int:
-    """How many attempts at a stage are recorded."""
+    """Count the recorded attempts at a stage."""
     iteration, name = place
     return sum(f"/{iteration:06d}/{name}.r0.attempt-" in key for key in look.keys)
 
 
 def check_nothing_is_done_twice(wanted: Cell, outcome: Outcome) -> None:
-    """The second process did what was not committed, once, and generated what was not recorded."""
+    """Check that the second process did what was not committed, once, and generated what was not recorded."""
     missing = outcome.end.digests.keys() - outcome.between.digests.keys()
     assert outcome.again.bodies == Counter(missing)
     assert set(outcome.killed.bodies.values()) <= ({1, 2} if wanted.retried else {1})
@@ -274,7 +274,7 @@ def check_nothing_is_done_twice(wanted: Cell, outcome: Outcome) -> None:
 
 
 def check_rows(look: Look) -> None:
-    """As many rows as requested, and none twice."""
+    """Check that there are as many rows as requested, and none twice."""
     rollouts = [manifest for (_, stage), manifest in look.manifests.items() if stage == Stage.ROLLOUT]
     assert len(rollouts) == ITERATIONS
     for manifest in rollouts:
@@ -287,7 +287,7 @@ def rows_of(look: Look, manifest: Manifest) -> list[tuple[str, int]]:
 
 
 def check_storage(outcome: Outcome) -> None:
-    """Everything reads as it was written; what nothing names is an incomplete write from before the kill."""
+    """Check that everything reads as written; objects that nothing names are incomplete writes from before the kill."""
     found = verify(outcome.end.root, RUN)
     assert found.sound, found.findings
     for finding in found.findings:

@@ -1,4 +1,4 @@
-"""A finished stage is done again by processes that are really killed, at each point."""
+"""Processes that redo a finished stage are really killed, at each point."""
 
 import shutil
 from pathlib import Path
@@ -27,14 +27,14 @@ def finished(launcher, tmp_path_factory) -> SmallRun:
 
 @pytest.fixture(scope="module")
 def redone(launcher, finished: SmallRun, tmp_path_factory) -> dict:
-    """What the run ends with if nothing is killed."""
+    """Result of the run if nothing is killed."""
     run = copied(launcher, finished, tmp_path_factory.mktemp("redone"))
     assert run.attempt().code == 0
     return run.look().digests
 
 
 def copied(launcher, finished: SmallRun, folder: Path) -> SmallRun:
-    """The finished run, whose rollout is to be done again."""
+    """The finished run, whose rollout is to be redone."""
     run = SmallRun(launcher, folder / "run")
     shutil.copytree(finished.root.folder, run.root.folder)
     rerun(run.root, RUN, Wanted(AT, Stage.ROLLOUT, "a test", "tests", new_seeds=True))

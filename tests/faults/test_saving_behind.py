@@ -1,4 +1,4 @@
-"""A train state that is stored behind the stages that follow: what a crash, a different result and a full disk then do.
+"""A train state is stored while later stages run: the effects of a crash, a different result and a full disk.
 
 The state of iteration 1 is held back until something waits for it, so the overlap is certain: undisturbed, that is the
 rollout of iteration 2, once it has generated all its pieces.
@@ -18,7 +18,7 @@ from tests.small.config import PIECES
 
 DURING_UPLOAD = Fault(Stage.TRAIN, 1, Point.UPLOAD)
 PENDING = {(1, Stage.TRAIN), (1, Stage.WEIGHT_SYNC), (1, Stage.EVALUATE), (2, Stage.ROLLOUT)}
-"""The state and what is made from it, including the rollout."""
+"""The state and everything made from it, including the rollout."""
 COMMITTED = {
     (0, Stage.PREPARE), (0, Stage.TRAIN), (0, Stage.WEIGHT_SYNC), (0, Stage.EVALUATE),
     (1, Stage.ROLLOUT), (1, Stage.REWARD),
@@ -27,7 +27,7 @@ COMMITTED = {
 
 @pytest.fixture
 def run(launcher, tmp_path):
-    """A run with a concurrent reader, which never sees a manifest without what it names."""
+    """A run with a concurrent reader, which never sees a manifest without its parts."""
     small = SmallRun(launcher, tmp_path / "run")
     with watched(small.root) as watch:
         yield small
@@ -42,7 +42,7 @@ def test_what_is_made_from_a_state_is_published_after_it(run, whole):
     assert published[6:10] == [(1, Stage.TRAIN), (1, Stage.WEIGHT_SYNC), (1, Stage.EVALUATE), (2, Stage.ROLLOUT)]
     begun = [(one.iteration, one.stage, one.point) for one in attempt.reached]
     assert begun.index((2, Stage.ROLLOUT, Point.STARTED)) < begun.index((1, Stage.TRAIN, Point.PARTS_DONE))
-    # one state at a time is under way: nothing is made from samples whose weights are not durable
+    # one state at a time is being stored: nothing is made from samples whose weights are not durable
     assert begun.index((2, Stage.ROLLOUT, Point.COMMITTED)) < begun.index((2, Stage.REWARD, Point.STARTED))
     assert run.look().digests == whole[1].digests
 
@@ -51,7 +51,7 @@ def test_killed_during_the_upload_the_next_rollouts_pieces_are_used(run, whole):
     killed = run.attempt(DURING_UPLOAD, hold_state=1)
     between = run.look()
     assert (killed.code, killed.delivered, killed.lingering) == (-9, [DURING_UPLOAD], [])
-    assert killed.bodies.keys() == COMMITTED | PENDING  # all this was done
+    assert killed.bodies.keys() == COMMITTED | PENDING  # each of these was done
     assert between.digests.keys() == COMMITTED
     assert [iteration for iteration, _ in sorted(between.pieces)] == [1] * PIECES + [2] * PIECES
     assert_completed_with_the_pieces_there(run, whole)
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_for_the_state_keeps_back_all_that_is_made_from_it(r
 
 
 def assert_completed_with_the_pieces_there(run, whole):
-    """Another start does only what is not committed, and ends like the uninterrupted run."""
+    """Check that another start does only what is not committed, and ends like the uninterrupted run."""
     again = run.attempt()
     assert again.code == 0, again.messages
     assert again.bodies == Counter(whole[1].digests.keys() - COMMITTED)

@@ -74,6 +74,6 @@ def prefect_server(prefect_home: Path) -> Iterator[TemporaryServer]:
 
 @pytest.fixture
 def prefect_api(prefect_server: TemporaryServer) -> Iterator[str]:
-    """Prefect in this process talks to the real server."""
+    """Connect Prefect in this process to the real server."""
     with temporary_settings({PREFECT_API_URL: prefect_server.url}):
         yield prefect_server.url

@@ -63,7 +63,7 @@ KINDS = {
 
 
 def check_explained(kind: Kind, state: Any, store: Root) -> dict[Stage, Any]:
-    """The message says what a person needs; returns what was committed, which is all before the stage that failed."""
+    """Check that the message says what a person needs; returns the committed results, all before the failed stage."""
     assert state.is_failed(), state
     for words in (*kind.words, f"{kind.during} of iteration 1", f"kept in {store.folder}/a", "Retry repeats only the"):
         assert words in state.message
@@ -74,10 +74,10 @@ def check_explained(kind: Kind, state: Any, store: Root) -> dict[Stage, Any]:
 
 
 def check_resumed(kind: Kind, state: Any, store: Root, made: dict[Stage, Any], folder: Path) -> None:
-    """Each stage that was committed is kept, and the one that failed was resumed."""
+    """Check that each committed stage is kept, and that the failed one was resumed."""
     assert state.is_completed(), state
     assert {stage: need(store, "a", 1, stage) for stage in made} == made
     assert need(store, "a", 1, kind.stage).attempt >= 1
-    # each piece once: resumed inside the stage, and one is sampled again to compare it with what is kept
+    # each piece once: resumed inside the stage; one is sampled again to compare it with the stored one
     answered = PIECES + (kind.stage == Stage.ROLLOUT)
     assert (folder / "calls-rollout").read_text() == "x" * answered

@@ -1,8 +1,8 @@
-"""What `flows.run.open_context` gives, over small workers in this process: the real flow, loop and stages.
+"""Replacement of `flows.run.open_context` over small workers in this process: the real flow, loop and stages.
 
-Files beside the root say what goes wrong: `fail-STAGE` has the name of an error that its engine or rank raises, what it
-says and after how many calls; and `slow-rollout` how many seconds a rollout takes longer. `calls-STAGE` has a
-character for each call that was answered.
+Files beside the root choose the failures: `fail-STAGE` has the name of an error that its engine or rank raises, the
+message and the number of calls before it. `slow-rollout` has the seconds that a rollout takes longer. `calls-STAGE` has
+a character for each call that was answered.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What failed before anything was made from it is corrected in place: the run goes on, and nothing is done again."""
+"""A failure before anything was made from it is corrected in place: the run continues, and nothing is redone."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs over prompts that are given: the real loop over small workers, and what a later start says to other prompts."""
+"""Runs over given prompts: the real loop over small workers, and the message of a later start with other prompts."""
 
 import json
 import tomllib
@@ -159,7 +159,7 @@ def test_a_probe_without_answers_fits_into_the_engine(root, tmp_path):
 
 @pytest.fixture
 def started(root, tmp_path):
-    """A run whose prompts are stored, its configuration, and the file that they came from."""
+    """A run whose prompts are stored, its configuration, and the file of these prompts."""
     path = tmp_path / "a.jsonl"
     config = config_of({"train": write_jsonl(path)}, "run.iterations=0")
     driver(root, config, tmp_path / "scratch").drive()

@@ -1,4 +1,4 @@
-"""The order of the stages, and that a continued run does only what is missing: the real loop over small workers."""
+"""The order of the stages; a continued run does only what is missing: the real loop over small workers."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def test_what_the_former_driver_published_late_counts(root: Root, tmp_path: Path
     late = []
 
     def publish(context: RunContext, point: Point, key: str) -> None:
-        """While this process works, the previous holder publishes another result."""
+        """Let the previous holder publish another result while this process works."""
         if late or point is not Point.STARTED or not key.endswith("000001/reward.r0.json"):
             return
         context.outbox.settle()  # the rollout is published

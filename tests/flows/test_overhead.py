@@ -1,4 +1,4 @@
-"""What the workflow costs beyond the work, as far as it can be counted; `ratchet bench overhead` measures the rest."""
+"""Countable costs of the workflow beyond the work; `ratchet bench overhead` measures the rest."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The stages as Prefect tasks under a real server; the stages do nothing but commit, since only their states matter."""
+"""The stages as Prefect tasks under a real server; the stages only commit, since only their states matter."""
 
 import time
 import traceback
@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 
 
 class Untouched(WorkersHere):
-    """Something that Prefect must not inspect, as a context holds it."""
+    """An object of a context that Prefect must not inspect."""
 
     def __hash__(self) -> int:
         raise AssertionError("the context was hashed")

@@ -1,4 +1,4 @@
-"""A finished stage done again: what is repeated, what becomes the head, and what a kill leaves; over small workers."""
+"""A finished stage is redone: the repeated stages, the new head, and the state after a kill; over small workers."""
 
 import shutil
 from dataclasses import replace
@@ -81,7 +81,7 @@ def done(root: Root, finished: Path) -> dict[tuple[int, Stage], Manifest]:
 @pytest.mark.slow
 def test_other_samples_lead_to_another_end_and_the_first_stays_readable(root, tmp_path, done):
     rerun(root, RUN, wanted(Stage.ROLLOUT, 2, new_seeds=True))
-    expected = [(2, Stage.ROLLOUT, False), (2, Stage.ROLLOUT, True)]  # done again, then found by the loop
+    expected = [(2, Stage.ROLLOUT, False), (2, Stage.ROLLOUT, True)]  # redone, then found by the loop
     later = [(3, stage, False) for stage in FULL]
     assert drive(root, tmp_path) == [*expected, *((2, stage, False) for stage in AFTER_ROLLOUT), *later]
     again = manifests(root)

@@ -47,7 +47,7 @@ def begun(root: Root, run: str, settings: tuple[str, ...] = (), **given: Any):
 
 
 class Watched(WorkersHere):
-    """Says when everything is started at once, engines too."""
+    """Workers that record a start of everything at once, engines too."""
 
     def warm(self, model_dir: Path, config: Any) -> None:
         self.calls.append("warm")
@@ -152,7 +152,7 @@ def test_samples_are_scored_again_and_old_scores_stay(sampled: Root, tmp_path: P
     assert process.done[:2] == [(0, Stage.SELECT, False), (0, Stage.RESCORE, False)]
     new, old = rescored(sampled, "rescored"), selection(sampled, "rescored")
     assert new["reward"].to_pylist() != old["reward"].to_pylist()
-    assert min(new["reward"].to_pylist()) >= 3  # a prompt alone is as long
+    assert min(new["reward"].to_pylist()) >= 3  # a prompt alone has this length
     assert new.select(["prompt_id", "sample_id"]).equals(old.select(["prompt_id", "sample_id"]))
     assert [need(sampled, RUN, n, Stage.REWARD).digest for n in (1, 2, 3)] == before
     plain = retrained(sampled, tmp_path, "unscored")

@@ -1,4 +1,4 @@
-"""What a retraining is made from is compared by digest: other runs may come and go, and functions may change."""
+"""Sources of a retraining are compared by digest: other runs may come and go, and functions may change."""
 
 import json
 import shutil
@@ -120,7 +120,7 @@ def test_rollouts_whose_prompts_are_not_there_are_not_selected(root: Root, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [Point.STARTED, Point.MID_PART, Point.PARTS_DONE, Point.COMMITTED])
 def test_a_killed_rescore_ends_in_the_same_digest(root: Root, tmp_path: Path, function: str, point: Point):
-    """Facts included, and with them what is trained on it: they do not say which process scored."""
+    """Facts, and batches trained on them, have the same digests: they do not name the process that scored."""
     shutil.copytree(root.folder, tmp_path / "twin")
     twin = open_root(str(tmp_path / "twin"))
     retrain(root, "re", function)
@@ -134,7 +134,7 @@ def test_a_killed_rescore_ends_in_the_same_digest(root: Root, tmp_path: Path, fu
 
 @pytest.mark.slow
 def test_a_batch_is_the_same_after_a_kill(root: Root, tmp_path: Path):
-    """What a function returns may depend on all that it is called with."""
+    """The result of a function may depend on all arguments of its call."""
     (tmp_path / "whole.py").write_text("def score(records, responses):\n    return [len(responses)] * len(responses)\n")
     function = f"{tmp_path}/whole.py:score"
     with pytest.raises(Killed):
@@ -151,14 +151,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def version(package: Path, number: int) -> None:
-    """Of another size each, or two within a second would look alike to Python's cache."""
+    """Give each version another size: Python's cache cannot tell apart two of one size within a second."""
     package.write_text(f"def score(record, response):\n    return {number}.0\n{'#' * number}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("imported", [False, True], ids=["package", "imported by a file"])
 def test_two_versions_of_a_package_never_score_one_selection(root: Root, package: Path, monkeypatch, imported: bool):
-    """Not even if each attempt scores what the one before has left."""
+    """Each attempt may score only what the previous one has left; even then, versions do not mix."""
     function = "scoring_package:score"
     if imported:
         (package.parent / "mine.py").write_text("from scoring_package import score\n")
@@ -251,7 +251,7 @@ def test_what_cannot_be_trained_on_leaves_nothing(root: Root, rows, given, setti
 
 
 def test_a_reward_that_scores_nothing_of_the_selection_begins_no_run(root: Root, tmp_path: Path):
-    """It is called on the records that were selected."""
+    """The check calls it on the selected records."""
     (tmp_path / "wrong.py").write_text("def score(record, response):\n    return record['solution']\n")
     before = root.keys("")
     with pytest.raises(InputError, match=r"(?s)was called on \d records before the run.*KeyError: 'solution'"):

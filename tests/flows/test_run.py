@@ -1,4 +1,4 @@
-"""The flow is complete in itself: however it is started, it checks first and records its configuration."""
+"""The flow is complete in itself: every kind of start checks first and records its configuration."""
 
 import os
 from pathlib import Path

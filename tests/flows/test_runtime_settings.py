@@ -1,5 +1,5 @@
-"""A run that is killed in the middle of a rollout and continued under another runtime setting, each setting both ways:
-the same rows and the same weights as if nothing had happened."""
+"""A run is killed in the middle of a rollout and continued under another runtime setting, each setting both ways. It
+has the same rows and weights as an uninterrupted run."""
 
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ NEEDS = {
     "train.parallel.expert": ["train.parallel.data=2"],
     "train.parallel.expert_tensor": ["train.parallel.tensor=2"],
 }
-"""What a setting is refused without."""
+"""Settings without which another setting is refused."""
 NOT_HERE = {
     "run.name": "the id of the run",
     "model.source": "this run's model is generated; what it was is in the digests of `prepare`",
@@ -160,7 +160,7 @@ def test_a_setting_that_changes_while_the_run_is_down_changes_no_result(name, wa
     assert rows.equals(whole[0])
     assert rewards.equals(whole[1])
     assert weights == whole[2]
-    if not name.startswith("train.parallel"):  # the state of iteration 0 holds the layout
+    if not name.startswith("train.parallel"):  # the state of iteration 0 records the layout
         assert begun == whole[3]
 
 
@@ -174,7 +174,7 @@ def test_a_run_never_mixes_precisions(before, after, root: Root, tmp_path: Path)
 
 
 def test_a_piece_of_an_earlier_version_is_sampled_again(whole, root: Root, tmp_path: Path):
-    """Its name was only a number, which does not say which groups are in it."""
+    """The name of such a piece was only a number, which does not say which groups are in it."""
     with pytest.raises(Killed):
         drive(root, tmp_path / "first", settings("run.iterations", 1), at=killing(Stage.ROLLOUT, 1, Point.MID_PART, 1))
     (piece,) = root.keys(f"{RUN}/manifests/000001/rollout.r0.pieces")

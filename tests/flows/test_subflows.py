@@ -1,4 +1,4 @@
-"""Each iteration is a subflow run, green once everything of it is durable; the task that failed is the red one."""
+"""Each iteration is a subflow run, green once all its results are durable; the task that failed is the red one."""
 
 import io
 import threading
@@ -45,7 +45,7 @@ def drive(
     patience_s: float = DEADLINE_S,
     workers: type[WorkersHere] = WorkersHere,
 ) -> State[Any]:
-    """The real loop over small workers, within a flow; its final state."""
+    """Drive the real loop over small workers, within a flow; its final state."""
     config = small_config()
     scratch.mkdir()
 
@@ -73,7 +73,7 @@ def is_ours(file: str) -> bool:
 
 
 def found(state: State[Any], wanted: set[str]) -> tuple[States, dict[str, States]]:
-    """State names of the subflow runs, and of the task runs in each, once all have ended that are `wanted` or there."""
+    """State names of the subflow runs, and of the task runs in each, once all that are `wanted` or exist have ended."""
     identity, deadline = state.state_details.flow_run_id, time.monotonic() + DEADLINE_S
     assert identity is not None
     with get_client(sync_client=True) as client:
@@ -106,7 +106,7 @@ def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, 
     def at(point: Point, key: str) -> None:
         place = layout.place_of(key)
         if point is Point.STARTED and place == (2, Stage.ROLLOUT):
-            trained.set()  # the next iteration computes while the state of this one is on its way
+            trained.set()  # the next iteration computes while the state of this one is being stored
         elif point is Point.PARTS_DONE and place == (1, Stage.TRAIN):
             assert trained.wait(DEADLINE_S)
             before.append(find(root, "a", 1, Stage.TRAIN))
@@ -139,12 +139,12 @@ def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, t
     assert subflows["a iteration 1"] == "Failed"
     colours = {name: colour for ones in tasks.values() for name, colour in ones.items()}
     assert [name for name, colour in colours.items() if colour == "Failed"] == ["store-1"]
-    assert "Cancelled" in {*colours.values(), *subflows.values()}  # the stage that met it
+    assert "Cancelled" in {*colours.values(), *subflows.values()}  # the stage in which it occurred
 
 
 @pytest.mark.slow
 def test_without_a_server_the_work_goes_on(prefect_api: str, root: Root, tmp_path: Path):
-    """The iteration that is under way is told of when the server is back; others are shown in the run's flow run."""
+    """The current iteration is reported once the server is back; the run's flow run shows the others."""
 
     def at(point: Point, key: str) -> None:
         if point is Point.STARTED and layout.place_of(key) == (0, Stage.PREPARE):

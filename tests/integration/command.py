@@ -1,4 +1,4 @@
-"""The command line as a person uses it: a process, judged by its exit code, its output and what it stored."""
+"""The command line as a person uses it: a process, judged by its exit code, its output and its stored results."""
 
 import json
 import os
@@ -18,7 +18,7 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"
 DEADLINE_S = 280
 RUN = "proof"
-"""Id of the shared runs, which is that of the runs of `ratchet prove-resume`, so that they can be compared."""
+"""Id of the shared runs; those of `ratchet prove-resume` have it too, so that results can be compared."""
 NOTEBOOK = """
 import asyncio, runpy, sys
 

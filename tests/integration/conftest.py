@@ -9,7 +9,7 @@ from tests.prefect_home import prepared
 from tests.storage.s3 import BUCKET, s3_server
 
 KILLS = ["rollout@1:mid-part:engine-0", "train@1:started:trainer-0", "train@2:upload:flow"]
-"""One of each kind of process; every point of every stage: tests/faults/test_matrix.py."""
+"""One of each kind of process; tests/faults/test_matrix.py covers every point of every stage."""
 EVERY_POINT = [
     "prepare@0:parts-done:flow",
     "evaluate@0:started:engine-0",
@@ -73,7 +73,7 @@ EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
     ],
 )
 def proof(request, server, home, tmp_path_factory) -> Proof:
-    """The tiny run with kills, where each of the two runs samples for itself: on the object store, or on files."""
+    """The tiny run with kills, in which each of the two runs samples for itself: on the object store, or on files."""
     url, kills, layout = request.param
     url = url or str(tmp_path_factory.mktemp("proof"))
     settings = (PIECES[1], *layout)

@@ -54,7 +54,7 @@ def test_it_is_continued(root: Root, home: Path):
     assert rollout.attempt == 1
     assert sum("/000002/" in key for key in pieces) == 2
     assert need(root, RUN, 2, "train").inputs["state"] == STORED["train@1"]
-    # a state is identified by its content, and what is made from it by that state
+    # a state is identified by its content, and its results by that state
     train, served, evaluated = (need(root, RUN, 2, stage) for stage in ("train", "weight-sync", "evaluate"))
     assert train.content == "state"
     assert (served.inputs["train"], evaluated.inputs["weights"]) == (train.digest, served.digest)

@@ -17,7 +17,7 @@ from tests.pages import examples
 pytestmark = pytest.mark.slow
 EXAMPLES = PROJECT_ROOT / "infra" / "examples"
 NAMES = {"my-run": RUN, "my.toml": str(TINY)}
-"""Names of the examples of pages, and those that they have here."""
+"""Names in the examples of pages, and their replacements here."""
 KEYS = {
     "changes", "iterations", "seconds_total", "seconds_per_iteration", "peak_rss_gib", "run",
 }  # fmt: skip
@@ -106,14 +106,14 @@ def test_a_fork_with_another_learning_rate_and_layout_goes_its_own_way(whole, ho
     assert lines[-1] == f"25 tensors of iteration 2 are in {tmp_path / 'model'}"
     assert (tmp_path / "model" / "config.json").exists()
     ours, theirs = (need(open_root(str(root)), run, 2, Stage.ROLLOUT) for run in (RUN, "fork"))
-    # the same weights, prompts and seeds: the same samples; then other steps
+    # the same weights, prompts and seeds: the same samples; later steps differ
     columns = ["prompt_id", "response_tokens", "logprobs"]
     tables = [read_table(open_root(str(root)), manifest, ROLLOUT, columns) for manifest in (ours, theirs)]
     assert tables[0].equals(tables[1])
     ours, theirs = (need(open_root(str(root)), run, 2, Stage.TRAIN) for run in (RUN, "fork"))
     # the previous weights, which two other ranks have loaded, are those that the engine has sampled with
     assert theirs.metrics["engine_logprob_diff_max"] < 1e-3
-    # two ranks do what one does, but for rounding and for the second step, before which the weights are 2 % apart
+    # two ranks do what one does, but for rounding and for the second step; before it the weights are 2 % apart
     for name in ("loss", "grad_norm", "entropy"):
         assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=0.05, abs=1e-3), name
     assert (ours.facts["rng"], theirs.facts["rng"]) == ("continued", "reseeded")

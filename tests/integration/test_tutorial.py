@@ -1,4 +1,4 @@
-"""Every command of docs/tutorial.md is carried out, in order, and says what the page says it does."""
+"""The test executes every command of docs/tutorial.md, in order, and compares its output with the page."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def said(line: str, output: str) -> bool:
-    """Whether the output has a line as this one; numbers, and the figures of an iteration, may be others."""
+    """True if the output has a line like this one; numbers, and the figures of an iteration, may differ."""
     pattern = _NUMBER.sub(r"\\d+(?:\\.\\d+)?", _FIGURES.sub(" .*", re.escape(line).replace(r"\ ", " ")))
     return re.search(f"^{pattern}$", output, re.M) is not None
 

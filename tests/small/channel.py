@@ -10,7 +10,7 @@ from trainer_core.weights.signals import Signals
 
 
 def _arenas(channel, plan, sender):
-    """The arenas of a sender, (arenas, arena_bytes) uint8; whoever comes first makes their file."""
+    """The arenas of a sender, (arenas, arena_bytes) uint8; the first of both sides makes their file."""
     size = channel.arenas * plan.arena_bytes
     handle = os.open(Path(channel.folder, f"small-{sender}"), os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(handle, size)
@@ -33,7 +33,7 @@ class SmallEnd:
         self._files = {}
 
     def octets(self, bucket, tensor):
-        """Where a tensor lies, (nbytes,) uint8."""
+        """Bytes of a tensor in its arena, (nbytes,) uint8."""
         if bucket.sender not in self._files:
             self._files[bucket.sender] = _arenas(self._channel, self._plan, bucket.sender)
         arena = self._files[bucket.sender][self.signals.place_of(bucket)]

@@ -1,4 +1,4 @@
-"""Driving a run in this process over small workers: the real loop, from where the manifests end."""
+"""Driving a run in this process over small workers: the real loop, from the end of the manifests."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -43,11 +43,11 @@ class Driver:
     """Stages that ran, as (iteration, stage, reused)."""
 
     def drive(self) -> None:
-        """Do what the run lacks."""
+        """Complete the run."""
         self._drive(one_stage=False)
 
     def redo(self) -> None:
-        """Do only the stage that was asked to be done again."""
+        """Redo only the stage that was requested."""
         self._drive(one_stage=True)
 
     def _drive(self, one_stage: bool) -> None:
@@ -74,7 +74,7 @@ class Driver:
 
 
 def driver(root: Root, config: RunConfig, scratch: Path, **more) -> Driver:
-    """A new process: its workers hold nothing."""
+    """Begin a new process: its workers hold nothing."""
     scratch.mkdir(parents=True, exist_ok=True)
     return Driver(root, config, scratch, more.pop("workers", None) or WorkersHere(config), **more)
 

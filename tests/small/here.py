@@ -18,7 +18,7 @@ from tests.small.workers import SmallEngine, SmallTrainer
 
 
 class UnderWay:
-    """A call in a thread of its own, as it is in a process of its own elsewhere: the caller may do other things."""
+    """A call in a thread of its own, as it has a process of its own elsewhere: the caller may do other things."""
 
     def __init__(self, call: Callable[[], list[Any]]) -> None:
         self._answer = ThreadPoolExecutor(1).submit(call)
@@ -100,7 +100,7 @@ class WorkersHere:
 
 @contextmanager
 def context_here(root: Root, config: RunConfig, scratch: Path, run: str = "small", **more: Any):
-    """A context whose workers are in this process; what remains to be stored is stored when the block ends."""
+    """A context whose workers are in this process; at its end the block waits until everything is stored."""
     scratch.mkdir(parents=True, exist_ok=True)
     workers = more.pop("workers", None) or WorkersHere(config)
     context = RunContext(run, root, config, ConfigRecord.of(config).digest, workers, scratch, **more)

@@ -1,4 +1,4 @@
-"""A complete stored run, for tests of what looks at one."""
+"""A complete stored run, for tests of its readers."""
 
 from pathlib import Path
 

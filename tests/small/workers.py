@@ -37,7 +37,7 @@ FILES = {array: array if array == "weights" else f"optimizer.{array}" for array 
 
 
 def replace_file(path, content):
-    """Write a file that the store may have taken as a part: under its name, not into it."""
+    """Write a file whose earlier version the store may have taken as a part: replace it, do not change it in place."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
@@ -66,7 +66,7 @@ def plan_of(version, ranks):
 
 @contextmanager
 def told(end):
-    """The other ends of a channel are told of an error, if there is one."""
+    """Tell the other ends of a channel of an error, if there is one."""
     try:
         yield end
     except SyncMismatch as error:
@@ -110,7 +110,7 @@ class SmallTrainer(TrainerProtocol):
         return {"loss": 0.5, "grad_norm": 1.0, "steps": float(steps)}
 
     def train_policy(self, samples, temperature, reference=False):
-        """One step; all that the trainer is given and all that it holds affects the result."""
+        """Take one step; all that the trainer is given and all that it holds affects the result."""
         self._identity, self._lessons = None, self._lessons + 1
         if reference and self._reference_weights is None:
             raise InputError("a reference is required, but none is loaded")
@@ -167,7 +167,7 @@ class SmallTrainer(TrainerProtocol):
         )
 
     def _identified(self):
-        """Identity of what this rank holds; every rank holds everything."""
+        """Identity of this rank's content; every rank holds everything."""
         return StateIdentity(
             scheme=STATE_SCHEME,
             tensors=value_digest({name: bytes_digest(array.tobytes()) for name, array in self.arrays.items()}),
@@ -213,12 +213,12 @@ class SmallTrainer(TrainerProtocol):
         return Sent(digests, {"convert": 0.0})
 
     def _packed(self, name, octets):
-        """Copy a layer to where it is read; its digest."""
+        """Copy a layer to the place where it is read; its digest."""
         octets[:] = layers_of(self.arrays["weights"])[name].view(np.uint8)
         return bytes_digest(octets.tobytes())
 
     def release(self, memory):
-        """What is given up cannot be used until it is put back."""
+        """Make memory unusable until it is put back."""
         given_up = ["weights"] * memory.offload_parameters + ["first", "second"] * memory.offload_optimizer
         moved = {name: self.arrays.pop(name) for name in given_up if name in self.arrays}
         self._away |= moved
@@ -242,10 +242,10 @@ class SmallTrainer(TrainerProtocol):
 
 
 class SmallEngine(EngineProtocol):
-    """Its samples depend only on the weights it holds, the prompt and the seed."""
+    """An engine whose samples depend only on its weights, the prompt and the seed."""
 
     workers = 1
-    """How many receivers of an update it stands for."""
+    """Number of receivers of an update for which it stands."""
 
     def __init__(self, model_dir: str) -> None:
         self.weights = np.zeros(SIZE, np.float32)
@@ -258,7 +258,7 @@ class SmallEngine(EngineProtocol):
         return EngineIdentity(weight_version=held, weights_digest=None if held is None else self._digest)
 
     def survey_model(self):
-        """There is nothing to see."""
+        """Do nothing: there is no model to survey."""
 
     def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
         plan = WeightPlan.model_validate_json(plan)
@@ -270,7 +270,7 @@ class SmallEngine(EngineProtocol):
         return plan_digest(plan)
 
     def receive_update(self):
-        """Written in place, layer by layer; not usable from the first on."""
+        """Write in place, layer by layer; the weights are unusable from the first on."""
         if self._update is None:
             raise SyncMismatch("no weight update was prepared")
         plan, channel, number = self._update
@@ -286,7 +286,7 @@ class SmallEngine(EngineProtocol):
         return self._arrived
 
     def _loaded(self, name, octets):
-        """Load a layer from where it lies."""
+        """Load a layer from its place in the arena."""
         layers_of(self.weights)[name].view(np.uint8)[:] = octets
 
     def commit_update(self, version, digest):
@@ -318,7 +318,7 @@ class SmallEngine(EngineProtocol):
         return {name: bytes_digest(layer.tobytes()) for name, layer in layers_of(self.weights).items()}
 
     def generate(self, prompts, seeds, sampling):
-        """Digits, and the stop token at the end."""
+        """Sample digits, and the stop token at the end."""
         self._check_usable()
         responses = [self._response(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
         columns = [
@@ -332,7 +332,7 @@ class SmallEngine(EngineProtocol):
         self._queued.append(batch)
 
     def collect(self, wait_s):
-        """One batch after another, as on CPU."""
+        """Finish one batch after another, as on CPU."""
         if not self._queued:
             return Collected([], 0)
         number, *batch = self._queued.pop(0)

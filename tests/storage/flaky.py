@@ -26,7 +26,7 @@ FAULTS = {
 class FlakyFileSystem:
     """An object store of this process with conditional puts, whose calls fail as a script says.
 
-    The script names what happens to each writing call in turn: a fault of FAULTS before anything is done; "lost X" for
+    The script names the outcome of each writing call in turn: a fault of FAULTS before anything is done; "lost X" for
     fault X after the work is done, so that only the answer is lost; "torn" for half an object and then an error;
     "slow"; or "ok". After its end every call works.
     """

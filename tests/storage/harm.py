@@ -1,4 +1,4 @@
-"""Ways in which records are lost, copied, moved or written by another version; and a look at the runs beside."""
+"""Damage to records: lost, copied, moved or written by another version; and a check of the other runs."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def swapped(one: str, two: str) -> Callable[[Root], None]:
 
 
 def changed(key: str, **members: object) -> Callable[[Root], None]:
-    """Another record of the same place, whole, as a later version or another life of the run would have written it."""
+    """Replace a record by another whole one, as a later version or another life of the run would have written it."""
 
     def change(root: Root) -> None:
         document = json.loads(unseal(root.read_bytes(key), key)) | members
@@ -71,7 +71,7 @@ def both(*changes: Callable[[Root], object]) -> Callable[[Root], None]:
 
 
 def others_work(root: Root, bad: str) -> None:
-    """ls and maintain, which cleans and verifies, find nothing wrong with the other runs."""
+    """Check that ls and maintain, which cleans and verifies, find nothing wrong with the other runs."""
     found = {one.run: one.damaged for one in summaries(root) if one.run != bad}
     assert found
     assert set(found.values()) == {None}

@@ -41,7 +41,7 @@ def make_run(root: Root, run: str = "run", iterations: int = 3) -> dict[tuple[in
 
 
 def make_iteration(root: Root, run: str, iteration: int) -> None:
-    """Commit the stages of one iteration after the ones before."""
+    """Commit the stages of one iteration, made from those of the previous one."""
     if iteration == 0:
         prepared = put(root, run, 0, Stage.PREPARE, {}, table=prompt_table(), schema=PROMPTS)
         trained = put(root, run, 0, Stage.TRAIN, {"prepare": prepared}, data=state(0))
@@ -106,6 +106,6 @@ def reward_table(rollouts: pa.Table) -> pa.Table:
 
 
 def age(root: Root, key: str, days: float = 2) -> None:
-    """Make a local object look as old as that."""
+    """Make a local object look that old."""
     past = (datetime.now(UTC) - timedelta(days=days)).timestamp()
     os.utime(root.backend.full(key), (past, past))

@@ -26,9 +26,9 @@ class Faults:
         self.no_uploads: str | None = None
         """Status with which a request for the list of uploads in parts is refused."""
         self.away = False
-        """Whether every request is refused with 503, as by a load balancer with no server behind it."""
+        """True if every request is refused with 503, as a load balancer with no server behind it does."""
         self.ceph = False
-        """Whether failed conditions are reported as by Ceph RGW 16.2: without naming the condition."""
+        """True if failed conditions are reported as by Ceph RGW 16.2: without naming the condition."""
 
     def __call__(self, environ, start_response):
         writing = environ["REQUEST_METHOD"] in ("PUT", "POST")
@@ -84,7 +84,7 @@ class S3Server:
         self.faults.pending = list(steps)
 
     def start(self) -> None:
-        """Serve, on the same port each time; moto keeps what is stored."""
+        """Serve, on the same port each time; moto keeps the stored objects."""
         self._server = make_server("127.0.0.1", self._port, self.faults, threaded=True)
         self._port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -98,7 +98,7 @@ class S3Server:
 
     @contextmanager
     def gone_for(self, seconds: float) -> Iterator[None]:
-        """Stay stopped for that long from the beginning of a block."""
+        """Stay stopped for that time from the beginning of a block."""
         self.stop()
         again = threading.Timer(seconds, self.start)
         again.start()

@@ -12,7 +12,7 @@ from tests.storage.flaky import object_store
 
 
 class Killed(BaseException):
-    """Raised in a killed process at its next store operation; nothing it does after that reaches the store."""
+    """Raised in a killed process at its next store operation; none of its later operations reaches the store."""
 
 
 class Stepper:
@@ -22,7 +22,7 @@ class Stepper:
         self._function, self._turn, self._back = function, threading.Semaphore(0), threading.Semaphore(0)
         self._killed, self.ended, self.error = False, False, None
         self.pausing = False
-        """Whether it is at a point of interest: just before a write, or waiting for time to pass."""
+        """True at a point of interest: just before a write, or while it waits for time to pass."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -33,20 +33,20 @@ class Stepper:
             self._back.acquire()
 
     def step_to_write(self) -> None:
-        """Let it run until just before its next write, where its knowledge may become outdated, or until it waits."""
+        """Let it run until just before its next write, when its knowledge may become outdated, or until it waits."""
         self.step()
         while not (self.pausing or self.ended):
             self.step()
 
     def kill(self) -> None:
-        """Like SIGKILL: nothing more from it reaches the store."""
+        """Kill it as by SIGKILL: none of its later operations reaches the store."""
         self._killed = True
         while not self.ended:
             self.step()
         self._thread.join()
 
     def gate(self, pausing: bool = False) -> None:
-        """Called by the store before each operation, and after those that write."""
+        """Wait for a step; the store calls this before each operation, and after those that write."""
         self.pausing = pausing
         self._back.release()
         self._turn.acquire()

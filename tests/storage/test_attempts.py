@@ -1,4 +1,4 @@
-"""Attempts are counted when they begin, whatever becomes of them."""
+"""Attempts are counted when they begin, whatever their outcome."""
 
 import os
 import threading

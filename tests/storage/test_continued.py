@@ -66,5 +66,5 @@ def test_a_run_comes_to_the_same(tmp_path, forks: Forks, undisturbed, trouble, s
     report = verify(root, "run")
     assert report.sound, report.findings
     assert root.exists(need(root, "run", SHARED, Stage.TRAIN).parts[0].key)
-    if trouble == "none":  # then only age protects orphans: a part made young again may have another name
+    if trouble == "none":  # then only age protects orphans: a touched part may have another name
         assert [one.key for one in report.findings if not layout.is_temporary(one.key)] == []

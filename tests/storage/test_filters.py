@@ -1,4 +1,4 @@
-"""Conditions as text: what they keep, against an evaluator of a few lines, and what they refuse."""
+"""Conditions as text: the rows that they keep, against an evaluator of a few lines, and their refusals."""
 
 import numpy as np
 import pyarrow as pa

@@ -24,7 +24,7 @@ def identities(folder: Path) -> list[str]:
 
 
 def rerun_after_kill(forks: Forks, folder: Path, point: int) -> None:
-    """One process is killed; the next one does what is missing and no more."""
+    """Kill one process; the next one does what is missing and no more."""
     folder.mkdir()
     killed = forks.run(str(folder / "root"), str(point))
     assert killed.returncode == -9, killed.stderr

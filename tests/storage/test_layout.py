@@ -1,4 +1,4 @@
-"""Names and keys: whatever is accepted stays below its folder, and all that the code writes is accepted."""
+"""Names and keys: every accepted one stays below its folder, and all those that the code writes are accepted."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The commit point: identity, adoption, conflict, fence, and what a reader refuses."""
+"""The commit point: identity, adoption, conflict, fence, and a reader's refusals."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_what_a_result_is_and_was_made_from_is_its_identity(change):
 
 
 def test_the_identity_of_stored_runs_is_for_ever():
-    # a literal: if it changed, the past and the future of every stored run would not match
+    # a literal: if it changed, new manifests of every stored run would not match its old ones
     fields = {"inputs": {"weights": "d"}, "facts": {"cursor": 1, "digest": None}, "schema_fingerprint": "f"}
     part = Part.model_construct(name="groups.arrow", key="run/parts/groups-00.arrow", bytes=10, digest="00", rows=3)
     stored = manifest(**fields).model_copy(update={"parts": (part,)})  # this key is refused now
@@ -192,7 +192,7 @@ def test_who_took_over_is_told_that_the_earlier_holder_published(any_root):
 
 
 class NewerManifest(Manifest):
-    """What a later version might write."""
+    """A manifest as a later version might write it."""
 
     format_version: int = 2
     shards: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The examples of docs/storage.md: pandas, polars and DuckDB read a run, and get what our reader gets."""
+"""The examples of docs/storage.md: pandas, polars and DuckDB read a run, with the same result as our reader."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def root(tmp_path, monkeypatch) -> Root:
 
 @pytest.fixture
 def rollout(root) -> pa.Table:
-    """What the examples read, read by our own reader."""
+    """The table of the examples, read by our own reader."""
     manifest = need(root, "demo", 1, Stage.ROLLOUT)
     assert len(manifest.parts) > 1
     return read_stored_table(root, manifest)

@@ -281,7 +281,7 @@ def test_a_part_that_gc_deletes_while_it_is_adopted_is_written_again(root):
     part = writer(root).write_bytes("groups.arrow", b"content")
 
     class Cleaned(type(root)):
-        """gc, which saw the part while it was old, deletes it just after it was made young."""
+        """gc, which saw the part while it was old, deletes it just after it was touched."""
 
         def touch(self, key):
             made = super().touch(key)

@@ -73,7 +73,7 @@ def test_views_of_stored_rows_copy_nothing(root):
 
 
 ROWS, LENGTH = 2000, 300
-READERS = {  # and how much memory besides Arrow's each may take, as a share of the table
+READERS = {  # and the memory besides Arrow's that each may take, as a share of the table
     "as a table": (lambda root, stage: read_stored_table(root, stage), 0.02),
     "flat": (lambda root, stage: [flat(read_stored_table(root, stage)[name]) for name in LISTS], 1.02),  # two chunks
     "as views": (lambda root, stage: [row_views(read_stored_table(root, stage)[name]) for name in LISTS], 0.15),

@@ -1,4 +1,4 @@
-"""Which revision a stage belongs to."""
+"""Revisions of stages."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_reruns_of_reruns_keep_what_lies_before_them():
 
 
 def test_behind_a_result_that_was_there_before_its_own_end_follows():
-    # revision 2 comes to the digest of revision 0 again
+    # revision 2 gets the digest of revision 0 again
     reruns = (rerun(2, REWARD, 1), rerun(2, REWARD, 2, parent=1))
     revisions = Revisions(reruns, (choice(1), choice(2, goes_on=0)))
     assert of(revisions, (2, REWARD), (2, TRAIN), (3, ROLLOUT), (2, ROLLOUT)) == [2, 0, 0, 0]
@@ -86,7 +86,7 @@ def test_settings_add_up_along_the_parents():
         rerun(2, TRAIN, 1, settings={"train.a": 1, "train.b": 1}),
         rerun(3, TRAIN, 2, parent=1, settings={"train.b": 2}),
         rerun(3, TRAIN, 3, settings={"train.c": 3}),
-        rerun(2, REWARD, 4, parent=3, settings={"train.d": 4}),  # what goes on as revision 1 has the settings of that
+        rerun(2, REWARD, 4, parent=3, settings={"train.d": 4}),  # a continuation of revision 1 has its settings
     )
     revisions = Revisions(reruns, (choice(4, goes_on=1),))
     assert [revisions.seen(number).settings() for number in revisions.numbers] == [

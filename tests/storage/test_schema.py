@@ -1,4 +1,4 @@
-"""Schemas: what counts as the same, and how they may change."""
+"""Schemas: equality, and the permitted changes."""
 
 import pyarrow as pa
 import pytest

@@ -34,7 +34,7 @@ def test_nothing_follows_a_failure():
     outbox.add(lambda: (go.wait(), failing()))
     outbox.add(lambda: done.append("manifest"))
     go.set()
-    for _ in range(2):  # each time something waits for what was added
+    for _ in range(2):  # each time a caller waits for what was added
         with pytest.raises(StorageUnavailable, match="no space left"):
             outbox.settle()
     with pytest.raises(StorageUnavailable):

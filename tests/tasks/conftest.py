@@ -10,7 +10,7 @@ from tests.tasks.engine_process import CONTEXT, engine_process
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory):
-    """By family and `tied`: an engine that started from the model `old`, and a model `new` of the same shape."""
+    """Engines by family and `tied`: each started from the model `old`, and a model `new` of the same shape."""
     folder = tmp_path_factory.mktemp("models")
     with engine_process() as process:
         reference = process.Reference()
@@ -29,7 +29,7 @@ def engines(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory):
-    """By family: an engine that started from the model `old`, with experts, and a model `new` of the same shape."""
+    """Engines with experts by family: each started from the model `old`, and a model `new` of the same shape."""
     folder = tmp_path_factory.mktemp("experts")
     with engine_process() as process:
         reference, served = process.Reference(), {}

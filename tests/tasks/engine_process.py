@@ -1,5 +1,5 @@
-"""A real vLLM engine in its own process, so that what vLLM changes globally stays out of pytest, and the reference
-to compare it with."""
+"""A real vLLM engine in its own process, and the reference for comparisons: vLLM's global changes stay out of
+pytest."""
 
 import multiprocessing
 import os
@@ -52,7 +52,7 @@ class Reference:
         # vLLM's attention on CPU has kernels for heads of 32
         heads = {"head_dim": 32} if family == "qwen3-moe" else {"qk_nope_head_dim": 24, "v_head_dim": 32}
         make_family(0, 1, "", directory, family, seed=seed, **heads, **sizes)
-        if family.startswith("deepseek"):  # transformers leaves out what it does not vary, and vLLM needs it
+        if family.startswith("deepseek"):  # transformers leaves out keys with their default values, and vLLM needs it
             path = Path(directory, "config.json")
             config = json.loads(path.read_text(encoding="utf-8"))
             path.write_text(
@@ -77,7 +77,7 @@ class FaultyEngine(Engine):
         return self._core._client.engine_core.model_executor.driver_worker.worker.get_model()
 
     def sampled_so_far(self) -> dict[str, tuple[int, int]]:
-        """By request that the scheduler knows something of: how many tokens and log-probabilities it keeps."""
+        """Tokens and log-probabilities that the scheduler keeps, by request that it knows."""
         scheduler = self._core._client.engine_core.scheduler
         rows = scheduler._rows
         as_row = {name: rows.sampled_as_row(name) if name in rows else 0 for name in scheduler._responses}
@@ -87,11 +87,11 @@ class FaultyEngine(Engine):
         }
 
     def preempt(self) -> None:
-        """Take the key-value cache from everything under way, as when there is too little of it."""
+        """Take the key-value cache from all requests in flight, as when there is too little of it."""
         self._core.forget_prompts()
 
     def break_loading(self, fault: str, *names: str) -> None:
-        """Until `repair`, vLLM's loaders see other tensors than those that arrived: see `_faulty`."""
+        """Let vLLM's loaders see other tensors than those that arrived, until `repair`: see `_faulty`."""
         model = self.model()
         load = type(model).load_weights
         vars(model)["load_weights"] = lambda weights: load(model, _faulty(weights, fault, names))
@@ -101,7 +101,7 @@ class FaultyEngine(Engine):
         vars(self.model()).pop("load_weights", None)
 
     def poison(self) -> int:
-        """Fill all parameters with NaN; how many are not empty."""
+        """Fill all parameters with NaN; returns the number of those that are not empty."""
         import torch
 
         with torch.no_grad():
@@ -112,7 +112,7 @@ class FaultyEngine(Engine):
         return [name for name, parameter in self.model().named_parameters() if bool(parameter.isnan().any())]
 
     def held_asleep(self) -> tuple[dict[str, str], bool]:
-        """What `held` says as if it slept, which vLLM does on cards only; and whether it still does."""
+        """Result of `held` as if it slept, which vLLM does on cards only; and its flag afterwards."""
         self._core._asleep = True
         try:
             return self.held(), self._core.asleep
@@ -133,12 +133,12 @@ class InPlaceEngine(FaultyEngine):
             _custom_ops._supports_onednn = supported
 
     def survey_model(self) -> None:
-        """As on a card."""
+        """Survey as on a card."""
         with _kernels_that_read_parameters():
             super().survey_model()
 
     def prepare_update(self, *arguments: Any) -> str:
-        """As on a card."""
+        """Prepare as on a card."""
         with _kernels_that_read_parameters():
             return super().prepare_update(*arguments)
 
@@ -147,7 +147,7 @@ class InPlaceEngine(FaultyEngine):
         self._core._client.engine_core.model_executor.driver_worker.worker.weight_transfer_engine._followed = None
 
     def break_table(self, fault: str, *names: str) -> None:
-        """Until `mend_table`, what is written by the table is something else: see `_faulty`."""
+        """Let the table write other values, until `mend_table`: see `_faulty`."""
         from tasks.engine import loading
 
         vars(loading)["PlannedCopies"] = _faulty_copies(loading.PlannedCopies, fault, names)
@@ -178,7 +178,7 @@ class InPlaceEngine(FaultyEngine):
 
 @contextmanager
 def _kernels_that_read_parameters() -> Iterator[None]:
-    """Updates that begin now take the model for one whose kernels use parameters as they were loaded."""
+    """Take the model, in updates that begin now, for one whose kernels use parameters as they were loaded."""
     from tasks.engine import receive, survey
 
     class InPlaceSurvey(survey.Survey):
@@ -198,7 +198,7 @@ def _faulty(weights: Iterator[tuple[str, Any]], fault: str, names: tuple[str, ..
             yield name, tensor
         elif fault == "swap":
             yield other[name], tensor
-        elif fault == "ulp":  # what a step with a small learning rate would have changed
+        elif fault == "ulp":  # the change of a step with a small learning rate
             yield name, tensor.nextafter(tensor + 1)
         elif fault == "twice":
             yield name, tensor
@@ -240,7 +240,7 @@ class PlainEngine:
         self._vllm = LLM(**vllm_arguments(spec), worker_cls="tasks.engine.on_cpu.Worker")  # of the same noise
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[tuple[Any, Any, Any]]:
-        """Tokens, their log-probabilities, and why each response ended."""
+        """Tokens, their log-probabilities, and the reason for each response's end."""
         from tasks.engine.core import sampling_parameters
 
         how = [sampling_parameters(sampling, seed) for seed in seeds]
@@ -269,10 +269,10 @@ class PlainEngine:
 
 
 class Copies:
-    """Copies what a bucket brings into parameters."""
+    """Copies a bucket's tensors into parameters."""
 
     def right(self, sent: str, held: str, of: Any) -> bool:
-        """Whether a part of a matrix is written by `PlannedCopies` as torch would, between others that are left alone.
+        """True if `PlannedCopies` writes a part of a matrix as torch would, and leaves the others beside it alone.
 
         Args:
             of: the part, as in `Place`; None if this worker has no use for the matrix.
@@ -331,7 +331,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
+    """Log-softmax over the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 

@@ -1,4 +1,4 @@
-"""Ratchet's schedulers over a model runner that samples by arithmetic, so that what they should return is known."""
+"""Ratchet's schedulers over a model runner that samples by arithmetic, so that the expected responses are known."""
 
 import random
 from collections import deque
@@ -13,12 +13,12 @@ BLOCK = 4
 
 
 def token_at(seed: int, position: int) -> int:
-    """What a request samples at a position of its sequence."""
+    """The token that a request samples at a position of its sequence."""
     return (seed * 2654435761 + position * 40503 + (position * seed >> 3)) % 1000003 % VOCABULARY
 
 
 def response(prompt: list[int], seed: int, sampling: Sampling) -> list[int]:
-    """All that a request samples."""
+    """All tokens that a request samples."""
     sampled: list[int] = []
     while len(sampled) < sampling.max_tokens and not (sampled and sampled[-1] in sampling.stop_token_ids):
         sampled.append(token_at(seed, len(prompt) + len(sampled)))
@@ -26,18 +26,18 @@ def response(prompt: list[int], seed: int, sampling: Sampling) -> list[int]:
 
 
 class CountingRunner:
-    """What vLLM's second model runner keeps of requests, with checks of what it is told."""
+    """State of requests in vLLM's second model runner, with checks of its inputs."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.seeds: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         self.blocks: dict[str, list[int]] = {}
-        self.steady = 0  # steps of the same requests as the one before
+        self.steady = 0  # steps with the same requests as the previous one
         self._before: tuple[int, list[str]] = 0, []
 
     def step(self, output: Any) -> Any:
-        """Execute a step; what it samples, as that runner returns it."""
+        """Execute a step; its samples, as that runner returns them."""
         self._update(output)
         order = sorted(output.num_scheduled_tokens, key=lambda name: output.num_scheduled_tokens[name] != 1)
         names = self._names(output, order)
@@ -103,13 +103,13 @@ class Schedulers:
         """Requests that arrive, end, are dropped and lose their blocks while others run.
 
         Args:
-            ahead: whether a step is planned while the one before is computed.
+            ahead: plan a step while the previous one is computed.
             blocks: of the key-value cache.
             together: most requests of a step.
 
         Returns:
-            `found` and `expected` responses by name, the names of `dropped` requests, how many steps were `steady`, and
-            what is `left` of rows, responses, requests and used blocks.
+            `found` and `expected` responses by name, the names of `dropped` requests, the number of `steady` steps, and
+            the number `left` of rows, responses, requests and used blocks.
         """
         scheduler, add = self._scheduler(directory, ahead, blocks, together)
         generator, runner = random.Random(seed), CountingRunner()

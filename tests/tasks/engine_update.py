@@ -39,7 +39,7 @@ def plan_of(weights, version=1, arena_bytes=ARENA, senders=1):
 
 
 class Sending(threading.Thread):
-    """Sends one rank's buckets as a trainer rank does; what it sent, or why it failed, is kept."""
+    """Sends one rank's buckets as a trainer rank does; keeps what it sent, or the reason of its failure."""
 
     def __init__(self, channel, plan, weights, rank=0, before=None):
         """`before(bucket, arena)` is called before a bucket is published, and may change it, skip it or raise."""
@@ -88,7 +88,7 @@ class Sending(threading.Thread):
 def deliver(
     engine, folder, weights, version=1, transport="memory", before=None, receivers=1, in_flight="abort", **planning
 ):
-    """A whole update of one engine up to the commit; what arrived, and what was sent."""
+    """Update one engine as a whole, up to the commit; the tensors that arrived, and those that were sent."""
     plan = plan_of(weights, version, **planning)
     channel = Channel(transport=transport, folder=str(folder), receivers=receivers, deadline_s=30)
     digest = plan_digest(plan)
@@ -105,7 +105,7 @@ def tensors_of_model(directory):
 
 
 def update(engine, folder, directory, version, **more):
-    """A whole update of one engine to the weights of a model directory; what arrived."""
+    """Update one engine as a whole to the weights of a model directory; the tensors that arrived."""
     folder.mkdir()
     arrived, sent = deliver(engine, folder, tensors_of_model(directory), version, **more)
     assert arrived.digests == sent
@@ -114,7 +114,7 @@ def update(engine, folder, directory, version, **more):
 
 
 def serve(served, folder, which="new", version=10):
-    """The engine of `served` gets the weights of that model."""
+    """Give the engine of `served` the weights of that model."""
     update(served.engine, folder, vars(served)[which], version)
 
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong is refused before anything starts, with the fact and the repair."""
+"""Errors that can be known are refused before anything starts, with the fact and the repair."""
 
 import json
 import re

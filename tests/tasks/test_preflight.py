@@ -1,4 +1,4 @@
-"""A run is continued with what it was started with, or refused with both values and the command that forks it."""
+"""A run is continued with its first settings, or refused with both values and the command that forks it."""
 
 import os
 import shlex

@@ -50,7 +50,7 @@ DENSE = {
 
 
 def make_family(rank, world_size, store, directory, family, layers=4, seed=0, **sizes):
-    """Write a random model; where routers have biases, those are not zero."""
+    """Write a random model; biases of routers, if there are any, are not zero."""
     import torch
     import transformers
 
@@ -65,7 +65,7 @@ def make_family(rank, world_size, store, directory, family, layers=4, seed=0, **
 
 
 def add_frequencies(rank, world_size, store, directory):
-    """Put what old checkpoints of Llama hold besides weights into a model's file."""
+    """Add to a model's file what old checkpoints of Llama hold besides weights."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,4 +1,4 @@
-"""megatron-bridge's plain export, with conversion tasks made anew: what every faster way is compared with."""
+"""megatron-bridge's plain export, with fresh conversion tasks: the reference for every faster way."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Exported(NamedTuple):
 
 
 def export(trainer, folder):
-    """Rank 0 writes all weights into `folder` and returns what it wrote; other ranks return []. Collective."""
+    """Write all weights into `folder` on rank 0 and return the records; other ranks return []. Collective."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""What the server that forks ranks imports once, so that a test does not pay for it."""
+"""Modules that the server that forks ranks imports once, so that no test pays for them."""
 
 import gc
 import importlib
@@ -15,7 +15,7 @@ MODULES = (
     "numpy.ma",
     "rich._emoji_codes",
     "torch.utils.serialization.config",
-    # what modules of tests import, which a rank does for the function that it is given
+    # imports of test modules, which a rank executes for its function
     "pytest",
     "storage.parts",
     "trainer_core.weights.transports.ends",
@@ -27,4 +27,4 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 prepare("cpu")
 for module in MODULES:
     importlib.import_module(module)
-gc.freeze()  # or the first collection of each rank would go through all that was imported, and copy its pages
+gc.freeze()  # else the first collection of each rank would go through all imported objects, and copy their pages

@@ -1,4 +1,4 @@
-"""A long call tells how far it is, at a limited rate, only to those who listen."""
+"""A long call reports its progress, at a limited rate, only to listeners."""
 
 import logging
 

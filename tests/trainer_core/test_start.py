@@ -1,4 +1,4 @@
-"""What a trainer's process keeps out of the collector's sight, and what it does not."""
+"""Objects that a trainer's process hides from the garbage collector, and those that it does not."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ PLAIN = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), micro_batch
 
 
 class Loop:
-    """Only the collector can free it."""
+    """A cycle that only the collector can free."""
 
     def __init__(self):
         self.own = self
@@ -19,7 +19,7 @@ class Loop:
 
 def started_twice(rank, world_size, store, model_dir):
     inherited = weakref.ref(Loop())
-    gc.freeze()  # as the process is that ranks of tests are forked from
+    gc.freeze()  # ranks of tests are forked from such a process
     trainer = start_trainer(model_dir, PLAIN, RankSpec(rank=rank, world_size=world_size, store=store))
     watched = gc.get_freeze_count(), len(gc.get_objects()), inherited() is not None
     first = weakref.ref(trainer._model.chunks[0])

@@ -1,4 +1,4 @@
-"""What a phase of training does with its samples and reports."""
+"""Samples and reports in a phase of training."""
 
 import math
 import tempfile
@@ -86,7 +86,7 @@ def test_the_report_of_a_policy_step(model_dir, tmp_path):
 
 
 def passes_of_an_iteration(trainer, reference):
-    """Sequences in each pass of one iteration, and whether it left gradients."""
+    """Sequences in each pass of one iteration, and whether gradients were left."""
     import torch
 
     trainer.import_model()
@@ -149,7 +149,7 @@ def test_measuring_the_kl_leaves_no_trace(model_dir, tmp_path):
 
 
 def test_a_single_update_is_the_first_of_several(model_dir):
-    """Without a scoring pass the ratio is 1 all the same: the gradient is that of the surrogate at the old weights."""
+    """The ratio is 1 without a scoring pass too: the gradient is that of the surrogate at the old weights."""
     one, two = (
         run_trainers(model_dir, configuration(learning_rate=0.0, epochs=epochs), train_only, random_samples())[0]
         for epochs in (1, 2)
@@ -165,7 +165,7 @@ def train_only(trainer, samples):
 
 
 def test_hopeless_log_ratios_move_nothing_and_break_nothing(model_dir):
-    """An engine or reference may call impossible what was sampled: the ratio is clamped, the gradient stays finite."""
+    """An engine or reference may call a sample impossible: the ratio is clamped, the gradient stays finite."""
     (metrics,) = run_trainers(model_dir, configuration(kl_coefficient=1.0), far_from_the_reference, random_samples())
     assert math.isfinite(metrics["loss"])
     assert math.isfinite(metrics["grad_norm"])
@@ -322,7 +322,7 @@ def test_a_loss_that_is_not_finite_is_not_applied(model_dir, tmp_path, parallel)
         run_trainers(model_dir, configuration(parallel), survive_bad_rewards, str(tmp_path / "bad"))
     ):
         assert "update 1" in message
-        assert metrics == untouched[rank]  # weights and moments were as after the import
+        assert metrics == untouched[rank]  # weights and moments were those after the import
     original, exported = read_export(model_dir), read_export(tmp_path / "bad")
     assert all(np.array_equal(original[name], exported[name]) for name in original)
 

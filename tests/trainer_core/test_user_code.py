@@ -1,4 +1,4 @@
-"""Functions of the user's: their names, their places, and what the digest of their source follows from."""
+"""Functions of the user: their names, their places, and the digest of their source."""
 
 import sys
 
@@ -13,7 +13,7 @@ GROUP = "ratchet.rewards"
 
 @pytest.fixture
 def modules():
-    """Modules and folders that a test imports are forgotten after it."""
+    """Forget modules and folders that a test imports after it."""
     before, path = set(sys.modules), list(sys.path)
     yield
     sys.path[:] = path
@@ -89,7 +89,7 @@ def test_an_entry_point_is_a_function_of_its_module():
 
 
 def digests(name, folder, changes):
-    """Digest of a source, and how many different ones there are with each change of a file."""
+    """Digest of a source, and the number of different ones after each change of a file."""
     first = source_digest(find_function(name, "reward.function", GROUP))
     found = {}
     for file, text in changes.items():

@@ -30,7 +30,7 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class Segments:
-    """Which of R flat response tokens belong to which of S sequences."""
+    """Assignment of R flat response tokens to S sequences."""
 
     lengths: torch.Tensor
     """(S,) int64, tokens of each sequence that this rank holds; they sum to R."""

@@ -50,7 +50,7 @@ class Problem:
         return self.first + self.second if self.adds else self.first - self.second
 
     def solution(self, careful: bool) -> str:
-        """Digit by digit, as 7+8=15, 4+3+1=8 for 47 and 38; a careless one forgets to carry: 7+8=15, 4+3=7."""
+        """Solve digit by digit, as 7+8=15, 4+3+1=8 for 47 and 38; a careless one forgets to carry: 7+8=15, 4+3=7."""
         sign = 1 if self.adds else -1
         (tens, ones), (more_tens, more_ones) = divmod(self.first, 10), divmod(self.second, 10)
         carried = ones + more_ones > 9 if self.adds else ones < more_ones

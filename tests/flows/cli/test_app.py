@@ -1,4 +1,4 @@
-"""The command line: what it refuses, with which message and exit code, and what it writes to which stream."""
+"""The command line: its refusals with message and exit code, and the stream of each output."""
 
 import json
 import re

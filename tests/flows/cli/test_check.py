@@ -1,4 +1,4 @@
-"""`ratchet check` shows what a run would be, and neither starts nor writes anything."""
+"""`ratchet check` shows the run that would start, and neither starts nor writes anything."""
 
 import json
 import tomllib
@@ -36,7 +36,7 @@ keep_every = 5
 
 @pytest.fixture
 def checked(tmp_path, monkeypatch, capfd):
-    """Checks the configuration in its folder and returns what is said."""
+    """Checks the configuration in its folder and returns the output."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(6)))
@@ -179,7 +179,7 @@ def test_a_text_without_the_template_is_noted_unless_that_is_said(tmp_path, reco
 
 
 def test_a_condition_names_a_component_that_the_reward_gives(checked, tmp_path, capfd):
-    """It is known before the warm-up, from the calls on records."""
+    """The calls on records show it before the warm-up."""
     (tmp_path / "own.py").write_text(OWN)
     assert checked("--set=reward.function=own.py:parts", "--set=evaluate.pass=right >= 1")
     assert execute(["check", "run.toml", "--set=reward.function=own.py:parts", "--set=evaluate.pass=rigth >= 1"]) == 2

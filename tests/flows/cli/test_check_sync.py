@@ -1,4 +1,4 @@
-"""What `ratchet check-sync` prints of a comparison, and what it refuses before anything starts."""
+"""Output of `ratchet check-sync` on a comparison, and its refusals before anything starts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run is continued by its name alone, from what it was recorded with; whatever is printed for that works."""
+"""Continuing a run by its name alone, from its record; every command that is printed for that works."""
 
 import json
 import shlex

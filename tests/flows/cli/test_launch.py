@@ -1,4 +1,4 @@
-"""The command as a process: what it leaves behind when it is interrupted, and what it says."""
+"""The command as a process: its messages, and the processes that an interruption leaves."""
 
 import os
 import signal

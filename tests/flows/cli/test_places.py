@@ -1,4 +1,4 @@
-"""One way to name a run, an iteration and a stage, and what is said of a mistyped command line."""
+"""One way to name a run, an iteration and a stage, and the messages about a mistyped command line."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""`ratchet report` makes the files of a run again and says where they are."""
+"""`ratchet report` makes the files of a run again and prints their places."""
 
 import json
 

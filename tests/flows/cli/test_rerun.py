@@ -1,4 +1,4 @@
-"""The commands about stages that are done again: what they refuse, record and print."""
+"""The commands about reruns of stages: their refusals, records and output."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.storage.runs import make_run
 
 @pytest.fixture
 def root(tmp_path: Path, config: RunConfig) -> Root:
-    """A run of three iterations whose train@2 lies beside it as revision 1, with another learning rate."""
+    """A run of three iterations with a revision 1, in which train@2 has another learning rate."""
     found = open_root(str(tmp_path / "runs"))
     record_config(found, "run", config)
     first = make_run(found)[2, Stage.TRAIN]

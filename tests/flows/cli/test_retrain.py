@@ -1,4 +1,4 @@
-"""`ratchet retrain` and `ratchet import` on the command line: what they refuse, and what they print."""
+"""`ratchet retrain` and `ratchet import` on the command line: their refusals and their output."""
 
 import json
 from pathlib import Path

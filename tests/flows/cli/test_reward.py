@@ -1,4 +1,4 @@
-"""`ratchet reward`: what it says of a function, and that it leaves the run as it is."""
+"""`ratchet reward` describes a function and leaves the run unchanged."""
 
 import json
 from pathlib import Path

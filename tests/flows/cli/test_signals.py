@@ -1,4 +1,4 @@
-"""The first signal ends a command cleanly, another one at once; the exit code is what a shell expects."""
+"""The first signal ends a command cleanly, another one at once; the exit code follows the shell's convention."""
 
 import os
 import signal

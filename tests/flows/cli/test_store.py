@@ -1,4 +1,4 @@
-"""The commands of the store: what they print, their JSON, and their exit codes."""
+"""The commands of the store: their output, their JSON, and their exit codes."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def root(tmp_path: Path, config: RunConfig) -> Root:
 
 @pytest.fixture
 def call(root: Root, capfd: pytest.CaptureFixture[str]):
-    """Run a command; returns its exit code, its JSON and what it prints for people."""
+    """Run a command; returns its exit code, its JSON and its output for people."""
 
     def carry_out(*words: str):
         code = app([*words, "--root", root.url])
@@ -251,7 +251,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_bench_of_the_store_runs(root: Root):
-    # that it works and what it reports; its figures depend on the machine
+    # the command works and has these figures; their values depend on the machine
     stages = {
         Stage.ROLLOUT: {"seconds": 4.0, "storage_seconds": 0.1},
         Stage.TRAIN: {

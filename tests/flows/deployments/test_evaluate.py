@@ -45,7 +45,7 @@ def test_the_table_has_the_change_since_the_last_evaluation(prefect_api: str, ev
     for iteration in ("1", "best", "last"):
         state = asked(evaluated, iteration=iteration)
         assert state.is_completed(), state.message
-        with get_client(sync_client=True) as client:  # a Retry evaluates the same
+        with get_client(sync_client=True) as client:  # a Retry repeats the same evaluation
             assert client.read_flow_run(state.state_details.flow_run_id).parameters["iteration"].isdigit()
     of_this = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id]))
     with get_client(sync_client=True) as client:

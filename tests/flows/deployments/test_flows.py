@@ -1,4 +1,4 @@
-"""The flows of deployments over small workers, under a real server: what they do together, fix, name and explain."""
+"""The flows of deployments over small workers, under a real server: overlap, fixed parameters, names, messages."""
 
 import contextvars
 import threading
@@ -60,7 +60,7 @@ def lines(client: SyncPrefectClient, state: State[Any]) -> list[str]:
 
 @pytest.mark.slow
 def test_overlapping_flow_runs_each_add_what_they_were_asked_for(given, root: Root, client, tmp_path: Path):
-    """Each counts from what it finds once it has the run, and Retry has what it counted."""
+    """Each flow run counts from the iterations that it finds once it has the run; its Retry keeps that count."""
     (tmp_path / "slow-rollout").write_text("0.2")  # the others look meanwhile
     states: list[State[Any]] = []
     contexts = [contextvars.copy_context() for _ in range(3)]  # Prefect finds its server there
@@ -105,7 +105,7 @@ def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done
 
 @pytest.mark.parametrize("name", ["engine", "storage"])
 def test_another_failure_is_explained_and_what_was_committed_is_kept(given, root: Root, tmp_path: Path, name: str):
-    """A failure of the reward is looked at in a browser: `tests/flows/site/test_browser.py`."""
+    """The browser test of a failing reward is in `tests/flows/site/test_browser.py`."""
     kind = KINDS[name]
     asked = {"run": "a", "iterations": 1, **given, "settings": [*QUICK, *kind.settings]}
     assert train(**{**asked, "iterations": 0}).is_completed()

@@ -1,4 +1,4 @@
-"""Deployment `maintain` under a real server: what its page shows, and the deletion of old flow runs."""
+"""Deployment `maintain` under a real server: the content of its page, and the deletion of old flow runs."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The form of a new run, and whose name it may have."""
+"""The form of a new run, and the owner of each name."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def test_the_form_has_typed_fields_with_limits_and_none_for_a_secret():
         assert form[name]["title"] == name
         assert form[name]["properties"], name
         assert "required" not in form[name], name
-        assert form[name]["default"] == {}  # the page sends the default of what is left empty
+        assert form[name]["default"] == {}  # the page sends the default for each field left empty
     prompts = form["rollout"]["properties"]["prompts"]
     assert (prompts["type"], prompts["minimum"]) == ("integer", 1)
     assert "Default: 32. Fixed once the run has begun." in prompts["description"]
@@ -74,7 +74,7 @@ def test_a_switch_that_nobody_touches_sends_nothing():
 def test_the_name_of_a_run_that_something_else_has_begun_is_refused(make_run, root, config):
     check_new(root, "a", "mine")
     record_config(root, "a", config, None, "mine")
-    check_new(root, "a", "another")  # nothing was made: its start failed
+    check_new(root, "a", "another")  # nothing was made: the start failed
     make_run("a", 1)
     check_new(root, "a", "mine")
     for identity in ("another", None):

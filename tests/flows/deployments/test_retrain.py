@@ -30,7 +30,7 @@ def here(identity: str = "mine", moment: datetime = START, *, is_scheduled: bool
 
 
 def planned(schedules: list[str | None], *, by: int | None) -> tuple[FlowRun, list[DeploymentSchedule]]:
-    """A flow run that schedule number `by` has started, or a person, and the schedules of its deployment."""
+    """A flow run that schedule number `by` or a person has started, and the schedules of its deployment."""
     made = [
         DeploymentSchedule(id=uuid4(), deployment_id=uuid4(), schedule=CronSchedule(cron="0 3 * * *", timezone=zone))
         for zone in schedules
@@ -113,7 +113,7 @@ def test_a_run_is_begun_for_one_flow_run_and_continued_only_by_hand_and_until_it
     config = ask(here("first"), epochs=2)
     assert begun_by(root, "night") == "first"
     assert ask(here("first")) == config  # a Retry
-    assert ask(here("second", is_scheduled=False)) == config  # what is not given stays as it was
+    assert ask(here("second", is_scheduled=False)) == config  # settings that are not given keep their values
     with pytest.raises(InputError, match="begins a run of its own"):
         ask(here("second"))
     root.remove(layout.run_config_key("night"))  # killed before it was published

@@ -31,4 +31,4 @@ def test_a_flow_run_is_ended_by_a_signal_of_its_own(tmp_path: Path):
 def test_a_command_is_ended_by_sigterm(tmp_path: Path):
     root = open_root(str(tmp_path))
     with hold(root, "a", "ratchet run"), stoppable():
-        assert not end_holder(root, "a", 0.1)[1]  # it does not listen
+        assert not end_holder(root, "a", 0.1)[1]  # it ignores the signal

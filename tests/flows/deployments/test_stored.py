@@ -1,4 +1,4 @@
-"""Deployments for what is stored, over runs of small workers; without a server, as a flow run of which nobody knows."""
+"""Deployments for stored runs, over small workers; without a server, as an unknown flow run."""
 
 from pathlib import Path
 

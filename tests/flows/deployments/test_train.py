@@ -105,7 +105,7 @@ def test_a_person_reads_the_stage_what_happened_beside_it_and_how_to_need_less_m
     text = explained(error, "a", "/data/runs", "goes on").message
     for words in ("During train of iteration 3: rank 0 failed", "no space left", "lower train.micro_batch_size"):
         assert words in text
-    error.during = "train_policy"  # which the message says
+    error.during = "train_policy"  # the message names the stage
     assert explained(error, "a", "/data/runs", "goes on").message.startswith("rank 0 failed")
     page = failure_text(explained(error, "a", "/data/runs", "goes on"), ["a `line`", "the | last"])
     for words in ("| cause | rank 0 failed", "<br>What was still", "| stage | train_policy |", "the | last\n```"):

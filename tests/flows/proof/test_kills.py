@@ -1,4 +1,4 @@
-"""Where a proof kills."""
+"""Places of the kills of a proof."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a proof refuses, and what it reports. The proof itself is in tests/integration/test_faults.py."""
+"""Refusals and report of a proof. The proof itself is in tests/integration/test_faults.py."""
 
 import subprocess
 import sys

@@ -46,7 +46,7 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
 
 
 class NoCluster(contextlib.nullcontext[Any]):
-    """In place of Ray, which these workers do not need."""
+    """Replaces Ray, which these workers do not need."""
 
     def __enter__(self) -> Any:
         return self

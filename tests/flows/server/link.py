@@ -1,4 +1,4 @@
-"""A line to a server that can be cut and restored, for tests of a server that is away for a while."""
+"""A line to a server that can be cut and restored, for tests of an unreachable server."""
 
 import socket
 import threading
@@ -21,18 +21,18 @@ class Link:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """The server is away."""
+        """Make the server unreachable."""
         self._cut.set()
         for one in self._open:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
     def restore(self) -> None:
-        """The server is back."""
+        """Make the server reachable again."""
         self._cut.clear()
 
     def close(self) -> None:
-        """End all of it."""
+        """Close the link and its connections."""
         self._listener.close()
         self.cut()
 

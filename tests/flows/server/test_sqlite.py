@@ -15,13 +15,13 @@ from flows.server.sqlite import _begin_with_lock, write_lock_first
 @pytest.fixture
 def lock_first():
     write_lock_first()
-    write_lock_first()  # also when it is asked for twice
+    write_lock_first()  # a second request has the same effect
     yield
     event.remove(Engine, "before_cursor_execute", _begin_with_lock)
 
 
 async def add_one(database: AioSqliteConfiguration) -> None:
-    """Read a number and write it back, larger by one: what most transactions of the server do."""
+    """Read a number and write it back, larger by one, as most transactions of the server do."""
     engine = await database.engine()
     async with await database.session(engine) as session, database.begin_transaction(session):
         (before,) = (await session.execute(sqlalchemy.text("SELECT number FROM counter"))).one()

@@ -1,4 +1,4 @@
-"""The temporary Prefect server: where it listens, that it ends, and the message when it cannot work."""
+"""The temporary Prefect server: its address, its end, and its message when it cannot work."""
 
 import signal
 import socket

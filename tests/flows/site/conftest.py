@@ -51,7 +51,7 @@ class SiteHere:
 
 
 def free_port() -> int:
-    """A port that stays free while nothing listens there, as between `down` and `up`.
+    """Find a port that stays free while nothing listens there, as between `down` and `up`.
 
     Linux gives 32768 and above to connections of any process, and Ray 10002 to 19999 to its workers.
     """
@@ -149,7 +149,7 @@ def open_flow_run(page: Any, site: "SiteHere", flow_run: FlowRun, pictures: Path
 
 
 def photograph(page: Any, picture: Path) -> None:
-    """Keep a picture of the page, without what Prefect advertises on it."""
+    """Keep a picture of the page, without Prefect's advertisements on it."""
     page.locator("#prefect-design-toast-app").evaluate_all("all => all.forEach(one => one.remove())")
     page.screenshot(path=picture)
 
@@ -201,12 +201,12 @@ def begun_rollout(start: Callable[..., FlowRun], config: str, root: str, run: st
 
 
 def wait_until_idle(site: SiteHere) -> None:
-    """Until the process of the last flow run is gone: no person presses Retry within that second."""
+    """Wait until the process of the last flow run is gone: no person presses Retry within that second."""
     wait_for(lambda: not psutil.Process(site.process("worker")).children())
 
 
 def ended(site: SiteHere, client: SyncPrefectClient, flow_run: FlowRun, attempt: int = 1) -> FlowRun:
-    """The flow run once that attempt has ended."""
+    """Wait until that attempt has ended; returns the flow run."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         found = client.read_flow_run(flow_run.id)

@@ -1,4 +1,4 @@
-"""The deployments over small workers, for a worker's process; `tests/flows/small_context.py` says what goes wrong."""
+"""The deployments over small workers, for a worker's process; `tests/flows/small_context.py` chooses the failures."""
 
 from flows import run
 from flows.deployments.retrain import retrain

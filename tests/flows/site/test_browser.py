@@ -110,7 +110,7 @@ def fill(page: Any, name: str, value: Any) -> None:
 def test_a_form_sends_what_a_person_fills_in_and_the_rest_as_it_was(
     site: SiteHere, client: SyncPrefectClient, page, pictures: Path
 ):
-    client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))  # nothing of this is to be done
+    client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))  # none of this is left to do
     try:
         page.goto(f"{site.api.removesuffix('/api')}/login?redirect=/deployments")
         page.locator("input[type=password]").fill(site.secret)
@@ -125,7 +125,7 @@ def test_a_form_sends_what_a_person_fills_in_and_the_rest_as_it_was(
 def check_form(
     name: str, filled: dict[str, Any], site: SiteHere, client: SyncPrefectClient, page: Any, pictures: Path
 ) -> None:
-    """Fill in a form and send it; the flow run that it makes is deleted again."""
+    """Fill in a form and send it; the test deletes the flow run that it makes."""
     deployment = client.read_deployment_by_name(f"{name}/{name}")
     schema = deployment.parameter_openapi_schema
     assert schema is not None

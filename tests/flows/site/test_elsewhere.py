@@ -1,4 +1,4 @@
-"""Registering with a Prefect server that Ratchet does not run, and what a team's own work pool needs."""
+"""Registering with a Prefect server that Ratchet does not run, and the needs of a team's own work pool."""
 
 import json
 from pathlib import Path

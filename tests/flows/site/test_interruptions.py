@@ -79,7 +79,7 @@ def test_a_crash_that_is_reported_twice_starts_a_flow_run_once(start, site: Site
     process.kill()
     (tmp_path / "slow-rollout").unlink()
     wait_for(lambda: any(state.is_crashed() for state in client.read_flow_run_states(flow_run.id)))
-    time.sleep(1)  # as late as a worker on a busy machine: one that acts at once has acted by now
+    time.sleep(1)  # a worker on a busy machine acts this late; an idle one has acted by now
     client.set_flow_run_state(
         flow_run.id, Crashed(message="Flow run infrastructure exited with non-zero status code -9. Killed.")
     )
@@ -106,7 +106,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_flow_run_goes_on(
 
 
 def test_an_up_that_is_killed_leaves_no_second_worker(site: SiteHere):
-    """It was killed after it had started the worker, and before it recorded that."""
+    """The command was killed after it had started the worker, and before it recorded that."""
     record = site.record()
     before = psutil.Process(site.process("worker"))
     record["processes"] = [one for one in record["processes"] if one["role"] != "worker"]
@@ -117,7 +117,7 @@ def test_an_up_that_is_killed_leaves_no_second_worker(site: SiteHere):
 
 
 def test_a_schedule_that_was_missed_fires_once_for_each_time(site: SiteHere, client, config, root):
-    """Flow runs that Prefect had planned before the site went down are made up for, each once."""
+    """The site makes up for flow runs that Prefect had planned before the site went down, each once."""
     deployment = client.read_deployment_by_name("train/train")
     given = {"run": "e", "root": root, "more": 1, "config": config, "settings": ["evaluate.every=0"]}
     schedule = IntervalSchedule(interval=timedelta(seconds=20), anchor_date=datetime.now(UTC))
@@ -143,7 +143,7 @@ def test_a_schedule_that_was_missed_fires_once_for_each_time(site: SiteHere, cli
 
 @contextmanager
 def staying(site: SiteHere) -> Iterator[None]:
-    """`ratchet up --stay` beside the site, as systemd has it; it ends the site, which is then started again."""
+    """`ratchet up --stay` beside the site, as under systemd; it ends the site, and is then started again."""
     options = [f"--folder={site.folder}", f"--port={site.port}", f"--deployments={SMALL}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     process = subprocess.Popen(
@@ -182,7 +182,7 @@ def answers(site: SiteHere) -> bool:
 def test_what_is_killed_soon_after_a_restart_of_the_server_goes_on(
     second: str, start, site: SiteHere, client, config, root, tmp_path: Path
 ):
-    """The server has forgotten which events it was waiting for."""
+    """The restarted server has forgotten the events for which it was waiting."""
     with staying(site):
         flow_run = begun_rollout(start, config, root, "g")
         kill(site, "server")

@@ -1,4 +1,4 @@
-"""A webhook is told of flow runs that end red, by a real server."""
+"""A real server tells a webhook of flow runs that end red."""
 
 import json
 import threading

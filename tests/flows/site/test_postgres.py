@@ -1,4 +1,4 @@
-"""A site on PostgreSQL, the database for more than trying things."""
+"""A site on PostgreSQL, the database for more than trials."""
 
 import os
 import shutil
@@ -85,7 +85,7 @@ def test_a_schedule_fires_and_a_failed_flow_run_is_retried(site: SiteHere, tmp_p
 
 
 def test_a_restart_of_the_database_loses_nothing(postgres: Postgres, site: SiteHere, tmp_path: Path):
-    """It is killed in the middle of a rollout, and recovers."""
+    """The database is killed in the middle of a rollout, and the run recovers."""
     root, config = str(tmp_path / "runs"), tmp_path / "small.toml"
     config.write_text(_DOCUMENT)
     (tmp_path / "slow-rollout").write_text("10")
@@ -98,7 +98,7 @@ def test_a_restart_of_the_database_loses_nothing(postgres: Postgres, site: SiteH
         (tmp_path / "slow-rollout").unlink()
         done = ended(site, client, flow_run)
         assert done.state.is_completed(), done.state
-        # `run_count` also counts that the page has said in the state that the server was away
+        # `run_count` also counts the states in which the page said that the server was unreachable
         names = [state.name for state in client.read_flow_run_states(flow_run.id)]
         assert names.count("Pending") == 1, names
         assert set(names) <= {"Scheduled", "Submitting", "Pending", "Running", "Completed"}

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> SiteFolder:
 
 @pytest.fixture
 def begun(folder: SiteFolder) -> Iterator[RunningProcess]:
-    """A process with a child, started as a site's, of which there is no record."""
+    """A process with a child, started like a site's, without a record."""
     environment = site_environment(folder.path, folder.prefect_home, "http://127.0.0.1:1/api", "a:b")
     running = start("worker", [sys.executable, "-c", PARENT, "ratchet"], environment, folder.log("worker"))
     wait_for(lambda: psutil.Process(running.process).children())
@@ -65,7 +65,7 @@ def test_down_ends_what_nothing_recorded(folder: SiteFolder, begun: RunningProce
 
 
 def test_a_worker_that_is_asked_to_end_starts_nothing_any_more(folder: SiteFolder, tmp_path: Path):
-    """As Prefect's does under load: it starts a flow run again that has just ended, and stays alive with it."""
+    """Prefect's worker does this under load: it restarts a flow run that has just ended, and stays alive with it."""
     again = f"pathlib.Path({str(tmp_path / 'again')!r}).write_text('')"
     text = (
         f"import pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: {again}); print(flush=True); {CHILD}"

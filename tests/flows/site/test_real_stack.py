@@ -1,4 +1,4 @@
-"""A site whose flow runs compute with Megatron and vLLM: what a person sees when their processes are killed."""
+"""A site whose flow runs compute with Megatron and vLLM: a person's view when their processes are killed."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ from tests.flows.site.conftest import PROJECT, SiteHere, ended, faults, open_flo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TINY = PROJECT / "tests" / "integration" / "tiny.toml"
-ITERATIONS = 1000  # more than are done before a person on a slow machine has found the button
+ITERATIONS = 1000  # more than the run completes before a person on a slow machine has found the button
 ENGINE, RANK = "rollout@2:mid-part:engine-0", "train@2:mid-part:trainer-0"
 
 
@@ -34,7 +34,7 @@ def plan(site: SiteHere, *points: str) -> FaultFolder:
 
 @contextmanager
 def watched(site: SiteHere) -> Iterator[set[tuple[int, float]]]:
-    """Every process of a rank or an engine that lives in the block at some time."""
+    """Collect every process of a rank or an engine that lives during the block."""
     seen: set[tuple[int, float]] = set()
     over = threading.Event()
 
@@ -50,7 +50,7 @@ def watched(site: SiteHere) -> Iterator[set[tuple[int, float]]]:
 
 
 def computing(site: SiteHere) -> set[tuple[int, float]]:
-    """Hosts that Ray has started; what one of them starts has its name until it is another program."""
+    """Hosts that Ray has started; a child of one keeps its name until it executes another program."""
     found = set()
     for process in psutil.Process(site.process("worker")).children(recursive=True):
         try:
@@ -70,7 +70,7 @@ def text_of(client: SyncPrefectClient, flow_run: FlowRun) -> str:
 def test_a_run_whose_engine_and_rank_are_killed(
     site: SiteHere, client: SyncPrefectClient, page, pictures: Path, root: str
 ):
-    """Beyond the retries: red, and Retry makes it go on. Within: replaced in place. Then a person cancels."""
+    """Faults beyond the retries end red, and Retry continues; within, dead processes are replaced. A person cancels."""
     store, real = open_root(root), client.read_deployment_by_name("train/real").id
     beyond = plan(site, "weight-sync@1:sent:engine-0", "weight-sync@1:served:engine-0")
     settings = ["evaluate.every=0", "run.retries=1"]
@@ -91,7 +91,7 @@ def test_a_run_whose_engine_and_rank_are_killed(
         assert {str(fault) for fault in within.delivered()} >= {ENGINE, RANK}
         assert client.read_flow_run(flow_run.id).run_count == 2
         assert "engine 0 died" in text_of(client, flow_run)
-        assert len(seen) == 4, seen  # a rank and an engine, and one more of each: the other lives on
+        assert len(seen) == 4, seen  # a rank and an engine, and one more of each: the other survives
         assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 0
         assert need(store, "tiny", 1, Stage.ROLLOUT).attempt == 0
         assert need(store, "tiny", 1, Stage.WEIGHT_SYNC).attempt == 2
@@ -113,5 +113,5 @@ def test_a_run_whose_engine_and_rank_are_killed(
     assert StateType.CRASHED not in {state.type for state in client.read_flow_run_states(flow_run.id)}
     page.get_by_text("Cancelled").first.wait_for()
     photograph(page, pictures / "cancel-2-cancelled.png")
-    check_free(store, "tiny")  # and so it can be continued
+    check_free(store, "tiny")  # therefore it can be continued
     assert ended_iterations(store, "tiny", ITERATIONS) < ITERATIONS

@@ -109,7 +109,7 @@ def test_the_last_of_many_crashes_waits_for_a_person(client: SyncPrefectClient, 
 def test_what_is_under_way_without_a_process_goes_on_and_nothing_else_is_touched(client: SyncPrefectClient, asked):
     lost, cancelled, submitted = asked(Running()), asked(Running(), Cancelling()), asked(Pending())
     here, done, failed, waiting = asked(Running()), asked(Completed()), asked(Failed()), asked()
-    assert reconcile(client, POOL, {str(here.id)}) == ()  # its worker may be about to report it
+    assert reconcile(client, POOL, {str(here.id)}) == ()  # its worker may report it soon
     assert reconcile(client, POOL, None, gone_s=0) == ()
     assert set(reconcile(client, POOL, {str(here.id)}, gone_s=0)) == {lost.name, cancelled.name, submitted.name}
     names = [after(client, one)[0] for one in (lost, cancelled, submitted, here, done, failed, waiting)]
@@ -117,7 +117,7 @@ def test_what_is_under_way_without_a_process_goes_on_and_nothing_else_is_touched
 
 
 def test_a_new_worker_takes_over_crashes_too(client: SyncPrefectClient, asked):
-    """A server that was restarted has forgotten them."""
+    """A restarted server has forgotten them."""
     crashed = asked(Running(), Crashed(message="Execution was aborted by a termination signal."))
     assert set_right(client, POOL) == (crashed.name,)
     assert after(client, crashed)[0] == AGAIN

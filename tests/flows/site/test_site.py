@@ -1,4 +1,4 @@
-"""A site as a person has it: server, worker and deployment are real, what computes is small."""
+"""A site as a person has it: server, worker and deployment are real, the computation is small."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_failed_stage_is_explained_and_retry_continues_with_it(
     start, site, client, config: str, root: str, tmp_path: Path
 ):
     (tmp_path / "fail-train").write_text("NumericsError")
-    flow_run = start(run="a", root=root, more=1, config=config)  # which is counted once
+    flow_run = start(run="a", root=root, more=1, config=config)  # the site counts it once
     failed = ended(site, client, flow_run)
     assert failed.state is not None
     assert failed.state.type is StateType.FAILED
@@ -159,7 +159,7 @@ def test_a_retraining_of_the_last_day_is_retried_as_it_was_begun(start, site, cl
 
 
 def test_input_that_cannot_work_is_explained(start, site, client, config: str):
-    """Other input is refused in `tests/flows/deployments/test_flows.py`, without a worker."""
+    """`tests/flows/deployments/test_flows.py` tests refusals of other input, without a worker."""
     found = ended(site, client, start(run="d", config=config, root="runs", iterations=1))
     assert found.state.type is StateType.FAILED
     assert "give an absolute path" in found.state.message

@@ -1,4 +1,4 @@
-"""Event files as TensorBoard reads them, and as they are to be."""
+"""Event files: as TensorBoard reads them, and as they should be."""
 
 import struct
 from collections.abc import Sequence

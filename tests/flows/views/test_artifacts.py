@@ -39,7 +39,7 @@ def test_a_flow_run_carries_table_summary_and_curves(prefect_api: str, make_run:
     with get_client(sync_client=True) as client:
         artifacts = client.read_artifacts(artifact_filter=of_this_flow)
     found = {artifact.key: artifact for artifact in artifacts}
-    assert len(found) == len(artifacts)  # one that is shown again is changed
+    assert len(found) == len(artifacts)  # showing it again changes the artifact in place
     assert {key: artifact.type for key, artifact in found.items()} == {
         "ratchet-a-b-iterations": "table",
         "ratchet-a-b-summary": "markdown",

@@ -92,7 +92,7 @@ def test_a_curve_is_not_joined_over_another_function_and_has_a_mark():
 
 
 def test_a_panel_without_a_curve_is_left_out():
-    """Nothing of the training is measured here: there is one panel, and it is as high as the plot."""
+    """The plot has one panel of full height when nothing of the training was measured."""
     alone = draw_curves(rows_of([evaluated(0, "one", 0.2)]), "run")
     trained = record_of([make_manifest("a", 1, stage) for stage in (Stage.REWARD, Stage.TRAIN)], None)
     assert alone != draw_curves(rows_of([evaluated(0, "one", 0.2), trained]), "run")
@@ -116,7 +116,7 @@ def test_a_long_run_begins_its_comparison_where_all_of_it_does(make_run: MakeRun
 
 
 def test_each_function_has_curves_of_its_own_in_tensorboard(tmp_path: Any):
-    """The event file is read: no name has values of two functions, and what no function decides keeps its name."""
+    """The event file has no name with values of two functions; a name that no function decides stays the same."""
     sources = {"one": {"reward_source": {"my reward.py:score": "1"}}, "two": {"reward_source": {"math_verify": "2"}}}
     by = ["one", "one", "two", "two", "one"]
     rows = rows_of([evaluated(at, name, at / 10, at / 20, **sources[name]) for at, name in enumerate(by)])

@@ -1,4 +1,4 @@
-"""Where a run continues, and what its manifests say about each iteration."""
+"""Place where a run continues, and the content of its manifests about each iteration."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Work beside the run: what fails in it is said once, and the rest is done."""
+"""Work beside the run: a failure in it is reported once, and the remaining work is done."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""With --json, standard output holds only the JSON, whatever else writes."""
+"""Standard output holds only the JSON with --json, whatever else writes."""
 
 import os
 import subprocess

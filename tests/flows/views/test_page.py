@@ -1,4 +1,4 @@
-"""The page of a flow run while it goes on, under a real server that is also away for a while."""
+"""The page of a flow run during the run, under a real server that is also unreachable for a while."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What is printed for each iteration."""
+"""Lines that are printed for each iteration."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Reports beside a run over small workers: whatever is killed, each iteration is in them once, and they end nothing."""
+"""Reports beside a run over small workers: after any kill each iteration is in them once, and they end nothing."""
 
 import sqlite3
 import struct
@@ -32,7 +32,7 @@ CSV, EVENTS, PLOT = (layout.report_key(RUN, name) for name in (layout.METRICS, l
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed process would leave undone is finished: it must not work on beside the next one, in one process."""
+    """Finish the work of a process that is killed: it must not continue beside the next one, in the same process."""
     monkeypatch.setattr(reports, "_INTERRUPTED_SECONDS", 60.0)
 
 
@@ -68,7 +68,7 @@ def test_an_iteration_that_is_done_again_takes_the_place_of_the_first(root: Root
     assert said == []
     assert root.read_bytes(CSV) != before
     check_files(root)
-    # what a tracker was sent stays there: the revision is another run
+    # a tracker keeps the rows that it was sent: the revision is another run
     replaced = TrackedRun(root, RUN, "wandb")
     assert (called.title, replaced.title) == ("small", "small, revision 1")
     assert replaced.identity != called.identity

@@ -37,7 +37,7 @@ def root(server: S3Server) -> Root:
 
 @pytest.fixture
 def requests_of(server: S3Server) -> Callable[[Callable[[], object]], list[str]]:
-    """Does something, and returns what the server was asked for."""
+    """Call a function; returns the requests to the server."""
 
     def count(call: Callable[[], object]) -> list[str]:
         before = len(server.faults.requests)

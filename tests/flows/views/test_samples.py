@@ -1,4 +1,4 @@
-"""What `ratchet samples` shows of a run over small workers."""
+"""Output of `ratchet samples` for a run over small workers."""
 
 import json
 import statistics
@@ -26,7 +26,7 @@ ALL = Choice(random=PROMPTS * SAMPLES)
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    """With a complete run of two iterations."""
+    """A root with a complete run of two iterations."""
     folder = tmp_path_factory.mktemp("run")
     store = open_root(str(folder / "runs"))
     driver(store, small_config(), folder / "scratch").drive()

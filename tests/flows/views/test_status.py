@@ -1,4 +1,4 @@
-"""`read_status` finds from storage alone how far a run is."""
+"""`read_status` finds the progress of a run from storage alone."""
 
 import pytest
 

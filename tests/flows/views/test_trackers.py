@@ -1,4 +1,4 @@
-"""Trackers of a user's own: they get each row once, are refused with file and line, and never end a run."""
+"""Trackers of a user: they get each row once, are refused with file and line, and never end a run."""
 
 import contextlib
 import json
@@ -126,7 +126,7 @@ def test_a_row_that_failed_is_sent_again_before_the_next(root: Root, tmp_path: P
 
 
 def test_a_tracker_that_continues_names_curves_as_the_process_before(root: Root, tmp_path: Path):
-    """Another function from iteration 2 on: its curves have a suffix, also in a process that sends only these."""
+    """The function changes in iteration 2: its curves have a suffix, also in a process that sends only these."""
     file, reward, said = tmp_path / "mine.py", tmp_path / "my_reward.py", list[str]()
     named = "GIVEN.open('a').write(''.join(f'{n}\\n' for n in row.values if 'reward_mean' in n and 'reward/' in n))"
     config = small_config([f'report.trackers=["{file}:Kept"]', f"reward.function={reward}:score"])

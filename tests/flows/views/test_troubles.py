@@ -1,4 +1,4 @@
-"""An iteration from which nothing can be learned is named: in the progress, in the status and in the summary."""
+"""Progress, status and summary name an iteration from which nothing can be learned."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The bench of memory: what it prints, and that it would notice other updates."""
+"""The bench of memory: its output, and that it would notice other updates."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The bench of the rollout: what it prints, that Ratchet's side is not slow, and that nothing of it stays."""
+"""The bench of the rollout: its output, that Ratchet's side is not slow, and that it leaves no process."""
 
 import json
 import subprocess

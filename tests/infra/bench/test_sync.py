@@ -1,4 +1,4 @@
-"""The bench of the weight sync: what it measures, and that a round of it is what a run does."""
+"""The bench of the weight sync: its measurements, and that its round does what a run does."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def test_an_update_takes_one_exchange_and_no_collective_of_objects(case, transpo
     assert found["metadata_exchanges"] == 1
     assert found["seconds"] < found["stock_seconds"]
     assert all(found[key] > 0 for key in KEYS)
-    assert found["verify_share"] < 1  # of a tiny model it is little, and may be less than what other work moves
+    assert found["verify_share"] < 1  # a tiny model moves little memory, perhaps less than other work does
     assert found["transport"] == ("collective" if transport == "collective" else "memory")
     assert 0 < found["link_share"] == pytest.approx(found["send_gb_per_s"] / found["link_gb_per_s"])
     assert found["steps"].keys() >= {"plan", "prepare", "send", "verify", "commit"}

@@ -1,4 +1,4 @@
-"""The bench of the trainer: what it prints, that both sides do the same work, and that Ratchet's is not slow."""
+"""The bench of the trainer: its output, that both sides do the same work, and that Ratchet's is not slow."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The conformance checks pass on our backends and on the example, and name what is wrong with a backend that is not."""
+"""The conformance checks pass on our backends and on the example, and name the fault of a backend that fails."""
 
 import subprocess
 import sys

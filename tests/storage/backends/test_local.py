@@ -15,7 +15,7 @@ MANIFEST = "manifests/000001/train.r0.json"
 
 
 def process(url, kill, *steps):
-    """What a process of `tests.storage.flushes` says, as (call, path)."""
+    """Events that a process of `tests.storage.flushes` reports, as (call, path)."""
     command = [sys.executable, "-m", "tests.storage.flushes", url, kill, *steps]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
     assert ended.returncode == (0 if kill == "-" else -9), ended.stderr

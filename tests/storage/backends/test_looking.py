@@ -1,4 +1,4 @@
-"""What a root shows of its objects: their age, listings, and unfinished uploads."""
+"""Objects of a root as it shows them: their age, listings, and unfinished uploads."""
 
 import time
 from datetime import UTC, datetime, timedelta

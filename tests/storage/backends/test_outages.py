@@ -1,4 +1,4 @@
-"""A store that is away for a while is waited for, and what cannot be looked up there is not absent."""
+"""The client waits for a store in an outage; an object that it cannot look up is not taken for absent."""
 
 import errno
 import os

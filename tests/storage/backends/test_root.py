@@ -1,4 +1,4 @@
-"""What a root promises: put-if-absent on each backend, and an explanation when the store fails."""
+"""Promises of a root: put-if-absent on each backend, and an explanation when the store fails."""
 
 import os
 import subprocess

@@ -121,7 +121,7 @@ def test_a_block_that_fails_releases(root):
 
 
 def end_by_force(root, run="run"):
-    """What `ratchet unlock --force` does; a renewal at the same moment can be first."""
+    """End a lease as `ratchet unlock --force` does; a renewal at the same moment can be first."""
     while not unlock(root, run, this_process("second"), force=True)[0]:
         pass
 

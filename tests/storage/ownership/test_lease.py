@@ -103,7 +103,7 @@ def test_a_stale_holder_commits_nothing(take, any_root):
 
 def test_a_stale_holder_whose_clock_did_not_move_is_refused_by_the_store(take, any_root):
     first = take("one")
-    first.clock = Time().clock()  # as if no time had passed for it
+    first.clock = Time().clock()  # no time has passed for it
     take("two")
     with pytest.raises(LeaseLost, match="taken over by two"):
         commit(any_root, manifest(), first)

@@ -27,7 +27,7 @@ def test_a_log_does_not_grow(take, any_root):
 
 @pytest.mark.parametrize("use", ["check", "renew", "acquire", "unlock"])
 def test_a_number_that_was_pruned_counts_for_nobody_again(take, moment, any_root, use):
-    """An outdated view of the log: of a holder, or of a process between its look and its append."""
+    """An outdated view of the log: that of a holder, or of a process between its look and its append."""
     stale, old = take("one"), newest(any_root, "run")
     holders = [take("two")]
 

@@ -2,7 +2,7 @@
 
 Hypothesis moves the processes one store operation at a time. Each of them works on a chain of stages as a flow does:
 hold the lease, use what is committed, else do the work (with another result each time, the worst case) and commit.
-Some ask first for a finished stage to be done again; whoever drives the run next finishes that, and then the chain.
+Some ask first for a rerun of a finished stage; the next process that drives the run finishes that, and then the chain.
 The lease's log keeps as few entries as possible, so numbers become free all the time.
 """
 
@@ -31,22 +31,22 @@ from tests.storage.tables import manifest
 
 SECONDS, STAGES, PROCESSES = 10.0, 3, 3
 CHAIN = Workflow("prepare", "rollout", "reward", "train", "train", selects="select", behind={"train": ()})
-"""Each iteration is one stage, made from that of the iteration before."""
+"""Each iteration is one stage, made from that of the previous iteration."""
 WHICH = st.integers(0, PROCESSES - 1)
 
 
 @dataclass
 class Worker:
-    """A process that drives the run, and what it believes."""
+    """A process that drives the run, and its view of it."""
 
     store: SharedStore
     time: Time
     name: str
     skew: float
     renewals: int
-    """Before each stage."""
+    """Renewals before each stage."""
     again: int = 0
-    """Iteration whose stage it asks to be done again, if it is finished; 0 for none."""
+    """Iteration whose stage it asks to redo, if it is finished; 0 for none."""
     lease: Lease | None = None
     used: dict[int, str] = field(default_factory=dict)
     """Digest of the manifest it continued from, by stage."""
@@ -70,9 +70,9 @@ class Worker:
             pass
 
     def _redone(self, root):
-        """The head, once what was asked to be done again is done and chosen."""
+        """The head, once the requested rerun is done and chosen."""
         if self.again and find(root, "run", self.again, Stage.TRAIN) is not None:
-            # whether another request is not finished is for `ask` to say; it is finished below
+            # `ask` reports an unfinished request; the steps below finish it
             with suppress(InputError):
                 wanted = Wanted(self.again, Stage.TRAIN, "a test", self.name, request=self.name)
                 ask(root, CHAIN, "run", wanted, self.lease)
@@ -102,7 +102,7 @@ class Worker:
 
 
 class NeverTwoTruths(RuleBasedStateMachine):
-    """Processes are started, moved, killed and started again; time passes; wall clocks show what they like."""
+    """Hypothesis starts, moves and kills processes; time passes; wall clocks show anything."""
 
     @initialize(skews=st.lists(st.sampled_from([0.0, -86400.0, 86400.0]), min_size=PROCESSES, max_size=PROCESSES))
     def set_up(self, skews):
@@ -174,7 +174,7 @@ class NeverTwoTruths(RuleBasedStateMachine):
             for number in range(STAGES):
                 found = find(root, "run", number, Stage.TRAIN, revisions.seen(revision))
                 if found is None:
-                    ended = True  # what is behind a stage that was done again is not done
+                    ended = True  # stages behind one that was redone are not done
                     continue
                 assert not ended
                 assert found.inputs == ({"before": before.digest} if before else {})
@@ -306,7 +306,7 @@ def test_an_entry_that_is_removed_while_another_process_looks_for_it_ends_nobody
         first, second = (Worker(store, time, name, 0.0, 1) for name in ("first", "second"))
         for one in (first, second):
             one.start()
-            one.stepper.step_to_write()  # both have seen that nobody drives the run
+            one.stepper.step_to_write()  # both have seen that no process drives the run
         first.stepper.step()
         for _ in range(steps):
             second.stepper.step()

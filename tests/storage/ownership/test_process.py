@@ -1,4 +1,4 @@
-"""Whether a process is alive, as far as its own machine can tell."""
+"""Life of a process, as far as its own machine can tell."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_a_process_that_proc_hides_lives(tmp_path, monkeypatch):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Id of a process that this one may not send signals to, for as long as the test lasts."""
+    """Id of a process to which this one may not send signals, for as long as the test lasts."""
     if os.geteuid() != 0:
         yield 1
         return

@@ -1,4 +1,4 @@
-"""A run that begins with one state of another: what it shares, what it copies, and that retention knows."""
+"""A run that begins with one state of another: its shared and copied records, and their retention."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a root holds, found in linear time, even if single records are damaged."""
+"""Content of a root, found in linear time, even if single records are damaged."""
 
 import sys
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class CountableRoot(Root):
 
 
 def steps_of(call: Callable[[], object]) -> int:
-    """How many functions `call` calls in this thread; those of threads it starts and of the store are not counted."""
+    """Count the functions that `call` calls in this thread, without those of its threads and of the store."""
     count = 0
 
     def on_event(frame: FrameType, event: str, _: object) -> None:

@@ -126,7 +126,7 @@ def test_a_fork_beside_a_cleaning_has_its_state_or_is_refused(clean, interrupted
 
 @pytest.mark.slow
 def test_a_fork_takes_over_what_its_parent_retires_meanwhile():
-    # states 1 and 2 go while the fork at 3 is made: each is kept for it, or retired in it as well
+    # gc removes states 1 and 2 while the fork at 3 is made: each is kept for it, or retired in it as well
     outcomes = set()
     for steps in range(1000):
         store = SharedStore()

@@ -1,4 +1,4 @@
-"""Records that were copied or are of a later form, and whatever else lies in a run's folder: named, and harmless."""
+"""Records that were copied or are of a later form, and strange files in a run's folder: named, and harmless."""
 
 import json
 import os

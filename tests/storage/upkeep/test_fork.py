@@ -1,4 +1,4 @@
-"""Forks have the past of their parent in parts of their own, and their own history."""
+"""Forks have their parent's past in parts of their own, and their own history."""
 
 import errno
 import os
@@ -84,7 +84,7 @@ def test_a_fork_that_a_crash_cut_short_is_no_run_and_is_completed(root):
 
 
 def content_of(root: Root, run: str) -> list[tuple]:
-    """What does not depend on the name of a run."""
+    """Content that does not depend on the name of a run."""
     return [
         (one.iteration, one.stage, one.origin, [(part.name, part.digest, part.bytes) for part in one.parts])
         for one in contents(root, run).newest
@@ -190,7 +190,7 @@ def test_a_name_with_manifests_but_no_configuration_is_no_new_run(root):
 
 
 def test_parts_alone_take_no_name(root):
-    """A start that was killed while it replaced its configuration has left them, and goes on."""
+    """A start that was killed while it replaced its configuration has left them, and continues."""
     make_run(root, "parent", 1)
     for part in need(root, "parent", 1, Stage.TRAIN).parts:
         root.copy(part.key, f"child/{part.key.partition('/')[2]}")

@@ -1,4 +1,4 @@
-"""What a careless reward or a hostile record does to the commands that look after a root."""
+"""Effects of a careless reward or a hostile record on the commands that look after a root."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Records that are lost, copied, moved or of a later form: they are named, and stop only what depends on them."""
+"""Records that are lost, copied, moved or of a later form: they are named, and stop only their dependents."""
 
 import json
 import re
@@ -33,7 +33,7 @@ RERUN, CHOICE = (lambda number: layout.rerun_key(RUN, number)), (lambda number: 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> str:
-    """The root of a run of which two stages were done again, and the first result chosen in between; the head is 2."""
+    """The root of a run with two redone stages, and a choice of the first result in between; the head is 2."""
     root = open_root(str(tmp_path_factory.mktemp("redone") / "runs"))
     make_run(root, RUN)
     make_run(root, "other", 1)
@@ -53,7 +53,7 @@ def redone(root: Root, made: str) -> Root:
 
 
 def test_the_last_choice_that_is_lost_with_its_copy_is_known_from_the_lease(redone: Root):
-    """Nothing else of the run shows it."""
+    """No other record of the run shows the choice."""
     for key in [CHOICE(3), *[key for key in redone.keys(f"{RUN}/copies") if "head-000003" in key]]:
         redone.remove(key)
     assert read_revisions(redone, RUN).head == 0

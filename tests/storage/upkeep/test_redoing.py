@@ -1,4 +1,4 @@
-"""What is kept, deleted, shared and shown once stages were done again."""
+"""Records that are kept, deleted, shared and shown once stages were redone."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ RUN = "run"
 
 
 def again(root: Root, iteration: int, stage: Stage, data: bytes | None = None, run: str = RUN) -> Manifest:
-    """Do a stage again, with other content, or with `data` as its only part; it becomes the head."""
+    """Redo a stage, with other content, or with `data` as its only part; it becomes the head."""
     with hold(root, run, "test") as lease:
         rerun = ask(root, WORKFLOW, run, Wanted(iteration, stage, "a test", "tests"), lease)
         made = publish(root, run, iteration, stage, rerun.revision, data)
@@ -123,7 +123,7 @@ def test_a_stage_that_a_fork_has_taken_over_is_done_again_in_the_fork_alone(root
     assert {key: root.read_bytes(key) for key in root.keys(RUN)} == before | {
         key: root.read_bytes(key) for key in root.keys(RUN) if "/lease/" in key
     }
-    # what the fork has of its parent is kept, though its head does not name it
+    # the fork keeps its parent's results, though its head does not name them
     collect(root, WORKFLOW, RUN, Retention(newest=1), apply=True)
     collect(root, WORKFLOW, "child", apply=True)
     assert verify(root, "child").findings == ()
@@ -197,7 +197,7 @@ def test_the_end_of_an_iteration_leaves_states_of_other_revisions(root: Root):
     keep = Retention(newest=1)
     with hold(root, RUN, "test") as lease:
         choose(root, WORKFLOW, RUN, 0, "back", "tests", lease)
-        give_up(root, WORKFLOW, RUN, keep, 3, fence=lease)  # pushes out what revision 0 has of iteration 2
+        give_up(root, WORKFLOW, RUN, keep, 3, fence=lease)  # evicts iteration 2 of revision 0
     assert not root.exists(done[2, Stage.TRAIN].parts[0].key)
     assert root.exists(made.parts[0].key)
     assert read_revisions(root, RUN).seen(1).of(2, Stage.WEIGHT_SYNC) == synced.revision
@@ -247,7 +247,7 @@ class Weighing(Root):
 
 
 def the_end(root: Root, iterations: int, reruns: int) -> Weighing:
-    """The end of iteration 3 of a run that has as many iterations, and as many reruns of its last one."""
+    """The end of iteration 3 of a run with that many iterations, and that many reruns of its last one."""
     make_run(root, RUN, iterations)
     for number in range(reruns):
         again(root, iterations, Stage.TRAIN, f"{number}".encode())

@@ -1,4 +1,4 @@
-"""Removing a run: nothing of it is left, nothing of others is touched, and after a kill doing it again finishes it."""
+"""Removing a run: nothing of it is left, other runs are untouched, and after a kill a repetition finishes it."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -119,7 +119,7 @@ def test_a_fork_beside_a_removal_ends_or_needs_nothing_of_it(root, make, going):
     with pytest.raises(InputError, match="'child' is being removed"):
         make(removing)
     assert runs(root) == ["run"]
-    removed(root, "child")  # what is left of the fork
+    removed(root, "child")  # the rest of the fork
 
 
 @pytest.mark.parametrize("make", [forked, branched])

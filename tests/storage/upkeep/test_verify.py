@@ -1,4 +1,4 @@
-"""verify names everything that is not as it was written, and nothing else."""
+"""verify names everything that differs from what was written, and nothing else."""
 
 import random
 from pathlib import Path

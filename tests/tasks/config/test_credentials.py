@@ -1,4 +1,4 @@
-"""A configuration names its secrets and never holds one; nothing that is shown contains one."""
+"""A configuration names its secrets and never holds one; no output contains one."""
 
 import tomllib
 

@@ -1,4 +1,4 @@
-"""The forms of a source of prompts, and which part of them is a run's meaning."""
+"""The forms of a source of prompts, and the part of them that is a run's meaning."""
 
 import pytest
 
@@ -95,7 +95,7 @@ def test_without_held_out_prompts_nothing_is_evaluated():
     assert config_of(train="a", held_out="b").evaluate.every == 1
     assert config_of(generate={}).evaluate.every == 1
     asked = parse_config({**BASE, "data": {"train": "a"}, "evaluate": {"every": 1}}, "test")
-    assert asked.evaluate.every == 1  # which the checks refuse
+    assert asked.evaluate.every == 1  # the checks refuse it
 
 
 def test_a_record_of_it_is_read_as_it_was_written():

@@ -50,7 +50,7 @@ def test_every_rank_knows_whether_to_be_deterministic(tmp_path, deterministic):
     [
         ({}, "localhost,127.0.0.1,::1"),
         ({"NO_PROXY": "example.org, 127.0.0.1"}, "example.org,127.0.0.1,localhost,::1"),
-        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,localhost,127.0.0.1,::1"),  # as Python's libraries choose
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,localhost,127.0.0.1,::1"),  # Python's libraries choose it so
         ({"NO_PROXY": "*"}, "*"),
     ],
 )

@@ -37,7 +37,7 @@ FIRST, OTHER = config_with(), config_with("rollout.samples=3", "run.iterations=7
 
 @pytest.fixture
 def root(tmp_path) -> Root:
-    """With a run whose start failed before its first manifest."""
+    """A root with a run whose start failed before its first manifest."""
     store = open_root(str(tmp_path / "runs"))
     with hold(store, "run", "ratchet run") as lease:
         record_config(store, "run", FIRST, lease)
@@ -80,7 +80,7 @@ def test_a_later_iteration_binds_the_run_if_the_first_is_lost(root):
 
 @pytest.mark.parametrize("committed", [True, False], ids=["committed", "killed"])
 def test_imported_samples_never_become_a_run_that_samples(tmp_path, committed):
-    """Their iterations begin with 1, and a killed import has a record and no manifests."""
+    """Imported samples begin with iteration 1, and a killed import has a record and no manifests."""
     root = open_root(str(tmp_path / "imports"))
     row = {"prompt_tokens": [1], "response_tokens": [2], "logprobs": [-1.0], "reward": 1}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -126,7 +126,7 @@ def test_a_kill_between_the_old_record_and_the_new_one_leaves_a_free_name(root):
 
 
 def test_a_record_that_was_replaced_too_late_gives_way_to_that_of_the_manifests(root, tmp_path):
-    """A holder that froze just before it replaced the record goes on after its successor has committed."""
+    """A holder that froze just before it replaced the record continues after its successor has committed."""
     commit_first(root, read_config(root, "run").digest)
     root.remove(KEY)
     record = open_root(f"{EXAMPLE}://{tmp_path}/late.db")

@@ -1,4 +1,4 @@
-"""A reward function in a file: where it is found, and that moving it begins no other run."""
+"""A reward function in a file: its place, and that moving it begins no other run."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every setting that decides a result is read by a stage, and what another stage reads does not undo a stage."""
+"""A stage reads every setting that decides a result; a setting of another stage does not undo a stage."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ from tests.small.here import WorkersHere
 PER_KEY = dict(leaves_of(RunConfig))
 
 ALSO_READ = {
-    # lengths that prompts must leave room for; stored prompts are checked again wherever they are used
+    # prompts must leave room for these lengths; every use of stored prompts checks them again
     "prepare: rollout.max_tokens",
     "prepare: train.max_length",
     # trainer ranks are started with it, and stay up behind the stage that needs them

@@ -25,7 +25,7 @@ def config() -> RunConfig:
 
 @pytest.fixture
 def root(tmp_path) -> Root:
-    """With a complete run, and a fork of it under another configuration that was killed before its `run.json`."""
+    """A root with a complete run, and a fork under another configuration that was killed before its `run.json`."""
     store = open_root(str(tmp_path / "runs"))
     make_run(store, "parent", 2)
     fork(store, WORKFLOW, "parent", 1, "child", "of another one", DOCUMENT)

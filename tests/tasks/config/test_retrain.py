@@ -1,4 +1,4 @@
-"""How selections and states are named, and in which order shares are trained on."""
+"""Names of selections and states, and the order in which shares are trained on."""
 
 from datetime import UTC, datetime
 

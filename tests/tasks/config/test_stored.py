@@ -1,4 +1,4 @@
-"""A run keeps the configuration it was started with, and the identity that follows from its record."""
+"""A run keeps its first configuration, and the identity that follows from its record."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""A stranger's model directory, without weights: a BPE tokenizer with a chat template, read by transformers."""
+"""A foreign model directory, without weights: a BPE tokenizer with a chat template, read by transformers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a chat template makes of a conversation: what is trained is the answer that was given, or it is refused."""
+"""Conversations through a chat template: the given answer is trained, or it is refused."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def earlier(content, **more):
 
 
 def made(folder, chat_template, record, table="warmup", stop=None, accept=(), **section):
-    """The row that a record becomes, its tokens as texts, and what is noted."""
+    """The row of a record, its tokens as texts, and the notes on it."""
     codec = TextCodec.from_directory(chat_model(folder, template=chat_template), stop)
     source = DataSection(train="unused", **section).sources("train")[0]
     renderer = Renderer(source, codec, table, table == "warmup", accept)

@@ -1,4 +1,4 @@
-"""What is drawn follows from the cursor alone, in passes and as a mixture."""
+"""Drawn prompts follow from the cursor alone, in passes and as a mixture."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def test_every_pass_draws_each_prompt_once():
 
 
 def test_the_order_of_a_pass_never_changes():
-    """Runs that were stored before draw the same prompts."""
+    """Stored runs continue to draw the same prompts."""
     passes = [np.random.default_rng([3, turn]).permutation(7) for turn in range(2)]
     assert draw(rows=7, cursor=0, count=14, seed=3, shuffle=True).tolist() == np.concatenate(passes).tolist()
     assert draw(rows=3, cursor=1, count=4, seed=3, shuffle=False).tolist() == [1, 2, 0, 1]

@@ -1,4 +1,4 @@
-"""Records are read from files of several forms and places, one after another, with a digest of what was read."""
+"""Records are read from files of several forms and places, one after another, with a digest of the content."""
 
 import csv
 import gzip

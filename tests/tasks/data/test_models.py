@@ -1,4 +1,4 @@
-"""Where a model is found, and what is taken of it."""
+"""Place of a model, and the files that a run takes from it."""
 
 import fsspec
 import pytest

@@ -1,4 +1,4 @@
-"""The stored tables of prompts: what is in them, and which prompts are refused, dropped or held out."""
+"""The stored tables of prompts: their content, and the prompts that are refused, dropped or held out."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def test_a_prompt_that_the_tokenizer_cannot_write_is_noted(tmp_path):
 
 
 def test_an_answer_follows_the_tokens_of_its_prompt():
-    """The tokenizer knows `==` as one token, but the model goes on after `=`."""
+    """The tokenizer knows `==` as one token, but the model continues after `=`."""
     codec = dataclasses.replace(characters(), vocabulary=300)
     codec.backend.tokenizer.add_tokens(["=="])
     source = DataSection(train="unused").sources("train")[0]

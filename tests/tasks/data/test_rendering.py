@@ -1,4 +1,4 @@
-"""A record becomes the text of a prompt, and its answer the turn that the model is to give."""
+"""A record becomes the text of a prompt, and its answer the turn that the model should give."""
 
 import json
 from dataclasses import replace

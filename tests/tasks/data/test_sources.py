@@ -95,7 +95,7 @@ def test_an_empty_source_is_refused(tmp_path):
 
 
 def test_a_name_that_is_no_utf8_is_refused(tmp_path):
-    """By the configuration that names it, which could not be recorded, and where a pattern finds it."""
+    """The configuration that names it, which could not be recorded, is refused, and so is a pattern that finds it."""
     write_jsonl(tmp_path / "p\udcff.jsonl", sums(1))
     with pytest.raises(InputError, match=r"p\\udcff' in it is not UTF-8, so it cannot be recorded\. Rename the file"):
         config_of({"train": f"{tmp_path}/p\udcff.jsonl"})
@@ -219,7 +219,7 @@ def test_a_plain_text_begins_with_what_the_tokenizer_puts_there(tmp_path):
 
 
 class Peak:
-    """The largest memory of this process that no file backs, above what it was at the start; sampled."""
+    """Peak anonymous memory of this process, above that at the start; sampled."""
 
     def __enter__(self):
         self._end, self._thread = threading.Event(), threading.Thread(target=self._sample)
@@ -242,7 +242,7 @@ class Peak:
 
 @pytest.mark.slow
 def test_a_large_source_takes_little_memory(tmp_path):
-    """A batch of records at a time is in memory; the table is a file. As objects these take 300 MiB."""
+    """Only one batch of records at a time is in memory; the table is a file. As objects these take 300 MiB."""
     rows = 200_000
     with (tmp_path / "a.jsonl").open("w") as file:
         file.writelines(f'{{"id": {n}, "prompt": "{n}+1="}}\n' for n in range(rows))

@@ -23,7 +23,7 @@ STOP = 999
 
 @pytest.fixture(scope="module")
 def codec():
-    """A tokenizer of a thousand words, of which the last is special."""
+    """A tokenizer of a thousand words; the last is special."""
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0"))
     words.add_special_tokens([f"w{STOP}"])
     return TextCodec(Plain(words), (STOP,), 10, left_out=frozenset([STOP]))
@@ -164,7 +164,7 @@ def test_a_tokenizer_is_read_once_in_a_process(tmp_path):
     ],
 )
 def test_only_tokens_that_are_no_text_are_left_out(tmp_path, section, text):
-    """Padding is <|system|> here; the rest of the special tokens is what was sampled."""
+    """Padding is <|system|> here; the other special tokens were sampled."""
     document = {
         "model": {"source": str(chat_model(tmp_path, pad_token="<|system|>"))},
         "data": {"train": "unused"},

@@ -109,7 +109,7 @@ REFUSED = {
     "blank": ("a.jsonl", line(prompt=" "), "field 'prompt' is ' '"),
     "no width": ("a.jsonl", line(prompt="\u200b"), "field 'prompt' is '\\u200b'"),
     "message": ("a.jsonl", line(prompt=ASKED[0]), "field 'prompt' is {"),
-    # what no record holds
+    # contents of no record
     "surrogate": ("a.jsonl", line(prompt="\ud83d"), "record 1: field 'prompt' is '\\ud83d', which has half of a surr"),
     "surrogate answer": ("a.jsonl", line(answer="\ud83d"), "field 'answer' is '\\ud83d'"),
     "surrogate id": ("a.jsonl", line(id="\ud83d"), "field 'id' is '\\ud83d'"),
@@ -123,7 +123,7 @@ REFUSED = {
     "far date": ("a.parquet", column(2**52, pa.timestamp("ms")), "record 1: field 'x' cannot be read (date value"),
     "numbers as keys": ("a.parquet", column([(1, 1)], pa.map_(pa.int64(), pa.int64())), "field 'x' has the key 1"),
     "too deep": ("a.jsonl", '{"prompt": "a", "x": %s}' % ("[" * 800 + "]" * 800), "record 1: it is nested too deeply"),
-    # what JSON is not, or could be read in two ways
+    # invalid JSON, and JSON with two readings
     "NaN": ("a.jsonl", '{"prompt": "a", "x": NaN}', "line 1: not valid JSON (NaN is not a number"),
     "key twice": ("a.jsonl", line() + '{"prompt": "a", "prompt": "b"}', "line 2: not valid JSON (the key 'prompt'"),
     "deeper": ("a.jsonl", '{"prompt": "a", "x": %s}' % ("[" * 10**5), "line 1: not valid JSON (nested too deeply"),

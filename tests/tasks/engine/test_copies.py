@@ -1,4 +1,4 @@
-"""What a bucket brings is copied to where the table of the model says, in whatever form it lies there."""
+"""Copies of a bucket's tensors to the place that the model's table names, in every form in which they lie there."""
 
 import pytest
 

@@ -34,7 +34,7 @@ def assert_agrees(served, which, sampling=PLAIN, prompts=PROMPTS):
 
 @pytest.fixture
 def fresh(served, tmp_path_factory):
-    """The engine with the weights of `old`, whatever an earlier test did to it."""
+    """The engine with the weights of `old`, after any changes by an earlier test."""
     serve(served, tmp_path_factory.mktemp("fresh") / "update", "old", 0)
     return served
 

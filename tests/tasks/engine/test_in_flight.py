@@ -1,4 +1,4 @@
-"""Requests that are under way while the weights change, and an engine of two workers."""
+"""Requests in flight while the weights change, and an engine of two workers."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_requests_under_way_are_finished_first(served, tmp_path):
 
 
 def assert_goes_on(served, tmp_path, receivers=1):
-    """What was under way has tokens of the old weights up to the update, and then those of the new ones."""
+    """Check that responses in flight have tokens of the old weights up to the update, then of the new ones."""
     how, version = Sampling(max_tokens=40, temperature=0.0), served.engine.identity().weight_version
     old = served.engine.generate(PROMPTS[:6], SEEDS[:6], how)["response_tokens"].to_pylist()
     served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], how)

@@ -1,4 +1,4 @@
-"""What vLLM's loaders leave in the parameters: faults are found, with the name of the tensor."""
+"""Parameters after vLLM's loaders: faults are found, with the name of the tensor."""
 
 from types import SimpleNamespace
 
@@ -126,7 +126,7 @@ def test_a_fault_of_the_loaders_in_place_fails_with_the_name(in_place, tmp_path,
     try:
         match = "stopped" if fault == "stop" else "|".join(names)
         refused(in_place.engine, tmp_path / "broken", tensors_of_model(in_place.new), SyncMismatch, match)
-        # and the table of loaders that put a tensor elsewhere is not written by
+        # and no update is written by a table that the loaders contradict
         refused(in_place.engine, tmp_path / "again", tensors_of_model(in_place.new), SyncMismatch, match)
     finally:
         in_place.engine.repair()
@@ -145,7 +145,7 @@ def test_a_parameter_that_moves_is_refused_because_of_cuda_graphs(in_place, tmp_
 def test_where_loaders_have_followed_the_table_the_next_update_is_written_by_it(in_place, tmp_path):
     in_place.engine.forget_table()
     load_in_place(in_place, tmp_path / "old", "old")
-    in_place.engine.break_loading("raise", "model.layers.1.mlp.up_proj.weight")  # nobody asks them
+    in_place.engine.break_loading("raise", "model.layers.1.mlp.up_proj.weight")  # no caller asks them
     try:
         for which in ("new", "old", "new"):
             load_in_place(in_place, tmp_path / f"{which}-{len(list(tmp_path.iterdir()))}", which)

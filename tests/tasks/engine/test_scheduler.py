@@ -13,7 +13,7 @@ LONG = Sampling(max_tokens=20, stop_token_ids=(1, 2))
 
 @pytest.fixture
 def engine(served, tmp_path_factory):
-    """The engine with the weights of `old`, and nothing under way."""
+    """The engine with the weights of `old`, and nothing in flight."""
     serve(served, tmp_path_factory.mktemp("fresh") / "update", "old", 0)
     return served.engine
 

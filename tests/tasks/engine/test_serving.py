@@ -1,4 +1,4 @@
-"""Batches that are under way together, on a real vLLM in one process."""
+"""Batches in flight together, on a real vLLM in one process."""
 
 import numpy as np
 import psutil
@@ -17,7 +17,7 @@ BATCHES = {number: (PROMPTS[number * 6 : number * 6 + 6], SEEDS[number * 6 : num
 
 @pytest.fixture
 def engine(served, tmp_path_factory):
-    """The engine with the weights of `old`, and nothing under way."""
+    """The engine with the weights of `old`, and nothing in flight."""
     serve(served, tmp_path_factory.mktemp("fresh") / "update", "old", 0)
     return served.engine
 
@@ -28,7 +28,7 @@ def enqueue(engine, numbers=BATCHES, sampling=LONG):
 
 
 def collect(engine, count):
-    """Finished batches by number in the order in which they ended, and how many samples were told at each call."""
+    """Finished batches by number in the order in which they ended, and the number of samples reported at each call."""
     found, samples = {}, []
     while len(found) < count:
         collected = engine.collect(0.0)  # a step at a time
@@ -44,7 +44,7 @@ def test_batches_have_the_bits_of_each_alone_and_are_done_in_order(engine):
     assert list(found) == list(BATCHES)
     assert all(found[number].equals(alone[number]) for number in BATCHES)
     assert sum(samples) == sum(len(prompts) for prompts, _ in BATCHES.values())
-    assert max(samples) < 6  # told as they end, not batch by batch
+    assert max(samples) < 6  # reported as they end, not batch by batch
     assert engine.collect(5.0) == ([], 0)
 
 

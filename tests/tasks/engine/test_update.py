@@ -1,4 +1,4 @@
-"""A weight update in four steps on a real vLLM: what is refused, what is found, and what serves afterwards."""
+"""A weight update in four steps on a real vLLM: the refusals, the findings, and the weights that serve afterwards."""
 
 import os
 

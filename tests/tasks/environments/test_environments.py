@@ -1,4 +1,4 @@
-"""The protocol of environments: a single turn, a game of several turns, and what a user's code may do wrong."""
+"""The protocol of environments: a single turn, a game of several turns, and the faults of a user's code."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ EXAMPLE = f"{PROJECT_ROOT}/infra/examples/environment.py:GuessTheNumber"
 
 
 def halving(highest: int):
-    """The oracle: halves what is left."""
+    """The oracle: halves the remaining range."""
     low, high = 1, highest
     guess = 0
 

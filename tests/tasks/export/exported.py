@@ -1,4 +1,4 @@
-"""A stored run around a real train state, and what forked processes do with it."""
+"""A stored run around a real train state, and the work of forked processes on it."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def make_model(rank, world_size, store, directory, kind, tied, **more):
 
 
 def save_state(trainer, folder):
-    """Import the model and save it as a state; what the trainer sends to engines is written beside it."""
+    """Import the model and save it as a state; beside it, write the tensors that the trainer sends to engines."""
     trainer.import_model()
     trainer.save(f"{folder}/state")
     return export(trainer, f"{folder}/engine")
@@ -95,7 +95,7 @@ def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weigh
 
 
 def export_run(rank, world_size, store, url, which, to, precision=None, limit=1 << 16):
-    """Export, and what was written."""
+    """Export; returns what was written."""
     from storage.backends.root import open_root
     from tasks.export.choice import choose
     from tasks.export.export import export
@@ -106,7 +106,7 @@ def export_run(rank, world_size, store, url, which, to, precision=None, limit=1 
 
 
 def logits_of(rank, world_size, store, directory, weights=None):
-    """What plain transformers computes with a model, or with it and the weights of another folder."""
+    """Logits of plain transformers with a model, or with it and the weights of another folder."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -139,7 +139,7 @@ def export_refused(rank, world_size, store, url, which, to):
 
 
 def export_watched(rank, world_size, store, url, to):
-    """Size of the exported weights, and by how much the memory of this process grew meanwhile, bytes."""
+    """Size of the exported weights, and the growth of this process's memory meanwhile, bytes."""
     from tasks.export import export as module
 
     plan, before = module._weights, []

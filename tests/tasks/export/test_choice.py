@@ -1,4 +1,4 @@
-"""Which iteration is exported, and into what folder."""
+"""Choice of the iteration to export, and of the folder."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_of_equal_ones_the_first(root):
 
 @pytest.mark.parametrize(("measure", "metric"), [("reward", "reward_mean"), ("format", "reward/format")])
 def test_the_best_by_another_measure_is_asked_for_by_name(root, measure, metric):
-    """A mean reward is not taken for a pass rate, though it is there."""
+    """A mean reward is not taken for a pass rate, though it is stored."""
     evaluate(root, {2: 0.7, 3: 0.5, 4: 0.6}, metric, **{"pass": None})
     with pytest.raises(InputError, match=r"run 'run' has no pass rate, .* name another measure, as run@best\.reward"):
         choose(root, "run@best")
@@ -66,7 +66,7 @@ def test_the_best_by_another_measure_is_asked_for_by_name(root, measure, metric)
     "other", [{"scored_by": "another"}, {"asked": {"prompts": 9, "max_tokens": 4}}, {"pass": "right >= 0.5"}]
 )
 def test_values_that_cannot_be_compared_are_left_out(root, other):
-    """Only the evaluations like the newest are candidates, however high the others are."""
+    """Only evaluations like the newest are candidates, however high the others are."""
     evaluate(root, {0: 0.9, 2: 0.8}, **other)
     evaluate(root, {3: 0.4, 4: 0.3})
     best = choose(root, "run@best")

@@ -29,7 +29,7 @@ CASES = [
 
 
 def step_score_and_save(trainer, folder):
-    """What is saved and exported after an update, and the log-probabilities of the trainer itself."""
+    """Save and export after an update, and score with the trainer itself."""
     trainer.import_model()
     trainer.train_policy(random_samples(), 1.0)
     trainer.save(f"{folder}/state")

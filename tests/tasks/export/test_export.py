@@ -24,12 +24,12 @@ from tests.tasks.export.exported import (
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import ParallelConfig
 
-ONE = pytest.mark.parametrize("stored", ["Llama"], indirect=True)  # what does not depend on the kind of model
+ONE = pytest.mark.parametrize("stored", ["Llama"], indirect=True)  # checks that do not depend on the kind of model
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def stored(request, tmp_path_factory):
-    """A stored run, its precision, and the folder with what the trainer sent to engines."""
+    """A stored run, its precision, and the folder of the tensors that the trainer sent to engines."""
     kind, precision, parallel, tied = KINDS[request.param]
     folder = tmp_path_factory.mktemp("stored")
     run_ranks(1, make_model, str(folder / "model"), kind, tied)

@@ -1,4 +1,4 @@
-"""Samples of files as a run: what they become, and what is refused with its reason."""
+"""Samples of files as a run: their stored form, and refusals with the reason."""
 
 import datetime
 import decimal

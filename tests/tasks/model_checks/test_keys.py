@@ -1,4 +1,4 @@
-"""A config.json with a key or a value that is not obeyed is refused, with the key and what lets it pass."""
+"""A config.json with a key or a value that is not obeyed is refused, with the key and the setting that lets it pass."""
 
 import json
 

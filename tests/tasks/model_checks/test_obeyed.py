@@ -1,4 +1,4 @@
-"""Each value of config.json that is let pass is one with which the trainer computes what transformers computes."""
+"""The trainer computes what transformers computes for each value of config.json that passes the checks."""
 
 import json
 import math
@@ -30,7 +30,7 @@ INERT = {
     "output_router_logits": True, "ep_size": 4, "max_length": 3, "temperature": 0.1, "is_decoder": True,
     "pad_token_id": 7, "chunk_size_feed_forward": 4,
 }  # fmt: skip
-"""Of the keys without effect, with other values than usual."""
+"""Keys without effect, with other values than usual."""
 
 
 def base(architecture):
@@ -45,7 +45,7 @@ def base(architecture):
 
 
 def tried(keys, number):
-    """The value of each key that is tried as this one, of those that have fewer the last."""
+    """The value of each key with this number; of keys with fewer values, the last."""
     return {key: one.tried[min(number, len(one.tried) - 1)] for key, one in keys.items() if one.tried}
 
 
@@ -69,8 +69,8 @@ def variants(architecture):
 
 
 def scored_by_both(rank, world_size, store, folder, documents):
-    """Log-probabilities of a random model of each config.json, by transformers and by the trainer, and what of the
-    file transformers stores again."""
+    """Log-probabilities of a random model of each config.json, by transformers and by the trainer, and the keys of the
+    file that transformers stores again."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

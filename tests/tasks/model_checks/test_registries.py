@@ -1,4 +1,4 @@
-"""What is stored as data about Megatron and vLLM is what the installed versions say."""
+"""Stored data about Megatron and vLLM agree with the installed versions."""
 
 import ast
 import importlib.util
@@ -76,7 +76,7 @@ CASES = [
 
 
 def finalized(rank, world_size, store, folder, cases):
-    """What Megatron says to each model under each layout: None if it accepts it."""
+    """Megatron's refusal of each model under each layout: None if it accepts it."""
     import json
     from pathlib import Path
 

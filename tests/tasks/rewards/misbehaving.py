@@ -61,7 +61,7 @@ def judged(record, response, *, api_key, headers):
         sys.stderr.write(f"{'.' * 490}{api_key}\n")
         os._exit(3)
     if response == "cut":
-        raise ValueError("." * 980 + api_key)  # at the end of what is stored
+        raise ValueError("." * 980 + api_key)  # at the end of the stored text
     return float(api_key == record["key"] and headers["Authorization"] == record["key"])
 
 

@@ -1,4 +1,4 @@
-"""Gold answers and answers of the kinds that data sets have: which are the same, and what cannot be read."""
+"""Gold answers and answers of the kinds that data sets have: the equal ones, and those that cannot be read."""
 
 # ruff: noqa: RUF001
 
@@ -386,7 +386,7 @@ HOSTILE = {
 @pytest.mark.parametrize("gold", ["50%", r"\{1,2\} cm", "x<2 or x>3"])
 @pytest.mark.parametrize("response", HOSTILE.values(), ids=HOSTILE)
 def test_no_response_is_without_a_score(gold, response):
-    """It would not be trained on, which is better than to be wrong: a policy would learn it."""
+    """The policy would not be trained on it, which is better than to be wrong: a policy would learn it."""
     assert math_verify({"answer": gold}, response) in (RIGHT, WRONG)
 
 

@@ -1,4 +1,4 @@
-"""Whatever a reward function does happens to its own sample alone, is recorded with its reason, and leaves nothing."""
+"""Faults of a reward function affect its own sample alone, are recorded with their reason, and leave nothing."""
 
 import os
 import re
@@ -18,8 +18,8 @@ from tasks.config.environment import site_mark
 from tasks.rewards.pool import score_in_processes
 from tests.tasks.rewards.orders import HELPERS, order, responses, scores
 
-MARK, _ = site_mark(Path())  # which a scoring process inherits
-DEADLINE_S = 6  # so long that a busy machine keeps it where nothing hangs
+MARK, _ = site_mark(Path())  # a scoring process inherits it
+DEADLINE_S = 6  # long enough for a busy machine if nothing hangs
 
 FAILING = {
     "raise": ("exception", r"KeyError: 'answer' \(misbehaving.py, line \d+\)"),
@@ -41,7 +41,7 @@ FINE = ("nothing", "print", "fork", "forget", "read", "daemon", "child", "thread
 
 @pytest.fixture
 def marked(monkeypatch):
-    """Names the processes that were started since, by a mark in their environment."""
+    """Name the processes that were started since, by a mark in their environment."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
 
@@ -184,7 +184,7 @@ def f(record, response):
 
 
 def test_a_file_that_changes_while_it_scores_is_not_mixed(tmp_path, monkeypatch):
-    """A module is read again by each process; of a file named by its path, all processes run the same text."""
+    """Each process reads a module again; all processes run the same text of a file named by its path."""
     (tmp_path / "changing.py").write_text(CHANGING)
     by_path = scores(order(f"{tmp_path}/changing.py:f"), ["x", "change", "x"])
     assert [score.reward for score in by_path] == [1.0, None, 1.0]

@@ -1,4 +1,4 @@
-"""Which answers pass, and when nothing says so."""
+"""Passing answers, and data in which nothing says that an answer passes."""
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ SEVERAL = RewardSection(
 
 
 def answers(*rows: float | dict[str, float] | None) -> pa.Table:
-    """Of rewards, of components (the reward is their sum), or without a score."""
+    """Table of rewards, of components (the reward is their sum), or without a score."""
     return pa.Table.from_pylist(
         [
             {
@@ -42,7 +42,7 @@ PARTS = answers({"right": 0, "f-1": 1}, {"right": 1, "f-1": 0.1}, None, {"f-1": 
         ("right >= 1 and components.'f-1' >= 1", [4]),
         ("components.right == 1", [1, 4]),
         ("components.'f-1' >= 0.1", [0, 1, 3, 4]),  # as stored: float32
-        ("not right >= 1", [0]),  # what is not there is neither
+        ("not right >= 1", [0]),  # a missing value is neither
         ("right < 1 or reward > 1.5", [0, 4]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reward functions: ours, what they may return, and how they may be called."""
+"""Reward functions: ours, their permitted results, and their permitted calls."""
 
 import re
 import subprocess
@@ -47,7 +47,7 @@ def test_regex_takes_the_last_match(pattern, response, score):
 
 @pytest.mark.parametrize("value", [None, "", " ", ["42"], 42.0, True, {"a": "42"}])
 def test_an_answer_that_is_no_text_scores_nothing(value):
-    """As `str` gives it, a response could be equal to it: "['42']", "True", and the end at once to an empty field."""
+    """A response could equal the result of `str`: "['42']", "True", and, for an empty field, the end at once."""
     assert exact_match({"answer": 42}, "42") == 1.0
     for record in ({"answer": value}, {}):
         for function in (exact_match, characters, partial(regex, pattern=".*")):
@@ -350,7 +350,7 @@ def test_a_pattern_that_takes_for_ever_does_not_hold_up_the_run():
 
 
 def test_what_functions_are_made_of_is_known_before_they_score(tmp_path, monkeypatch):
-    """Also of a package, which is imported for that, and of two files of one name."""
+    """The sources of a package, which is imported for that, and of two files of one name are known too."""
     text = "def score(record, response):\n    return 1\n"
     for number, folder in enumerate(("a", "b")):
         (tmp_path / folder).mkdir()

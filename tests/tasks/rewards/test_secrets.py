@@ -1,4 +1,4 @@
-"""A scoring process is given no secret that it was not meant to have, and whatever leaves it contains none."""
+"""A scoring process is given no secret that it was not meant to have, and none of its outputs contains one."""
 
 import base64
 import os

@@ -1,4 +1,4 @@
-"""The share of groups that have nothing to learn from."""
+"""The share of groups from which nothing can be learned."""
 
 import pyarrow as pa
 import pytest

@@ -1,4 +1,4 @@
-"""The reward is called on real records before a run: what it cannot score is found in a second, not after minutes."""
+"""Trial calls of the reward on real records before a run: a failure is found in a second, not after minutes."""
 
 import json
 
@@ -13,7 +13,7 @@ from tasks.rewards.trying import WRONG, blind, call_reward, check_golds, check_r
 
 
 class Codec:
-    """Of one token a character."""
+    """A codec of one token a character."""
 
     def encode_batch(self, texts):
         return [[ord(sign) for sign in text] for text in texts]
@@ -115,7 +115,7 @@ def test_a_reward_that_cannot_score_is_refused_and_each_repair_works(own, name, 
         call_reward(section, prompts(RECORDS), Codec())
     said = str(refused.value)
     assert all(word in said for word in words), said
-    assert ("reward.max_failures" in said) == (name == "fussy")  # of which some have a score
+    assert ("reward.max_failures" in said) == (name == "fussy")  # some of them have a score
     assert said.endswith("or leave these calls out with reward.try = false")
     repaired = section.model_dump(mode="json")
     assert call_reward(RewardSection.model_validate({**repaired, "try": False}), prompts(RECORDS), Codec()) == []

@@ -51,7 +51,7 @@ def evaluate(
 
 
 def test_the_same_evaluation_is_one(root: Root, tmp_path: Path):
-    """It gives the same answers on another root, too; a second request answers nothing again."""
+    """The evaluation gives the same answers on another root, too; a second request samples nothing again."""
     chain = [need(root, RUN, 2, stage).digest for stage in (Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)]
     made = evaluate(root, tmp_path / "one", 1)
     idle = WorkersHere(small_config())
@@ -76,7 +76,7 @@ def test_what_decides_the_answers_makes_another_evaluation(root: Root, tmp_path:
 
 
 def test_evaluations_by_two_rewards_are_not_compared(root: Root, tmp_path: Path):
-    """Their change would be that of the function; the one before that is alike is compared."""
+    """The change would be that of the function; the comparison uses the last earlier evaluation of the same kind."""
     asked = ASKED.model_copy(update={"seed": 3})
     other = small_config(["reward.function=exact_match"])
     made = [
@@ -156,7 +156,7 @@ def test_an_interrupted_evaluation_continues_with_the_next_part(root: Root, tmp_
 
 
 class Asking(SmallEngine):
-    """Does something before it answers for the last time."""
+    """An engine that calls a function before it answers for the last time."""
 
     calls = 0
     before_the_last: Callable[[], object]
@@ -186,14 +186,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def scored_by(package: Path, number: int) -> RunConfig:
-    # of another size each, or two within a second would look alike to Python's cache
+    # another size each: Python's cache cannot tell apart two of one size within a second
     package.write_text(f"def score(record, response):\n    return {number}.0\n{'#' * number}")
     return small_config([f"reward.function={package.stem}:score"])
 
 
 @pytest.mark.slow
 def test_an_interruption_is_not_seen_in_an_evaluation(root: Root, tmp_path: Path, package: Path):
-    """Nor are scores of two versions of a function: those of another version are another evaluation."""
+    """Scores of two versions of a function never mix: those of another version are another evaluation."""
     asked = ASKED.model_copy(update={"seed": 8})
     shutil.copytree(root.folder, tmp_path / "twin")
     twin = open_root(str(tmp_path / "twin"))
@@ -223,7 +223,7 @@ def test_a_function_that_changes_in_an_evaluation_is_refused(root: Root, tmp_pat
 
 
 UNASKED = ASKED.model_copy(update={"seed": 10})
-"""What no other test has asked."""
+"""An evaluation that no other test has requested."""
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_an_evaluation_of_a_removed_run_is_not_stored(own: Root, tmp_path: Path,
 
 
 def test_a_removal_that_begins_at_the_commit_leaves_no_evaluation(own: Root, tmp_path: Path):
-    """It lists what there is before the manifest is there, and its record is there by then."""
+    """The removal lists the keys before the manifest exists; the record exists by then."""
 
     @dataclass(frozen=True)
     class Removing(Root):
@@ -270,7 +270,7 @@ def test_a_removal_that_begins_at_the_commit_leaves_no_evaluation(own: Root, tmp
 
 @pytest.mark.slow
 def test_a_live_run_is_not_disturbed(tmp_path: Path):
-    """Evaluations of an iteration change nothing that the run reads when it goes on."""
+    """Evaluations of an iteration change nothing that the run reads when it continues."""
     root = open_root(str(tmp_path / "runs"))
     driver(root, small_config(["run.iterations=1"]), tmp_path / "one").drive()
     evaluate(root, tmp_path / "evaluation", 1)

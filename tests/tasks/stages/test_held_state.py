@@ -1,4 +1,4 @@
-"""What is fetched for the trainer ranks: all files of a state, or only those that its weights need."""
+"""Files that are fetched for the trainer ranks: all files of a state, or only those that its weights need."""
 
 import json
 import threading
@@ -110,7 +110,7 @@ def test_a_reference_is_fetched_without_the_optimizer(context, prepared):
 
 @pytest.mark.parametrize("forked", [True, False])
 def test_a_state_is_fetched_as_a_whole(context, prepared, forked):
-    """Also by a fork with other settings of the optimizer: its moments continue."""
+    """A fork with other settings of the optimizer fetches it as a whole too: its moments continue."""
     files = {**WEIGHTS, **OPTIMIZER}
     stored = of_a_fork(context.root, OTHER) if forked else state(context.root, OTHER, files)
     ensure_state(context, prepared, stored)
@@ -227,7 +227,7 @@ def test_a_torn_copy_in_memory_is_not_used(kept, prepared, caplog):
 
 
 class HalfBlind(SmallTrainer):
-    """A rank that alone cannot read what is in memory."""
+    """A rank that alone cannot read the state in memory."""
 
     def load(self, directory: Path) -> LoadedState:
         if Path(directory).name == "state":
@@ -312,7 +312,7 @@ def test_a_lost_optimizer_does_not_keep_from_a_reference(context, prepared):
 
 
 def test_ranks_that_hold_another_state_load_the_one_that_is_asked_for(context, prepared):
-    """What they hold is compared by its identity, not by whether they hold anything."""
+    """The held state is compared by its identity; holding some state is not enough."""
     stored = state(context.root, context.config.train.optimizer, {**WEIGHTS, **OPTIMIZER})
     group = trainers(context, prepared)
     group.adopt("the state of another iteration")

@@ -33,7 +33,7 @@ def test_which_k_are_reported():
 
 
 def answers(rows: list[tuple[str, str, bool, float | None, str | None]]) -> pa.Table:
-    """Of (prompt, source, greedy, reward, reason)."""
+    """Table of (prompt, source, greedy, reward, reason)."""
     return pa.Table.from_pylist(
         [
             {

@@ -1,4 +1,4 @@
-"""Engine and trainer must compute the same on the probe; where they do not, no engine samples any more."""
+"""Engine and trainer must compute the same on the probe; after a mismatch no engine samples any more."""
 
 import numpy as np
 import pytest

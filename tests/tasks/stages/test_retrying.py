@@ -29,7 +29,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def drive(folder: Path, failures: int, error: type[errors.RatchetError], retries: int) -> tuple[Root, WorkersHere]:
-    """A run whose engine fails that often, and how it ends."""
+    """A run whose engine fails that often, and its end."""
     left = [failures]
 
     class Failing(SmallEngine):
@@ -76,7 +76,7 @@ def test_what_would_fail_again_is_not_tried_again(kind, tmp_path: Path, pauses):
 
 
 def drive_storing(folder: Path, failures: int, error: type[Exception], retries: int) -> list[str]:
-    """A run whose storing of states fails that often behind the stages; what people were told of it."""
+    """A run in which storing of states fails that often behind the stages; returns the messages to people."""
     left, store = [failures], PartWriter.store_files
 
     def failing(self: Any, *given: Any) -> Any:
@@ -117,7 +117,7 @@ def test_what_cannot_be_stored_ends_the_run(kind, failures, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_stage_that_had_handed_over_its_result_is_not_done_again(tmp_path: Path):
-    """The rank is lost when it is told which state it holds: the state is on its way to storage by then."""
+    """The rank is lost when it is told which state it holds: by then the state is being stored."""
     lost = [True]
 
     class Dying(SmallTrainer):
@@ -139,7 +139,7 @@ def test_a_stage_that_had_handed_over_its_result_is_not_done_again(tmp_path: Pat
 
 @pytest.mark.slow
 def test_while_another_engine_is_left_a_lost_one_costs_no_attempt(tmp_path: Path, pauses):
-    """It gives the same samples as a run whose engines live."""
+    """The run gives the same samples as one whose engines live."""
     config = small_config(["run.iterations=1", "engine.count=2", "rollout.groups_per_part=1"])
 
     class Dying(SmallEngine):

@@ -1,4 +1,4 @@
-"""What is selected of stored rollouts: each sample once, whole groups, in bounded memory."""
+"""Selections of stored rollouts: each sample once, whole groups, in bounded memory."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -113,13 +113,13 @@ def test_samples_of_another_root_are_selected_by_its_url(root: Root, tmp_path):
 
 
 def chosen(root: Root, iteration: int, stage: Stage) -> None:
-    """Record that a stage was done again, as revision 1, which is the head now."""
+    """Record that a stage was redone, as revision 1, which is the head now."""
     record_rerun(root, "run", rerun(iteration, stage, 1))
     record_choice(root, "run", choice(1), 1)
 
 
 def again(root: Root, iteration: int, seed: int, revision: int = 1, **more: object) -> Manifest:
-    """Another revision of a rollout, with its scores; it is the head."""
+    """Store another revision of a rollout, with its scores; it is the head."""
     before = need(root, "run", iteration, Stage.ROLLOUT)
     table = rollout_table(GROUPS, SAMPLES, seed, iteration, iteration - 1)
     part = PartWriter(root, "run", iteration, Stage.ROLLOUT).write_table("again.arrow", table, ROLLOUT)
@@ -150,7 +150,7 @@ def test_the_head_revision_counts_and_all_if_asked(root: Root):
 @pytest.mark.slow
 @pytest.mark.parametrize(("select", "revisions"), [(("run",), "head"), (("run@1", "run"), "head"), (("run",), "all")])
 def test_a_choice_meanwhile_does_not_mix_revisions(root: Root, select: tuple[str, ...], revisions: str):
-    """All rollouts of a run, and all scores, are seen from the head that there was when the first was looked for."""
+    """The selection reads all rollouts of a run, and all scores, from the head at the time of its first read."""
     make_run(root, iterations=3)
     record_rerun(root, "run", rerun(1, Stage.ROLLOUT, 1))
     for iteration in (1, 2, 3):
@@ -248,7 +248,7 @@ def test_hashes_are_new_once():
 
 
 def many_groups(root: Root, iterations: int) -> None:
-    """A run of which each iteration has 500 groups of two samples, 100 tokens each."""
+    """A run in which each iteration has 500 groups of two samples, 100 tokens each."""
     make_run(root, iterations=0)
     random = np.random.default_rng(0)
     for iteration in range(1, iterations + 1):

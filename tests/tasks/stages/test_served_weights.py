@@ -1,4 +1,4 @@
-"""What engines hold is compared with what was sent, and with what was recorded."""
+"""Weights that engines hold are compared with those that were sent, and with the record."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.small.workers import LAYERS, SmallEngine, SmallTrainer
 
 
 class Lying(SmallEngine):
-    """An engine that does not hold what it was sent."""
+    """An engine that does not hold the weights that it was sent."""
 
     def _loaded(self, name, octets):
         super()._loaded(name, octets + 1)
@@ -99,7 +99,7 @@ def test_a_state_that_gives_other_weights_than_were_recorded_is_refused(context,
 
 
 def test_waiting_for_processes_that_were_just_started_is_a_line_of_its_own(tmp_path, monkeypatch):
-    """It is said once for each, and not at all where it took no time."""
+    """The line appears once for each, and not at all if there was no wait."""
     monkeypatch.setattr(context_module, "_WORTH_A_LINE_S", 0.0)
     said: list[str] = []
     config = small_config(["run.iterations=1"])

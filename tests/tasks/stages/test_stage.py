@@ -114,7 +114,7 @@ def test_whoever_asks_for_the_identity_is_told_it_and_a_reused_stage_tells_nobod
 def test_time_that_a_start_takes_is_not_that_of_the_stage(context):
     @stage(Stage.ROLLOUT, (), Rollouts)
     def body(work: Work) -> StageOutput:
-        work.context.starts.seconds += 1000.0  # as `await_start` does
+        work.context.starts.seconds += 1000.0  # `await_start` does this
         return StageOutput(facts=FACTS)
 
     metrics = body(context, 1).manifest.metrics

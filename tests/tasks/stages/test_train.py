@@ -1,4 +1,4 @@
-"""What the training stage reports about how it came to its first gradient."""
+"""Report of the training stage on the time to its first gradient."""
 
 import time
 

@@ -1,5 +1,5 @@
-"""A weight update reaches all engines or none: each way in which it can go wrong, what the engines serve afterwards,
-and that a repetition repairs it."""
+"""A weight update reaches all engines or none: each failure of it, the weights that the engines serve afterwards,
+and its repair by a repetition."""
 
 import threading
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ UNUSABLE = EngineIdentity(weight_version=None, weights_digest=None)
 
 
 class Engine(SmallEngine):
-    """An engine with a fault, once it has one."""
+    """An engine that can be given a fault."""
 
     fault = ""
 
@@ -79,12 +79,12 @@ class Engine(SmallEngine):
 
 
 class Rank(SmallTrainer):
-    """A rank with a fault, once it has one."""
+    """A rank that can be given a fault."""
 
     fault = ""
 
     def stopped(self, error):
-        """It has failed while it sent."""
+        """Note the failure of a transfer."""
 
     def plan_weights(self, version, arena_bytes):
         planned = super().plan_weights(version, arena_bytes)
@@ -142,8 +142,8 @@ def run(tmp_path):
 
 
 def serving(run, reason=""):
-    """What each engine says that it holds; one that holds nothing usable does not sample and says why. None is in the
-    middle of an update."""
+    """Identity that each engine reports, outside an update; one without usable weights does not sample and says
+    why."""
     for engine in run.engines:
         if engine.identity() == UNUSABLE:
             with pytest.raises(SyncMismatch, match=f"cannot be used: .*{reason}"):
@@ -251,7 +251,7 @@ def test_engines_look_at_their_models_while_ranks_plan(run, monkeypatch):
 
 @pytest.mark.parametrize(("in_flight", "meanwhile"), [("abort", True), ("keep", True), ("wait", False)])
 def test_ranks_begin_to_send_while_engines_prepare(run, monkeypatch, in_flight, meanwhile):
-    """Not while engines finish what is under way, which may take longer than ranks wait."""
+    """Ranks do not begin while engines finish requests in flight, which may take longer than ranks wait."""
     config = run.context.config
     config = config.model_copy(update={"sync": config.sync.model_copy(update={"in_flight": in_flight})})
     context = type(run.context)(**{**vars(run.context), "config": config})
@@ -273,7 +273,7 @@ def test_ranks_begin_to_send_while_engines_prepare(run, monkeypatch, in_flight, 
 
 
 def test_ranks_that_have_begun_to_send_stop_when_an_engine_refuses(run):
-    """They have ended before the update has: the next call to them is not kept waiting."""
+    """The calls to ranks end before the update does: the next call to them is not kept waiting."""
     run.engines[1].fault = "refuses"
     stopped = []
     for rank in run.ranks:

@@ -1,4 +1,4 @@
-"""Trainer ranks give up memory before engines sample, keep the weights until they are sent, and take all back."""
+"""Trainer ranks free memory before engines sample, keep the weights until they are sent, and restore everything."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ WATCHED = ("release", "resume", "train_policy", "send_weights", "logprobs", "enq
 
 
 class Watching(SmallTrainer):
-    """A rank that remembers what it was asked to give up."""
+    """A rank that remembers the memory that it was asked to free."""
 
     def release(self, memory):
         self.asked = [*vars(self).get("asked", []), memory]
@@ -28,7 +28,7 @@ class Watching(SmallTrainer):
 
 
 class Workers(WorkersHere):
-    """Workers that tell what was asked for, and count what was started beforehand."""
+    """Workers that record requests, and count early starts."""
 
     def warm(self, model_dir, config):
         self.calls.append("warm")
@@ -58,7 +58,7 @@ def opened(tmp_path):
 
 
 def done(context):
-    """One iteration after the first; what was called in it, in order, a repeated call once."""
+    """Run one iteration after the first; its calls, in order, a repeated call once."""
     position = begin(context)
     context.workers.calls.append("iterate")
     after = iterate(context, 1, position)

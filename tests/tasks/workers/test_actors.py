@@ -1,4 +1,4 @@
-"""What happens to a group of actors when a member fails.
+"""Failures of a member of a group of actors.
 
 The actors hold objects of the standard library and of storage, so that each starts in a second.
 """
@@ -66,7 +66,7 @@ def test_members_that_are_out_of_step_are_ended(make_group, tmp_path):
 
 
 def test_members_that_end_differently_are_kept_if_the_call_changes_nothing(make_group, tmp_path):
-    """Of ranks that send weights only those notice a failure that still send."""
+    """Only ranks that still send weights notice a failure."""
     (tmp_path / "key").write_text("here")
     group = make_group(
         lambda url: SimpleNamespace(send_weights=open_root(url).read_bytes),
@@ -105,7 +105,7 @@ def test_a_death_is_told_before_the_errors_it_caused(make_group):
 
 
 class ExitModule:
-    """Looks like a module to `attrgetter`; reading `_exit` ends the process that reads it."""
+    """An object like a module to `attrgetter`; reading `_exit` ends the process that reads it."""
 
     def __getattr__(self, name):
         import os
@@ -125,7 +125,7 @@ def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster)
     found = WorkerGroup(["first", "second"], actors)
     assert found.in_step()
     assert found.submit("pop").wait(WAIT_S) == [7, 7]
-    found._actors[0].call.remote("append", 1)  # as if the flow process had died between two members
+    found._actors[0].call.remote("append", 1)  # the flow process might have died between two members
     assert not found.in_step()
 
 
@@ -157,7 +157,7 @@ def test_two_calls_are_at_work_at_once(make_group, tmp_path):
 
 
 class SlowModule:
-    """Looks like a module to `attrgetter`; reading `sleep` takes longer than any deadline."""
+    """An object like a module to `attrgetter`; reading `sleep` takes longer than any deadline."""
 
     def __getattr__(self, name):
         import time
@@ -182,7 +182,7 @@ class Meeting:
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch names it."""
+    """Has the name of torch's error."""
 
 
 class AcceleratorError(RuntimeError):
@@ -207,3 +207,17 @@ class AcceleratorError(RuntimeError):
 )
 def test_a_lack_of_memory_is_known_by_type_or_code_and_not_by_words(cause: BaseException, lacks: bool):
     assert lacks_memory(cause) is lacks
+
+
+class Terminated(BaseException):
+    """As Prefect's handler of SIGTERM raises it."""
+
+
+@pytest.mark.parametrize("cause", [Terminated(), None], ids=["signal", "fault"])
+def test_a_signal_that_ends_a_wait_for_a_member_is_no_fault_of_ray(monkeypatch, cause):
+    def interrupted(*_, **__):
+        raise SystemError("returned a result with an exception set") from cause
+
+    monkeypatch.setattr("ray.wait", interrupted)
+    with pytest.raises(Terminated if cause else SystemError):
+        WorkerGroup(["member 0"], [None]).gather([object()], "train", WAIT_S)

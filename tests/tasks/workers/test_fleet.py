@@ -53,7 +53,7 @@ def whole_digests(model):
 
 
 def deliver(fleet, config, group, engine, version):
-    """A weight update as the stage does it; what was sent is the model that was imported, and what the engine holds."""
+    """Update weights as the stage does; digests of the imported model, which was sent, and of the engine's weights."""
     context = SimpleNamespace(config=config, workers=fleet, say=print)
     delivery = transaction.deliver(context, {0: engine}, group, version)
     assert engine.identity() == EngineIdentity(weight_version=version, weights_digest=delivery.weights_digest)
@@ -116,7 +116,7 @@ def gone(processes):
     [pytest.param(1, "VLLM::EngineCore", marks=pytest.mark.full), pytest.param(2, None, marks=pytest.mark.slow)],
 )
 def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, tensor, victim):
-    """It computes what one in one process does, listens nowhere else, and dies as a whole: `victim`, or the actor."""
+    """The engine computes as one process does, listens nowhere else, and dies as a whole: `victim`, or the actor."""
     config = config_of(model)
     several = {"own_process": True, "tensor": tensor, "count": 1}
     config = config.model_copy(update={"engine": config.engine.model_copy(update=several)})

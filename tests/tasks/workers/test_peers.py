@@ -1,4 +1,4 @@
-"""What the driver says of cards that read each other's memory; here the driver is a few lines."""
+"""Answers of the driver about cards that read each other's memory; here the driver is a few lines."""
 
 import ctypes
 
@@ -64,7 +64,7 @@ def test_without_a_driver_nothing_is_known(monkeypatch):
     ],
 )
 def test_the_engines_cards_are_asked_for_the_trainers(monkeypatch, cards, links, expected):
-    """By their places among the visible cards, as the driver counts them, not by their names."""
+    """Cards are named by their places among the visible cards, as the driver counts them."""
     can_read.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(3, links))
     config = small_config(["train.parallel.pipeline=2", f"engine.cards={cards}"])

@@ -1,4 +1,4 @@
-"""Which cards processes compute on, and the way of the weights that follows from it."""
+"""Cards on which processes compute, and the resulting transport of the weights."""
 
 import pytest
 

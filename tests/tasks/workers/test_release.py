@@ -1,4 +1,4 @@
-"""What a run holds on a cluster is released when it is complete, and by `ratchet stop`; other runs keep theirs."""
+"""Resources of a run on a cluster are released when it is complete, and by `ratchet stop`; other runs keep theirs."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ def cluster():
 
 
 def leave(run: str, count: int) -> str:
-    """Detached actors as the ranks of a run leave them, and the folder where they met; returns the group's name."""
+    """Detached actors as the ranks of a run leave them, with their process group's folder; returns the group's name."""
     names = fresh_names(f"{run}/trainers/1234", count)
     actors = spawn(names, [{}] * count, detached=True)
     ray.get([actor.pid.remote() for actor in actors])

@@ -1,4 +1,4 @@
-"""Batches are dealt to engines by what these have in flight, and taken back from those that are lost."""
+"""Batches are dealt to engines by the number in flight at each, and taken back from lost engines."""
 
 import threading
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def batches(count, size=2):
 
 
 def sampled(engines, work, **more):
-    """What came back, by number, as the first tokens of the responses; each batch only once."""
+    """Sampled responses, by number, as their first tokens; each batch only once."""
     found = {}
 
     def ready(number, completions):

@@ -82,7 +82,7 @@ def test_a_sample_without_reward_row_is_named(root):
 
 
 def test_a_score_that_is_no_number_is_no_score(root):
-    # earlier versions stored what the function returned
+    # the unchecked result of a user's function
     rewards = {**REWARDS, ("a", 0): math.nan, ("b", 0): math.inf}
     samples = read_samples(
         root, rollouts(root), store(root, Stage.REWARD, REWARD, [reward_row(*item) for item in rewards.items()])

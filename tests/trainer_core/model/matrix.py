@@ -1,7 +1,7 @@
-"""Which layouts are tested with which family of models, and which pairs of settings fit four ranks.
+"""Layouts that are tested with each family of models, and pairs of settings that fit four ranks.
 
 A layout is a product of few settings. Every two settings that fit together on `RANKS` ranks meet in some layout of each
-kind of model, as `test_families.py` checks, so that two that do not get along are found.
+kind of model, as `test_families.py` checks, so that every conflict of two is found.
 """
 
 import itertools
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Callable[[ParallelConfig], bool]] = {
     "DP": lambda layout: layout.data > 1,
 }
 LAYERS = (4, 6)
-"""Of the models: virtual stages of unequal ranks need the larger one."""
+"""Layers of the models: virtual stages of unequal ranks need the larger number."""
 
 SINGLE = "single"
 TP = {"tensor": 2, "sequence": True}
@@ -82,7 +82,7 @@ MATRIX = {
         "qwen3": DENSE, "qwen3-moe": EXPERTS, "deepseek-v3": EXPERTS,
         # layers of qwen3 without two of their norms: every setting of dense models once
         "llama": {name: DENSE[name] for name in (SINGLE, "tp2", "tp2-sp-uneven", "tp2-sp-pp2-vpp2", "cp2-dp2")},
-        # differs from deepseek-v3 in how queries are made alone
+        # differs from deepseek-v3 only in the projection of queries
         "deepseek-v3-without-q-lora": {name: EXPERTS[name] for name in (SINGLE, "tp2-sp-uneven-ep2-etp1", "cp2-ep2")},
     }.items()
 }  # fmt: skip
@@ -90,7 +90,7 @@ QUICK = {
     ("qwen3", SINGLE), ("qwen3", "tp2-sp-cp2"), ("qwen3", "uneven"), ("qwen3-moe", SINGLE), ("qwen3-moe", "cp2-ep2"),
     ("qwen3-moe", "dp2-ep2"), ("deepseek-v3", SINGLE), ("deepseek-v3", "tp2-sp"), ("deepseek-v3", "cp2"),
 }  # fmt: skip
-"""What the quick suite runs."""
+"""Layouts of the quick suite."""
 _OF_EXPERTS = (
     "tp2-sp-uneven-ep2-etp1", "tp2-sp-pp2-vpp2-ep2-etp1", "tp2-sp-cp2-ep2-etp1", "tp2-sp-dp2-ep2-etp1",
     "uneven-cp2-ep2", "uneven-dp2-ep2", "uneven-vpp2", "pp2-vpp2-cp2-ep2", "pp2-vpp2-dp2-ep2", "cp2-dp2-ep4",
@@ -104,7 +104,7 @@ DAILY = QUICK | {
     ("llama", SINGLE), ("llama", "tp2-sp-uneven"),
     ("deepseek-v3-without-q-lora", SINGLE), ("deepseek-v3-without-q-lora", "cp2-ep2"),
 }  # fmt: skip
-"""What CI runs: every pair of settings for a dense model, and for one of the two families with experts."""
+"""Layouts of CI: every pair of settings for a dense model, and for one of the two families with experts."""
 
 
 def layers(layout: ParallelConfig) -> int:

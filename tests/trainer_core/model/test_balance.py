@@ -1,4 +1,4 @@
-"""The auxiliary loss of routers: its gradient is that of the configured coefficient, and what is reported is its value.
+"""The auxiliary loss of routers: its gradient is that of the configured coefficient, and its value is the reported one.
 
 All rewards of a group are equal, so the policy's gradient is 0, and the gradient is that of the auxiliary loss alone.
 """
@@ -21,7 +21,7 @@ TOGETHER = 4
 
 
 def samples(prompt):
-    """The same sequences, of which so many tokens are the prompt."""
+    """The same sequences, with so many tokens in the prompt."""
     responses = LENGTHS - prompt
     return Samples(
         tokens=np.random.default_rng(3).integers(0, VOCABULARY, LENGTHS.sum()).astype(np.int32),

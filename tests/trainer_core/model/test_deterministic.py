@@ -1,4 +1,4 @@
-"""On a GPU torch and Megatron are told to be deterministic; on CPU they are, and the numbers stay the same."""
+"""Torch and Megatron are set to be deterministic on a GPU; on CPU they are, and the numbers stay the same."""
 
 import subprocess
 import sys

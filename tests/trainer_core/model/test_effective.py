@@ -1,4 +1,4 @@
-"""What was asked of Megatron is read back from the live parts; what did not take effect stops the trainer."""
+"""The trainer reads Megatron's settings back from the live parts; one that did not take effect stops it."""
 
 import json
 import types
@@ -32,7 +32,7 @@ def plain(**changes):
 
 
 def spoiled(trainer):
-    """By name of the setting: the message if a live part, and nothing that was asked, is changed."""
+    """Messages by name of the setting, if a live part is changed and no requested value."""
     import torch
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.transformer_block import TransformerBlock
@@ -88,7 +88,7 @@ def spoiled(trainer):
             return str(error)
         return None
 
-    vars(model.modules[0].decoder.final_layernorm)["sequence_parallel"] = False  # as Transformer Engine's norms have it
+    vars(model.modules[0].decoder.final_layernorm)["sequence_parallel"] = False  # Transformer Engine's norms have it
     found = {"": complaint()}
     for name, (owner, key, value) in parts.items():
         before, owner[key] = owner[key], value
@@ -108,7 +108,7 @@ def test_every_setting_is_read_from_the_live_parts(model_dir):
         assert message is not None, name
         assert message.startswith(f"{name} is to be ")
         assert "but Megatron runs with" in message
-    # what is built otherwise below, and what only a model with experts has
+    # parts that are built otherwise below, and those that only a model with experts has
     assert others == [
         "experts.auxiliary_loss", "experts.bias_update_rate", "experts: dispatcher", "megatron.attention",
         "parallel.expert", "parallel.expert_tensor", "parallel.virtual_pipeline", "precision",

@@ -177,7 +177,7 @@ def counted_by_routers(trainer, samples):
     modules = [module for chunk in model.modules for module in chunk.modules()]
     finalize = model.config.finalize_model_grads_func
 
-    def looked_at(*args, **kwargs):  # which begins a new count
+    def looked_at(*args, **kwargs):  # begins a new count
         found.append([int(one.local_tokens_per_expert.sum()) for one in modules if isinstance(one, TopKRouter)])
         finalize(*args, **kwargs)
 
@@ -218,7 +218,7 @@ def test_without_advantages_routers_have_no_gradient(folders, family, layout):
 
 
 def test_micro_batches_of_the_walks_differ_in_width():
-    """Stages of a pipeline tell each other how wide the next one is, with virtual stages too."""
+    """Stages of a pipeline tell each other the width of the next one, with virtual stages too."""
     samples, given = random_samples(), configuration(ParallelConfig())
     limits = BatchLimits(given.micro_batch_tokens, given.micro_batch_size)
     (rounds,) = share(samples.positions, np.flatnonzero(samples.usable), 1, limits)

@@ -36,7 +36,7 @@ def configuration(parallel, micro_batch_size=4, micro_batch_tokens=8192, **polic
 
 
 def import_score_step(trainer, folder):
-    """Everything the tests below compare."""
+    """Compute everything that the tests below compare."""
     trainer.import_model()
     logprobs = trainer.logprobs(random_sequences(), TEMPERATURE)
     records = export(trainer, f"{folder}/imported")

@@ -1,4 +1,4 @@
-"""A trainer that gives up memory between two operations computes the same bits as one that keeps it."""
+"""A trainer that frees memory between two operations computes the same bits as one that keeps it."""
 
 import itertools
 import tempfile
@@ -52,7 +52,7 @@ def folders(model_dirs, tmp_path_factory):
 
 
 def events(seed):
-    """Everything in a random order, and before each event some memory is given up, or all of it put back."""
+    """Events in a random order; before each, some memory is freed, or all of it restored."""
     generator = np.random.default_rng(seed)
     order = ["train", *generator.permutation([*EVENTS, *generator.choice(EVENTS, 3)]).tolist(), "train", "export"]
     for event in order:
@@ -65,7 +65,7 @@ def events(seed):
 
 @dataclass
 class Life:
-    """What happens to one trainer, and what is seen of it."""
+    """Events of one trainer, and their visible results."""
 
     trainer: object
     folder: str
@@ -95,7 +95,7 @@ class Life:
 
 
 def storages(trainer):
-    """The storages of each kind by the switch that gives it up."""
+    """The storages of each kind by the switch that frees them."""
     model, optimizer = trainer._model, trainer._optimizer
     parameters = [parameter for module in model.modules for parameter in module.parameters()]
     kept = {one.data.untyped_storage()._cdata for one in parameters}
@@ -108,7 +108,7 @@ def storages(trainer):
 
 
 def live(trainer, folder, order, releasing):
-    """What is seen of each event; with `releasing` memory is given up in between, and is really gone."""
+    """Visible results of each event; with `releasing` memory is freed in between, and is really gone."""
     life, seen = Life(trainer, folder).begin(), []
     for number, event in enumerate(order):
         if isinstance(event, MemoryConfig):
@@ -162,7 +162,7 @@ def test_giving_up_memory_changes_no_bit_in_any_order_of_events(folders, tmp_pat
 
 
 def update_after_each(trainer, releasing):
-    """Metrics and identity after updates, before each of which another combination was given up."""
+    """Metrics and identity after updates; before each, another combination was freed."""
     trainer.import_model()
     seen = []
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +187,7 @@ def test_the_update_after_each_combination_is_that_of_a_trainer_that_kept_everyt
 
 
 def give_up(trainer):
-    """Bytes given up by each switch, and again by the same; then whether what is back is all there."""
+    """Bytes freed by each switch, and again by all; then the comparison of everything restored."""
     import torch
 
     trainer.import_model()
@@ -220,7 +220,7 @@ def test_each_switch_gives_up_its_own_and_everything_comes_back(model_dir, preci
     )
     frozen = 1000 * 4
     expected = [count * (weights - 1000) for count in each]
-    # buffers are padded, and moments of what is padded are not there
+    # buffers are padded; padding has no moments
     assert freed["offload_parameters"] == pytest.approx(expected[0] + frozen, rel=0.01)
     assert freed["drop_gradients"] == pytest.approx(expected[1], rel=0.01)
     assert freed["offload_optimizer"] == pytest.approx(expected[2], rel=0.01)
@@ -230,7 +230,7 @@ def test_each_switch_gives_up_its_own_and_everything_comes_back(model_dir, preci
 
 
 def drop_while_pending(trainer):
-    """What is said between a pass and its update, and the norm of that update with and without being asked."""
+    """The error between a pass and its update, and the norm of that update with and without the request."""
     from dataclasses import replace
 
     from trainer_core.model.passes import Objective
@@ -270,7 +270,7 @@ def test_gradients_of_an_update_to_come_cannot_be_dropped(model_dir):
 
 
 def on_a_late_device(trainer):
-    """The same where a copy that need not be waited for happens only when it is waited for, as on a GPU it may."""
+    """Compute the same, but let copies that need not be awaited happen only when they are awaited, as a GPU may."""
     import torch
 
     trainer.import_model()
@@ -280,7 +280,7 @@ def on_a_late_device(trainer):
     def copy_later(target, source, non_blocking=False):
         if not non_blocking:
             return copy(target, source)
-        target.fill_(0xAB)  # what was there before
+        target.fill_(0xAB)  # old content
         late.append((target, source))
         return target
 
@@ -311,7 +311,7 @@ def test_nothing_is_used_or_given_up_before_its_copy_has_arrived(model_dir):
 
 
 def addresses(trainer):
-    """Where the bytes are kept on the host, each time."""
+    """Addresses of the bytes on the host, each time."""
     trainer.import_model()
     found = []
     for number in range(3):

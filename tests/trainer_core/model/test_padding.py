@@ -1,4 +1,4 @@
-"""A vocabulary that tensor-parallel ranks cannot divide is padded with zeros, which only the model knows of."""
+"""A vocabulary that tensor-parallel ranks cannot divide is padded with zeros that only the model sees."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_a_padded_state_moves_bit_by_bit(odd_model_dirs, tmp_path, source, targe
 
 
 def spoil(trainer, folder):
-    """What a save says if something has trained the padding."""
+    """The error of a save after something has trained the padding."""
     trainer.import_model()
     trainer.train_policy(random_samples(1), 1.0)
     embedding = trainer._model.modules[0].embedding.word_embeddings.weight

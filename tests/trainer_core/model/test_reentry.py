@@ -1,4 +1,4 @@
-"""One long-lived trainer: whatever happens between two trainings, overlapped communication changes no bit."""
+"""One long-lived trainer: overlapped communication changes no bit, whatever happens between two trainings."""
 
 import tempfile
 from dataclasses import replace
@@ -40,14 +40,14 @@ def configuration(parallel, megatron=None):
 
 
 def events(seed):
-    """Everything happens in a random order, after a training and before one."""
+    """Events in a random order, after a training and before one."""
     generator = np.random.default_rng(seed)
     drawn = [*EVENTS, *generator.choice(EVENTS, 2)]
     return ["train", "export", *generator.permutation(drawn).tolist(), "train", "export"]
 
 
 def live(trainer, folder, order):
-    """What is seen of each event."""
+    """Visible results of each event."""
     trainer.import_model()
     trainer.save(f"{folder}/0")
     trainer.load_reference(f"{folder}/0", "reference")
@@ -70,7 +70,7 @@ def live(trainer, folder, order):
 
 
 def lived(model_dir, settings, order):
-    """What is seen on rank 0, and the bytes of every export."""
+    """Visible results on rank 0, and the bytes of every export."""
     with tempfile.TemporaryDirectory() as folder:
         seen = run_trainers(model_dir, settings, live, folder, order)[0]
         exports = [read_export(path) for path in sorted(Path(folder).glob("export-*"))]
@@ -142,7 +142,7 @@ def test_a_trainer_that_has_seen_much_goes_on_as_a_fresh_process(model_dir, tmp_
 
 
 def write_while_reading(trainer):
-    """What is said if something that may only read changes a weight, or a buffer, and if it may write."""
+    """The errors if something that may only read changes a weight, or a buffer, and if it may write."""
     import torch
 
     trainer.import_model()

@@ -16,7 +16,7 @@ from trainer_core.start import start_trainer
 
 
 def equal_lengths(seed, count=24):
-    """Samples of one length: micro-batches of as many have one shape."""
+    """Samples of one length: micro-batches with equally many have one shape."""
     generator = np.random.default_rng(seed)
     return Samples(
         tokens=generator.integers(0, VOCABULARY, count * 9).astype(np.int32),
@@ -30,7 +30,7 @@ def equal_lengths(seed, count=24):
 
 
 class Repetition:
-    """What `replay.Graphs` does, without a card: results are filled in by each repetition, in place."""
+    """Replaces `replay.Graphs` without a card: each repetition fills in its results in place."""
 
     def __init__(self, pays):
         self._pays, self.left = pays, []
@@ -102,7 +102,7 @@ def test_what_fills_batches_up_to_one_shape_changes_no_update(model_dir, tmp_pat
     ("pace", "left", "pays"),
     [
         (Pace(), 3, False),  # nothing takes time
-        (Pace(launch=0.2, elapsed=0.2), 3, True),  # the host is slower; by how much, the first graph will show
+        (Pace(launch=0.2, elapsed=0.2), 3, True),  # the host is slower; the first graph will show the difference
         (Pace(launch=0.2, elapsed=0.2), 1, False),
         (Pace(launch=0.2, elapsed=0.2, recording=0.2, position=1e-6), 13, True),
         (Pace(launch=0.2, elapsed=0.2, recording=0.2, position=19e-5), 13, False),  # 0.19 s of the device each

@@ -73,7 +73,7 @@ def test_values_and_gradients_are_those_of_plain_torch(ranks, dtype, chunk, entr
 
 
 def differences(rank, world_size, store, entropy):
-    """Whether the derivative is the limit of differences."""
+    """Compare the derivative with the limit of differences."""
     from trainer_core.model.vocab_parallel import log_probabilities
 
     group = join(rank, world_size, store)

@@ -1,4 +1,4 @@
-"""Advantages by hand, and what a configuration makes of rewards against a straightforward implementation."""
+"""Advantages by hand, and those of a configuration against a straightforward implementation."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Advantages and losses of the user's own: called as ours are, and refused with their file and line."""
+"""Advantages and losses of a user: called as ours are, and refused with their file and line."""
 
 import re
 import shutil

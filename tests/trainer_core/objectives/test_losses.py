@@ -166,7 +166,7 @@ def test_tokens_may_have_advantages_of_their_own():
     advantages = double([3.0, 1.0, -1.0, -2.0, 0.5, -0.5])
     result = of_sequences(log_ratios, advantages)
     (gradient,) = torch.autograd.grad(result.loss.sum(), log_ratios)
-    # s = e^0.1 for three tokens, e^0.4 for the others, of which the good one is clipped
+    # s = e^0.1 for three tokens, e^0.4 for the others; the good one of these is clipped
     ratios = [math.exp(0.1)] * 3 + [math.exp(0.4), 0.0, math.exp(0.4)]
     assert gradient.tolist() == pytest.approx([-a * s for a, s in zip(advantages.tolist(), ratios, strict=True)])
 

@@ -1,4 +1,4 @@
-"""The objective's settings: what has no effect is refused, and so is what would be counted twice."""
+"""Settings of the objective: those without effect are refused, and so is counting anything twice."""
 
 import pytest
 from pydantic import ValidationError

@@ -27,7 +27,7 @@ def rows(samples, settings):
     ("settings", "expected"),
     [
         ({}, [0, 1, 2, 3, 4, 5, 6, 8, 9]),
-        # of group 9 the samples that are left are equal
+        # the remaining samples of group 9 are equal
         ({"leave_out_equal_groups": True}, [3, 4, 5, 6]),
         ({"most_groups": 1}, [0, 1, 2]),
         ({"most_groups": 2}, [0, 1, 2, 3, 4, 5, 6]),
@@ -81,7 +81,7 @@ def test_a_constant_divisor_is_that_of_every_sequence():
     lengths = np.array([2, 1, 3])
     found = weights({"loss_aggregation": "constant", "loss_length": 5}, lengths, [0, 0, 0])
     losses = np.array([0.3, -1.0, 4.0])  # sums over each sequence
-    # Megatron divides by all 6 tokens: what is left is the mean over sequences of the sum divided by 5
+    # Megatron divides by all 6 tokens: the rest is the mean over sequences of the sum divided by 5
     assert (found * losses).sum() / lengths.sum() == pytest.approx(losses.mean() / 5)
 
 

@@ -1,4 +1,4 @@
-"""The demo's task with a sampler of a few lines instead of an engine: what objectives teach, in one process."""
+"""The demo's task with a sampler of a few lines instead of an engine: objectives teach a model, in one process."""
 
 from pathlib import Path
 

@@ -33,7 +33,7 @@ def plain_steps(rank, world_size, store, directory, samples, reference, temperat
 
 
 def responses_of(model, samples, temperature):
-    """What is known about the response of each usable sample."""
+    """Values for the response of each usable sample."""
     import torch
 
     starts = np.cumsum(samples.lengths) - samples.lengths
@@ -55,7 +55,7 @@ def responses_of(model, samples, temperature):
 
 
 def objective(settings, responses):
-    """Mean over tokens, or over sequences, of what each token loses."""
+    """Mean over tokens, or over sequences, of each token's loss."""
     import torch
 
     kind = settings.get("loss", {"type": "clip"})

@@ -1,4 +1,4 @@
-"""An objective of the user's own in a real rank: the same result as ours, and nothing changes when it fails."""
+"""An objective of a user in a real rank: the same result as ours, and nothing changes when it fails."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ STEPS = {"mini_batches": 2, "epochs": 2, "kl_coefficient": 0.1}
 
 
 def objectives(trainer, policies, folder):
-    """Metrics of an iteration with each objective from the imported weights, or why there are none."""
+    """Metrics of an iteration with each objective from the imported weights, or the reason for their absence."""
     from storage.errors import RatchetError
     from trainer_core.phases.policy import PolicyPhase
 

@@ -15,7 +15,7 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, T
 # without moments the weights move by gradient / (|gradient| + 1)
 PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
 TEMPERATURE = 0.8
-# a layout, and the most tokens of a micro-batch on a rank: several micro-batches, which is what takes the time
+# a layout, and the most tokens of a micro-batch on a rank: several micro-batches, which take most of the time
 DIVISIONS = {
     "single": (ParallelConfig(), 8192),
     "split": (ParallelConfig(), 20),
@@ -54,7 +54,7 @@ OBJECTIVES = {
 
 
 def stepped(trainer, tokens, samples, reference, folder):
-    """One step on each objective from the imported weights, in micro-batches of so many tokens."""
+    """Take one step on each objective from the imported weights, in micro-batches of that many tokens."""
     from trainer_core.phases.policy import PolicyPhase
 
     passes, metrics = dataclasses.replace(trainer._passes, limits=BatchLimits(tokens)), {}
@@ -69,7 +69,7 @@ def stepped(trainer, tokens, samples, reference, folder):
 
 @pytest.fixture(scope="module")
 def samples(model_dir):
-    """Drawn by a policy that is near the model; what belongs to samples that do not count is no number."""
+    """Draw by a policy that is near the model; values of samples that do not count are NaN."""
     drawn = random_samples(3)
     sequences = np.split(drawn.tokens, np.cumsum(drawn.lengths)[:-1])
     (own,) = run_ranks(1, hugging_face_logprobs, model_dir, sequences, TEMPERATURE)

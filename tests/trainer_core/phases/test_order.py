@@ -12,7 +12,7 @@ from trainer_core.config import PolicyConfig
 SAMPLES, PARTS, EPOCHS = 48, 3, 4
 EXAMPLES = 24
 SIZES = [(6, 16), (24, 4), (5, 12)]
-"""Examples of a supervised batch, and how many batches."""
+"""Examples of a supervised batch, and the number of batches."""
 
 
 def epochs(step, seed=0, epochs=EPOCHS, parts=PARTS):

@@ -1,4 +1,4 @@
-"""What is reported of samples, by hand."""
+"""Reported figures of samples, by hand."""
 
 import dataclasses
 import math

@@ -80,7 +80,7 @@ def rate(update):
 
 
 def adam_by_hand(rank, world_size, store, directory):
-    """What is reported of each update, and the weights before the first and after the last."""
+    """Reported figures of each update, and the weights before the first and after the last."""
     import torch
     from transformers import Qwen3ForCausalLM
 

@@ -5,7 +5,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# each in its own process: what is checked is the state of the whole process
+# each in its own process: the check concerns the state of the whole process
 UNDONE = """
 import torch
 from trainer_core.platform import cpu_platform

@@ -1,4 +1,4 @@
-"""Saved states: continuing bit for bit, continuing under another layout, and what a state says about itself."""
+"""Saved states: continuing bit for bit, continuing under another layout, and a state's description of itself."""
 
 import json
 import random
@@ -44,7 +44,7 @@ def configuration(parallel=LAYOUTS["single"], optimizer=OPTIMIZER, precision="fp
 
 
 def draws():
-    """Something from every random generator of the rank, which advances them."""
+    """Numbers from every random generator of the rank, which advances them."""
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -111,7 +111,7 @@ def assert_bitwise(left, right):
 
 
 def look(trainer):
-    """What a probe draws, and whether the generators end as before, in a model that draws as GPU kernels do."""
+    """Draws of a probe, and the comparison of generators afterwards, in a model that draws as GPU kernels do."""
     import torch
 
     trainer.import_model()
@@ -168,7 +168,7 @@ def test_a_state_loads_under_another_layout(model_dir, saved, source, target):
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [("vpp2", "pp2"), ("pp2", "vpp2")])
 def test_virtual_stages_are_no_part_of_a_state(model_dir, saved, source, target):
-    """The same ranks with their layers divided otherwise: the generators go on as well, and every bit is the same."""
+    """The same ranks with their layers divided otherwise: the generators continue too, and every bit is the same."""
     folder, before = saved(source)
     ranks = run_trainers(model_dir, configuration(LAYOUTS[target]), load_train, folder, target)
     assert [rank["info"].rng for rank in ranks] == ["restored", "restored"]
@@ -188,7 +188,7 @@ def test_each_rank_names_its_own_files_and_leaves_no_process(saved):
 
 
 def identities(trainer, folder):
-    """By name, of one state saved twice, of the next, and of one that differs in its generators alone."""
+    """Identities by name: of one state saved twice, of the next, and of one that differs in its generators alone."""
     found = {}
     trainer.import_model()
     trainer.train_policy(random_samples(1), 1.0)
@@ -274,7 +274,7 @@ def test_the_warm_up_leaves_a_fresh_optimizer(model_dir, tmp_path):
 
 
 def go_on_with_other_settings(trainer, folder):
-    """What a fork with another learning rate holds after loading, and how far its next update moves the weights."""
+    """Settings of a fork with another learning rate after loading, and the distance of its next update."""
     info = trainer.load(f"{folder}/saved")
     kept = trainer.save(f"{folder}/forked").identity
     metrics = trainer.train_policy(random_samples(3), 1.0)
@@ -288,7 +288,7 @@ def test_other_settings_of_the_optimizer_keep_its_moments(model_dir, saved):
     assert info.optimizer == OPTIMIZER
     assert info.rng == "restored"
     assert info.identity == before[0]["identity"]
-    # the moments and the place in the schedule are those of before; the settings are new
+    # the moments and the place in the schedule are the saved ones; the settings are new
     assert kept.tensors == before[0]["identity"].tensors
     assert kept.differences(before[0]["identity"], generators=True) == ["progress"]
     (again,) = run_trainers(model_dir, configuration(), go_on_with_other_settings, folder)
@@ -308,7 +308,7 @@ def test_a_state_of_another_precision_is_refused(model_dir, saved):
 
 
 def load_all_ways(trainer, folder):
-    """The refusals of a state as a whole, and as a reference; None where it was accepted."""
+    """The refusals of a state as a whole, and as a reference; None if it was accepted."""
 
     def attempt(load, *args):
         try:

@@ -1,4 +1,4 @@
-"""Comparing saved states: what is equal, what is reported, and that a single bit is found."""
+"""Comparing saved states: equality, reported differences, and that a single bit is found."""
 
 import json
 import math

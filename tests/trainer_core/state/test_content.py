@@ -1,4 +1,4 @@
-"""The identity of what a state holds: equal however the tensors are divided, different if anything differs."""
+"""The identity of a state's content: equal however the tensors are divided, different if anything differs."""
 
 import math
 
@@ -76,7 +76,7 @@ DIVISIONS = {
 
 
 def identities(rank, world_size, store):
-    """By name: identities of one matrix, divided in several ways, and of others."""
+    """Identities by name: of one matrix, divided in several ways, and of others."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
 
     def identity(division, values=None, generators="0" * 32, size=SHAPE, facts=FACTS):

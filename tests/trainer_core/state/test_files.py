@@ -1,4 +1,4 @@
-"""Files that are laid out once and filled in place are safetensors, which anybody reads and nothing executes."""
+"""Files that are laid out once and filled in place are safetensors, which any tool reads and nothing executes."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_each_byte_of_a_file_has_room_before_it_is_written(tmp_path):
     name, _ = MappedFiles(tmp_path, 0, [Shard(box, 0, torch.empty(1 << 20))], None).names
     status = (tmp_path / name).stat()
     assert status.st_blocks * 512 >= status.st_size > 4 << 20
-    assert status.st_nlink == 2  # so that the store copies it
+    assert status.st_nlink == 2  # therefore the store copies it
 
 
 class Runtime:

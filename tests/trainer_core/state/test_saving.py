@@ -1,4 +1,4 @@
-"""What a save refuses, and what it leaves of the files of the save before."""
+"""Refusals of a save, and its effect on the files of the previous save."""
 
 import resource
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.trainer_core.state.test_checkpoint import LAYOUTS, configuration
 
 
 def save_with_scales(trainer, folder):
-    """What a save says if a module keeps something beside its tensors, as those of Transformer Engine do for fp8."""
+    """The error of a save if a module keeps something beside its tensors, as those of Transformer Engine do for fp8."""
     import torch
 
     trainer.import_model()
@@ -31,7 +31,7 @@ def test_what_is_not_in_tensors_is_not_lost_silently(model_dir, tmp_path):
 
 
 def save_and_store(trainer, folder):
-    """Two saves into one folder; what the store made of the first is read after the second."""
+    """Save twice into one folder; the store's copy of the first is read after the second."""
     trainer.import_model()
     root = open_root(f"{folder}/root")
     writer = PartWriter(root, "run", 1, "train")
@@ -53,7 +53,7 @@ def test_the_next_save_changes_no_stored_part(model_dir, tmp_path):
 
 
 def save_without_room(trainer, folder):
-    """What each rank raises if only the last one has no room, and whether a save elsewhere then succeeds."""
+    """Errors of each rank if only the last one has no room, and the result of a save elsewhere afterwards."""
     trainer.import_model()
     if trainer._mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))

@@ -36,7 +36,7 @@ def save(trainer, folder):
 
 @pytest.fixture(scope="module")
 def saved(model_dir, tmp_path_factory):
-    """By layout, each computed once: a folder with the `whole` state, and its `weights` alone."""
+    """Folders by layout, each computed once: the `whole` state, and its `weights` alone."""
     done = {}
 
     def saved_once(layout):
@@ -71,7 +71,7 @@ def test_files_hold_the_optimizer_or_everything_else(saved, layout):
     for file, names in found.items():
         assert {name.startswith("optimizer.") for name in names} == {not needed_for_weights(file)}
     assert {needed_for_weights(file) for file in found} == {True, False}
-    # each rank names what it has written, and together they name everything
+    # each rank names the files that it has written, and together they name all files
     assert sorted(name for rank in ranks for name in rank.names) == sorted(files_of(folder / "whole"))
     for rank, saved in enumerate(ranks):
         written = {name for name in saved.names if name.endswith(".safetensors")}

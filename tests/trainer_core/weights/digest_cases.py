@@ -34,7 +34,7 @@ def buffer():
 
 
 def in_buffer(octets):
-    """Tensors in a buffer that a card's kernel reads where they lie."""
+    """Tensors in a buffer that a card's kernel reads in place."""
     numbers = octets.view(torch.bfloat16)
     matrix = numbers[128:6528].view(80, 80)
     return [
@@ -59,7 +59,7 @@ def main():
     digest_kernel._SPAN = 2 * digest_kernel._BLOCK  # several programs for one tensor
     tensors = cases()
     work = digest_kernel.Work(tensors)
-    for tensor in tensors:  # what was prepared counts what is there when it is launched
+    for tensor in tensors:  # a prepared digest is computed of the content at its launch
         tensor.copy_(tensor * 3)
     wrong = differing(tensors, work.launch())
     thought_of = in_buffer(torch.empty_like(buffer(), device="meta"))

@@ -23,7 +23,7 @@ OBJECT_COLLECTIVES = ("all_gather_object", "broadcast_object_list", "gather_obje
 
 
 class Reading(threading.Thread):
-    """Reads all buckets as an engine's worker would, and keeps digests, or why it failed."""
+    """Reads all buckets as an engine's worker would, and keeps digests, or the reason of its failure."""
 
     def __init__(self, channel, plan, spoil):
         super().__init__(daemon=True)
@@ -54,7 +54,7 @@ class Reading(threading.Thread):
 
 @contextlib.contextmanager
 def counted():
-    """Calls of torch's collectives of pickled objects while this lasts."""
+    """Count calls of torch's collectives of pickled objects while this lasts."""
     calls, originals = Counter(), {name: getattr(torch.distributed, name) for name in OBJECT_COLLECTIVES}
 
     def spy(name):
@@ -105,13 +105,13 @@ def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=Non
 
 
 def oracle(trainer, folder):
-    """What megatron-bridge's export with fresh tasks gives: digests, types and shapes by name (on rank 0)."""
+    """Result of megatron-bridge's export with fresh tasks: digests, types and shapes by name (on rank 0)."""
     records = export(trainer, folder)
     return {record.name: (record.digest, record.dtype, record.shape) for record in records} or None
 
 
 def imported(folder, precision):
-    """What a trainer must send of a model that it has just imported: as `oracle`."""
+    """Expected tensors of a model that the trainer has just imported: as `oracle`."""
     expected = {}
     for name, array in read_export(folder).items():
         tensor = torch.from_numpy(np.asarray(array))

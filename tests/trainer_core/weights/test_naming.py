@@ -1,4 +1,4 @@
-"""Names that differ in numbers alone are asked for once: what is known of them is what megatron-bridge says of each."""
+"""The bridge is asked once for names that differ in numbers alone; the answer is right for each."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def registry():
 
 
 def renumbered(first, experts):
-    """What the bridge does on a later stage, with experts of a later rank."""
+    """Names as the bridge gives them on a later stage, with experts of a later rank."""
 
     def whole(_chunks, _config, name, stage):
         parts = name.split(".")
@@ -55,7 +55,7 @@ def renumbered(first, experts):
 
 
 def compared(_rank, _world, _store, first, experts, backwards):
-    """By name: what is known of it, and what the bridge says."""
+    """Ours and the bridge's answers, by name."""
     from trainer_core.weights import naming
 
     whole = renumbered(first, experts)
@@ -81,7 +81,7 @@ def test_every_name_is_what_the_bridge_says_of_it(first, experts, backwards):
 
 
 def counted(_rank, _world, _store):
-    """Kinds of names that differ in numbers alone, and what the bridge is asked for them; and what has no name."""
+    """Kinds of names that differ in numbers alone, with the questions to the bridge; and parameters without a name."""
     from trainer_core.weights import naming
 
     vars(naming)["_megatron_local_name_to_global"] = renumbered(0, 0)
@@ -95,5 +95,5 @@ def counted(_rank, _world, _store):
 
 
 def test_a_kind_is_asked_for_once_and_what_has_no_name_is_told():
-    # the first name, and one of which the numbers are found again
+    # the first name, and one to find its numbers again
     assert run_ranks(1, counted) == [(1, 2, [None, None])]

@@ -1,4 +1,4 @@
-"""Tensors in an arena: what is written to it is what is seen in it."""
+"""Tensors in an arena: reading it gives what was written."""
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ from tests.trainer_core.ranks import run_ranks
 
 
 def filled(_rank, _world, _store):
-    """What was converted until the bucket's turn and after it, whether it is in the arena, and what is kept then."""
+    """Tensors converted until the bucket's turn and after it, their places in the arena, and those kept then."""
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -51,7 +51,7 @@ def test_views_are_made_ahead_and_what_was_packed_is_not_kept():
 
 
 def rows_twice(_rank, _world, _store):
-    """Positions asked for in a row, and again after the first were changed in place."""
+    """Positions requested in a row, and again after the first were changed in place."""
     import torch
 
     from trainer_core.weights.parcel import Positions

@@ -1,4 +1,4 @@
-"""Weights on their way out of a trainer: the bytes of one process's export, from every layout, at any moment."""
+"""Weights leaving a trainer: the bytes of one process's export, from every layout, at any moment."""
 
 import numpy as np
 import pytest
@@ -56,11 +56,11 @@ def configuration(family, layout, precision="fp32"):
 
 
 def walk(trainer, folder):
-    """Updates at every moment of a trainer's life."""
+    """Update at every moment of a trainer's life."""
     moments = {}
     trainer.import_model()
     moments["imported"] = sync(trainer, folder, 1)
-    trainer.logprobs(random_sequences())  # from now on Megatron has put the biases of routers back to float32
+    trainer.logprobs(random_sequences())  # from now on Megatron has restored the biases of routers to float32
     moments["scored"] = sync(trainer, folder, 2)
     trainer.train_supervised(random_examples(), 1, 8)
     moments["trained"] = sync(trainer, folder, 3)
@@ -141,7 +141,7 @@ def test_nothing_is_sent_twice_and_nothing_is_pickled(walks, family, layout, pre
 
 
 def random_events(trainer, folder, seed):
-    """Any order of what a run does to a trainer; after each update, the names that differ from a fresh export."""
+    """Do what a run does to a trainer, in any order; for each update, the names that differ from a fresh export."""
     generator = np.random.default_rng(seed)
     trainer.import_model()
     trainer.save(f"{folder}/state")

@@ -1,4 +1,4 @@
-"""What must stop an update, on every rank and with the name of the tensor; the trainer can send the next one."""
+"""Faults that must stop an update, on every rank and with the name of the tensor; the next update works."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def live(trainer, ending):
 
 
 def moved_away(trainer):
-    """As Megatron's own offloading leaves a tensor."""
+    """Leave a tensor as Megatron's own offloading does."""
     module, attribute = live(trainer, NORM)
     tensor = getattr(module, attribute)
     kept = tensor.data
@@ -69,7 +69,7 @@ def moved_away(trainer):
 
 
 def without_memory(trainer):
-    """As a memory pool leaves it that has given its memory back."""
+    """Leave a tensor as a memory pool does that has freed its memory."""
     module, attribute = live(trainer, NORM)
     tensor = getattr(module, attribute)
     kept = tensor.data
@@ -83,7 +83,7 @@ def without_memory(trainer):
 
 
 def replaced(trainer):
-    """As `Module.to` leaves a buffer."""
+    """Leave a buffer as `Module.to` does."""
     module, attribute = live(trainer, BIAS)
     module._buffers[attribute] = module._buffers[attribute].clone()
     return lambda: None
@@ -110,7 +110,7 @@ def one_more(trainer):
 
 
 def spoiled(trainer, folder, number, change, when):
-    """An update while the last rank's model is changed as `change` says, before or after the plan; then a sound one."""
+    """Update while the last rank's model is changed as `change` says, before or after the plan; then a sound one."""
     last = trainer._mesh.rank == trainer._mesh.parallel.world_size - 1
     undo = change(trainer) if last and when == "before" else None
     between = change if last and when == "after" else None
@@ -180,7 +180,7 @@ def without_a_plan(trainer, folder):
     found["used"] = told(trainer.send_weights, planned.digest, channel)
     planned = trainer.plan_weights(1, 1 << 20)
     trainer.train_supervised(random_examples(), 1, 8)
-    Path(folder, "new").mkdir()  # the folder of before says why the first sends failed
+    Path(folder, "new").mkdir()  # the previous folder says why the first sends failed
     elsewhere = channel.model_copy(update={"folder": f"{folder}/new"})
     found["trained"] = told(trainer.send_weights, planned.digest, elsewhere)
     return found
@@ -196,7 +196,7 @@ def biases_cast(trainer, folder):
     trainer.import_model()
     for module in modules(trainer):
         if module._buffers.get("expert_bias") is not None:
-            module.expert_bias.data = module.expert_bias.data.bfloat16()  # as a wrapper of low precision leaves it
+            module.expert_bias.data = module.expert_bias.data.bfloat16()  # a wrapper of low precision leaves it so
     planned = trainer.plan_weights(1, 1 << 20)
     plan = WeightPlan.model_validate_json(planned.plan)
     return {tensor.dtype for tensor in plan.tensors if "e_score_correction_bias" in tensor.name}
@@ -334,10 +334,10 @@ def export_with_kept_tasks(trainer, folder, kept):
         trainer._model.bridge.load_hf_weights(list(trainer._model.chunks))
     for module in modules(trainer):
         if "expert_bias" in module._buffers:
-            module.expert_bias.data = module.expert_bias.data.bfloat16()  # as the wrapper leaves it
+            module.expert_bias.data = module.expert_bias.data.bfloat16()  # the wrapper leaves it so
     tasks = trainer._model.bridge.get_conversion_tasks(list(trainer._model.chunks))
     exported(tasks)
-    trainer.logprobs(random_sequences())  # Megatron puts the biases back to float32
+    trainer.logprobs(random_sequences())  # Megatron restores the biases to float32
     return exported(tasks if kept else None), {name: one[0] for name, one in sync_all(trainer, folder).items()}
 
 

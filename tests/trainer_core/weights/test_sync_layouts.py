@@ -1,4 +1,4 @@
-"""Updates from layouts in which ranks hold unequal parts or divide sequences, and while memory is given up."""
+"""Updates from layouts in which ranks hold unequal parts or divide sequences, and while memory is freed."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def configuration(precision="bf16", megatron=None, **parallel):
 
 
 def twice(trainer, folder):
-    """Before the first pass, and after a training; then what the bridge exports."""
+    """Update before the first pass, and after a training; then export by the bridge."""
     trainer.import_model()
     first = sync(trainer, folder, 1)
     trainer.train_supervised(random_examples(), 1, 8)
@@ -73,7 +73,7 @@ def test_unequal_stages_and_divided_sequences_send_everything_once(folders, tmp_
 
 
 def given_up(trainer, folder):
-    """What arrives while weights are on the host, given up before the plan, after it, and before stored ones."""
+    """Tensors that arrive while weights are on the host, freed before the plan, after it, and before stored ones."""
     trainer.import_model()
     trainer.save(f"{folder}/state")
     stored = oracle(trainer, f"{folder}/of-the-state")

@@ -27,7 +27,7 @@ def configuration(family, precision="bf16", **parallel):
 
 
 def unknown(*names):
-    """From now on these mappings are not known to need no other rank."""
+    """Hide from now on that these mappings need no other rank."""
     from trainer_core.weights import mappings
 
     mappings.KNOWN = frozenset(kind for kind in mappings.KNOWN if kind.__name__.removesuffix("Mapping") not in names)
@@ -115,7 +115,7 @@ def test_experts_that_become_one_tensor(folders, tmp_path):
 
 
 def of_a_stored_state(trainer, folder):
-    """What arrives of a state that is not the live one, in its place, and then of the live one."""
+    """Tensors that arrive of a state other than the live one, in its place, and then of the live one."""
     trainer.import_model()
     unknown(*EVERY)
     trainer.train_supervised(random_examples(), 1, 8)
@@ -135,7 +135,7 @@ def test_weights_of_a_stored_state_are_exported_in_the_place_of_the_live_ones(fo
 
 
 def direct(trainer, folder, number, between=None):
-    """An update without what puts biases back to float32: what arrived on rank 0, or why it failed here."""
+    """Update without the code that restores biases to float32: the tensors on rank 0, or the failure here."""
     from trainer_core.weights.update import Update
 
     place = Path(folder, f"direct-{number}")
@@ -174,9 +174,9 @@ def biases_change_their_type(trainer, folder):
 
     trainer.import_model()
     unknown(*EVERY)
-    cast(trainer, torch.bfloat16)  # as a wrapper of low precision leaves them
+    cast(trainer, torch.bfloat16)  # a wrapper of low precision leaves them so
     first = direct(trainer, folder, 1)
-    cast(trainer, torch.float32)  # as the first forward pass does
+    cast(trainer, torch.float32)  # the first forward pass does this
     second = direct(trainer, folder, 2)
     return first, second, oracle(trainer, f"{folder}/oracle")
 
@@ -194,7 +194,7 @@ def test_nothing_that_was_planned_survives_an_update(folders, tmp_path):
 
 
 def changed_unseen(trainer, folder):
-    """After the plan the biases of the last rank change, which no rank looks at before it sends."""
+    """Change the biases of the last rank after the plan, which no rank looks at before it sends."""
     import torch
 
     def change():

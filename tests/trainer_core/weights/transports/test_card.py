@@ -1,4 +1,4 @@
-"""Arenas on a card, as far as that can be seen without one: CUDA's library is a few lines here."""
+"""Arenas on a card, as far as a machine without one can tell: CUDA's library is a few lines here."""
 
 from types import SimpleNamespace
 
@@ -61,7 +61,7 @@ def test_as_many_arenas_are_reserved_as_were_asked_for(library):
 
 
 def test_arenas_of_another_size_are_given_back_one_update_later(library, monkeypatch):
-    """Until then an engine may have them open."""
+    """An engine may have them open until then."""
     for name, empty in (("_exported", {}), ("_replaced", [])):
         monkeypatch.setattr(card, name, empty)
     found, seen = library(room=4), []

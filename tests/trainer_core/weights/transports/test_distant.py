@@ -1,4 +1,4 @@
-"""Arenas that are nearer to their sender than to the model: what they hold is copied first, a bucket ahead."""
+"""Arenas that are nearer to their sender than to the model: their content is copied first, a bucket ahead."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_from_a_distant_arena_everything_arrives_as_it_was_sent(tmp_path, sender
 
 
 def test_a_distant_arena_is_free_again_before_what_it_held_is_loaded(tmp_path):
-    """The sender overwrites its only arena while the receiver still uses what it has fetched."""
+    """The sender overwrites its only arena while the receiver still uses the copied bucket."""
     sent = weights()
     plan = plan_of(sent)
     channel = channel_of(tmp_path, "memory", arenas=1, deadline_s=5)
@@ -58,7 +58,7 @@ def test_while_a_distant_bucket_is_loaded_the_next_one_is_fetched(tmp_path):
         arenas[value].fill_(value)
         sender.publish(bucket)
     seen = receiver.arena(one)
-    arenas[1].fill_(9)  # what would be read now
+    arenas[1].fill_(9)  # a late read would see this
     assert seen.eq(0).all()
     receiver.release(one)
     assert receiver.arena(two).eq(1).all()

@@ -1,4 +1,4 @@
-"""An arena on a card is released when the card has read it, which nobody waits for before it is given more to do."""
+"""An arena on a card is released once the card has read it; the card gets its next work without a wait."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from trainer_core.weights.transports.ends import open_receiver, open_sender
 
 @pytest.fixture
 def waited(monkeypatch):
-    """Receivers' cards have read something only when they were waited for: as often as this has entries."""
+    """Receivers' cards have read something only after a wait: as often as this has entries."""
     times = []
     monkeypatch.setattr(shared, "_now", lambda _device: SimpleNamespace(synchronize=lambda: times.append(1)))
     return times
@@ -21,7 +21,7 @@ def waited(monkeypatch):
 
 @pytest.fixture
 def reading(tmp_path, waited):
-    """A receiver, how often its card was waited for, and what was released."""
+    """A receiver, the number of waits for its card, and the released arenas."""
     plan = plan_of(weights(count=24))
     channel = channel_of(tmp_path, "memory", deadline_s=5)
     sender, receiver = open_sender(channel, plan, 0, CPU), open_receiver(channel, plan, 0, CPU)
@@ -54,7 +54,7 @@ def test_an_arena_is_released_when_the_next_bucket_was_given_to_the_card(reading
 
 
 def test_it_is_released_before_a_bucket_is_waited_for(reading):
-    """Its sender may need that arena for it."""
+    """The sender may need that arena for it."""
     for number in range(6):  # there are two arenas
         read(reading, publish(reading, number))
         if number:

@@ -1,4 +1,4 @@
-"""Bytes from senders to receivers over each transport, and what happens when one end is slow, fails or dies."""
+"""Bytes from senders to receivers over each transport, and the effects of an end that is slow, fails or dies."""
 
 import errno
 import multiprocessing
@@ -24,8 +24,8 @@ from trainer_core.weights.transports.collective import BroadcastGroup
 from trainer_core.weights.transports.ends import open_receiver, open_sender
 
 TRANSPORTS = ["memory", "collective", "files"]
-WAITING = ["memory", "collective"]  # the sender of files waits for nobody
-COUNT = 60  # tensors; several times as many buckets as arenas
+WAITING = ["memory", "collective"]  # the sender of files never waits
+COUNT = 60  # tensors; several times as many buckets as there are arenas
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def channel_of(folder, transport, receivers=1, deadline_s=30.0, arenas=2):
 
 
 class Receiving(threading.Thread):
-    """Reads all buckets; what it found, or why it failed, is kept. `at(bucket)` is called before a release."""
+    """Reads all buckets; keeps their content, or the reason of its failure. `at(bucket)` is called before a release."""
 
     def __init__(self, channel, plan, number=0, at=lambda bucket: None, opened=None):
         super().__init__(daemon=True)
@@ -236,7 +236,7 @@ def test_arenas_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "arenas-0").unlink()
     reading = Receiving(channel, plan)
     rank = SimpleNamespace(rank=0, device=CPU)
-    sender = BucketSender(channel, plan, rank, plan_digests({}, CPU))  # of a rank that goes on with the others
+    sender = BucketSender(channel, plan, rank, plan_digests({}, CPU))  # of a rank that continues with the others
     with pytest.raises(SyncMismatch, match=r"sync\.arena_mib"):
         reading.result()
     with pytest.raises(StorageUnavailable, match=r"sync\.arena_mib"):
@@ -267,7 +267,7 @@ def test_counters_that_do_not_fit_are_refused_at_once(tmp_path, monkeypatch):
 
 
 def test_a_broadcast_may_wait_until_all_take_part(tmp_path, monkeypatch):
-    """As the first of NCCL does."""
+    """The first broadcast of NCCL does."""
     together, broadcast = threading.Barrier(2, timeout=10), BroadcastGroup.broadcast
 
     def waiting(group, arena):
