@@ -25,4 +25,4 @@ test-fast: setup
 
 # by hand before a release: every cell of the matrices of kills, layouts and moves, and the benches
 prove: setup
-	$(PYTHON) -m pytest -n auto -m full $(ARGS)
+	$(PYTHON) -m pytest -n auto $(ARGS)

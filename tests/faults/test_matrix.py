@@ -191,7 +191,6 @@ def test_a_run_that_nobody_interrupts_does_everything_once(whole):
     assert verify(look.root, RUN).findings == ()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_kill_changes_nothing_in_the_end(name, outcomes, whole):
     wanted, outcome = CELLS[name], outcomes[name].result()
