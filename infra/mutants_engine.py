@@ -2,18 +2,18 @@
 
 from infra.mutants_known import Mutant
 
-_SERVING = ("tests/tasks/engine/test_serving.py",)
-_WHOLE = ("tests/tasks/engine/test_scheduler.py",)
-_IN_FLIGHT = "tests/tasks/engine/test_in_flight.py::test_"
-_LOADING = "tests/tasks/engine/test_loading.py::test_"
-_UPDATE = "tests/tasks/engine/test_update.py::test_"
+_SERVING = ("tests/tasks/engine/vllm/test_serving.py",)
+_WHOLE = ("tests/tasks/engine/vllm/test_scheduler.py",)
+_IN_FLIGHT = "tests/tasks/engine/vllm/test_in_flight.py::test_"
+_LOADING = "tests/tasks/engine/vllm/test_loading.py::test_"
+_UPDATE = "tests/tasks/engine/vllm/test_update.py::test_"
 _TRANSPORTS = ("tests/trainer_core/weights/transports/test_transports.py",)
 _LOADERS = (f"{_LOADING}a_fault_of_the_loaders_fails_with_the_name_and_the_next_update_repairs_it",)
 _BY_TABLE = (
-    "tests/tasks/engine/test_loading.py::test_where_loaders_have_followed_the_table_the_next_update_is_written_by_it",
-    "tests/tasks/engine/test_loading.py::test_what_is_written_by_the_table_was_looked_up_for_this_update",
+    "tests/tasks/engine/vllm/test_loading.py::test_where_loaders_have_followed_the_table_the_next_update_is_written_by_it",
+    "tests/tasks/engine/vllm/test_loading.py::test_what_is_written_by_the_table_was_looked_up_for_this_update",
 )
-_COPIES = ("tests/tasks/engine/test_copies.py",)
+_COPIES = ("tests/tasks/engine/vllm/test_copies.py",)
 _IN_PLACE = (
     f"{_LOADING}a_fault_of_the_loaders_in_place_fails_with_the_name",
     f"{_LOADING}a_parameter_that_moves_is_refused_because_of_cuda_graphs",
@@ -26,7 +26,7 @@ ENGINE = (
     Mutant(
         "batches-share-steps",
         "where results must repeat, requests of one batch are computed beside those of another",
-        "tasks/engine/engine.py",
+        "tasks/engine/vllm/engine.py",
         "        while self._waiting and not (self._spec.together and self._running):\n",
         "        while self._waiting:\n",
         _SERVING,
@@ -34,7 +34,7 @@ ENGINE = (
     Mutant(
         "old-requests-under-new-weights",
         "requests that were under way go on when the weights change",
-        "tasks/engine/engine.py",
+        "tasks/engine/vllm/engine.py",
         '            case "abort":\n                self.drop()\n',
         '            case "abort":\n                pass\n',
         (f"{_IN_FLIGHT}requests_under_way_are_dropped",),
@@ -42,7 +42,7 @@ ENGINE = (
     Mutant(
         "requests-run-on",
         "what is dropped is still computed",
-        "tasks/engine/engine.py",
+        "tasks/engine/vllm/engine.py",
         "            self._core.forget(list(self._running))\n",
         "",
         _WHOLE,
@@ -50,7 +50,7 @@ ENGINE = (
     Mutant(
         "responses-without-their-beginning",
         "of a response only its last token comes back",
-        "tasks/engine/scheduler.py",
+        "tasks/engine/vllm/scheduler.py",
         "self._responses.get(name) or _Response()",
         "_Response()",
         _WHOLE,
@@ -58,7 +58,7 @@ ENGINE = (
     Mutant(
         "logprobs-of-a-neighbour",
         "the log-probabilities of a request are those of the one after it",
-        "tasks/engine/scheduler.py",
+        "tasks/engine/vllm/scheduler.py",
         "first = place if self._firsts is None else",
         "first = place + 1 if self._firsts is None else",
         _WHOLE,
@@ -66,7 +66,7 @@ ENGINE = (
     Mutant(
         "dropped-responses-are-kept",
         "the scheduler keeps what was sampled of requests that were dropped",
-        "tasks/engine/scheduler.py",
+        "tasks/engine/vllm/scheduler.py",
         "            self._responses.pop(request.request_id, None)\n",
         "            pass\n",
         _WHOLE,
@@ -74,7 +74,7 @@ ENGINE = (
     Mutant(
         "engine-listens-everywhere",
         "the process group of an engine accepts connections on every interface",
-        "tasks/engine/inside.py",
+        "tasks/engine/vllm/inside.py",
         '    handlers["tcp"] = _met\n',
         "",
         _SERVING,
@@ -154,7 +154,7 @@ ENGINE = (
     Mutant(
         "landed-is-not-compared",
         "what vLLM's loaders left in the parameters is not compared with what arrived",
-        "tasks/engine/update.py",
+        "tasks/engine/vllm/update.py",
         "            if landed != digest:\n",
         "            if False:\n",
         (*_LOADERS, *_EXPERTS),
@@ -170,7 +170,7 @@ ENGINE = (
     Mutant(
         "landed-of-what-is-processed-by-itself",
         "parameters without post-processing, such as norms, are not looked at",
-        "tasks/engine/loading.py",
+        "tasks/engine/vllm/loading.py",
         " if processing(layer) is None for name in names]",
         " if False for name in names]",
         _SERVED,
@@ -178,7 +178,7 @@ ENGINE = (
     Mutant(
         "reload-is-not-finished",
         "vLLM's reload is left open, so that layers keep no weights or the old packed ones",
-        "tasks/engine/loading.py",
+        "tasks/engine/vllm/loading.py",
         "            finalize_layerwise_reload(self._model, self._config.model_config)\n",
         "            pass\n",
         _SERVED,
@@ -186,7 +186,7 @@ ENGINE = (
     Mutant(
         "tied-output-layer-is-stale",
         "an output layer that is tied to the embedding keeps its packed copy of the old weights",
-        "tasks/engine/loading.py",
+        "tasks/engine/vllm/loading.py",
         "            for layer, method in self._tied:\n",
         "            for layer, method in self._tied[:0]:\n",
         _SERVED,
@@ -194,7 +194,7 @@ ENGINE = (
     Mutant(
         "arena-released-before-it-is-read",
         "a deferred loader looks into an arena that the sender may write again",
-        "tasks/engine/update.py",
+        "tasks/engine/vllm/update.py",
         "arena.clone() if self._lane.keeps_views else arena",
         "arena",
         _SERVED,
@@ -202,7 +202,7 @@ ENGINE = (
     Mutant(
         "moved-storage-is-not-seen",
         "a parameter gets new storage while CUDA graphs read the old one",
-        "tasks/engine/loading.py",
+        "tasks/engine/vllm/loading.py",
         "        if moved := [key for key, address in now.items() if address != self._storage.get(key)]:\n",
         "        if moved := [key for key in now if key not in now]:\n",
         _IN_PLACE,
@@ -210,7 +210,7 @@ ENGINE = (
     Mutant(
         "tables-are-written-by-that-loaders-do-not-follow",
         "an update is written by a table though loaders put a tensor elsewhere",
-        "tasks/engine/receive.py",
+        "tasks/engine/vllm/receive.py",
         "survey.in_place and survey.layout == self._followed\n",
         "survey.in_place\n",
         _IN_PLACE,
@@ -218,7 +218,7 @@ ENGINE = (
     Mutant(
         "loaders-are-never-left-out",
         "every update goes through vLLM's loaders, whatever was seen of the table",
-        "tasks/engine/receive.py",
+        "tasks/engine/vllm/receive.py",
         "            self._followed = update.followed\n",
         "",
         _BY_TABLE,
@@ -226,7 +226,7 @@ ENGINE = (
     Mutant(
         "what-was-seen-of-a-model-is-kept",
         "the next update writes where parameters were in the one before",
-        "tasks/engine/receive.py",
+        "tasks/engine/vllm/receive.py",
         "        self._survey: Survey | None = None\n",
         "        self._survey: Survey | None = vars(self).get('_survey')\n",
         _BY_TABLE,
@@ -234,7 +234,7 @@ ENGINE = (
     Mutant(
         "a-bucket-is-not-written",
         "of what is written by the table, what lies in one piece is left out",
-        "tasks/engine/copies.py",
+        "tasks/engine/vllm/copies.py",
         "            torch._foreach_copy_(self._into, list(pieces))",
         "            torch._foreach_copy_(self._into[:0], list(pieces)[:0])",
         _BY_TABLE,
@@ -242,7 +242,7 @@ ENGINE = (
     Mutant(
         "a-converted-tensor-is-not-written",
         "of what is written by the table, tensors of another type are left out",
-        "tasks/engine/copies.py",
+        "tasks/engine/vllm/copies.py",
         "        for tensor, place, into in self._others:\n",
         "        for tensor, place, into in self._others[:0]:\n",
         _COPIES,
@@ -250,7 +250,7 @@ ENGINE = (
     Mutant(
         "a-part-is-copied-from-the-first-word-on",
         "a worker that holds a part of a tensor copies what stands before it",
-        "tasks/engine/copies.py",
+        "tasks/engine/vllm/copies.py",
         "    begin = tensor.offset + place.start * into.element_size()\n",
         "    begin = tensor.offset\n",
         _COPIES,
@@ -258,7 +258,7 @@ ENGINE = (
     Mutant(
         "columns-are-taken-for-one-piece",
         "some columns of a matrix are copied as if they followed each other",
-        "tasks/engine/landing.py",
+        "tasks/engine/vllm/landing.py",
         " if whole and math.prod(self.shape[:cut]) == 1 else None\n",
         " if whole else None\n",
         _COPIES,
@@ -266,7 +266,7 @@ ENGINE = (
     Mutant(
         "a-plan-may-leave-parameters-unfilled",
         "an update that lacks a tensor is begun",
-        "tasks/engine/landing.py",
+        "tasks/engine/vllm/landing.py",
         "        if any(left.values()):\n",
         "        if False:\n",
         (f"{_UPDATE}a_plan_that_does_not_fit_is_refused_and_the_weights_of_before_serve",),
@@ -274,7 +274,7 @@ ENGINE = (
     Mutant(
         "experts-are-taken-for-one-another",
         "the table of landed experts has two of them at one place",
-        "tasks/engine/landing.py",
+        "tasks/engine/vllm/landing.py",
         "    for expert, local in enumerate(locals_):\n",
         "    for expert, local in enumerate([*locals_[:2][::-1], *locals_[2:]]):\n",
         (f"{_LOADING}experts_and_latent_attention_land_and_are_served",),
@@ -282,7 +282,7 @@ ENGINE = (
     Mutant(
         "any-weights-are-committed",
         "an engine serves what arrived, though the trainer sent something else",
-        "tasks/engine/engine.py",
+        "tasks/engine/vllm/engine.py",
         "        if self._update is None or not self._update.holds(weights_digest):\n",
         "        if self._update is None:\n",
         (f"{_UPDATE}what_is_damaged_on_the_way_has_another_digest_and_is_not_committed",),
@@ -290,7 +290,7 @@ ENGINE = (
     Mutant(
         "half-written-weights-serve",
         "an engine that was written to goes on with what it holds after a failed update",
-        "tasks/engine/engine.py",
+        "tasks/engine/vllm/engine.py",
         "            self._held = Unusable(str(error)) if self._update.touched else before\n",
         "            self._held = before\n",
         (f"{_UPDATE}an_update_that_stops_in_the_middle_is_repaired_by_the_next",),
@@ -298,7 +298,7 @@ ENGINE = (
     Mutant(
         "prefix-cache-of-old-weights",
         "prompts that the engine has seen under the old weights are not computed again",
-        "tasks/engine/engine.py",
+        "tasks/engine/vllm/engine.py",
         "        self._core.forget_prompts()\n",
         "",
         _SERVED,
@@ -306,7 +306,7 @@ ENGINE = (
     Mutant(
         "held-requests-are-forgotten",
         "requests that an update finished first are not handed out",
-        "tasks/engine/engine.py",
+        "tasks/engine/vllm/engine.py",
         "                    self._finished += batches\n",
         "                    pass\n",
         (f"{_IN_FLIGHT}requests_under_way_are_finished_first",),
@@ -314,7 +314,7 @@ ENGINE = (
     Mutant(
         "plan-digest-is-not-compared",
         "an engine receives by another plan than the trainer sends by",
-        "tasks/engine/transaction.py",
+        "tasks/engine/vllm/transaction.py",
         "        if computed != {digest}:\n",
         "        if False:\n",
         (f"{_UPDATE}another_digest_is_refused",),

@@ -2,13 +2,13 @@
 
 from infra.mutants_known import Mutant
 
-_ROWS = ("tests/tasks/engine/test_scheduler.py::test_requests_that_come_and_go_get_the_tokens_of_their_own_seeds",)
+_ROWS = ("tests/tasks/engine/vllm/test_scheduler.py::test_requests_that_come_and_go_get_the_tokens_of_their_own_seeds",)
 
 ROWS = (
     Mutant(
         "rows-past-their-end",
         "a row goes on for a token more than the request may have",
-        "tasks/engine/rows.py",
+        "tasks/engine/vllm/rows.py",
         "(sampled + 1 >= self.table[LIMIT, at])",
         "(sampled >= self.table[LIMIT, at])",
         _ROWS,
@@ -16,7 +16,7 @@ ROWS = (
     Mutant(
         "stops-of-the-first",
         "every row ends at the stop tokens of the first",
-        "tasks/engine/rows.py",
+        "tasks/engine/vllm/rows.py",
         "self._stops[self.table[STOPS, at], tokens] |",
         "self._stops[0, tokens] |",
         _ROWS,
@@ -24,7 +24,7 @@ ROWS = (
     Mutant(
         "rows-without-blocks",
         "a row writes a token beyond its blocks of the key-value cache",
-        "tasks/engine/scheduler.py",
+        "tasks/engine/vllm/scheduler.py",
         "table[COMPUTED, at] >= table[ROOM, at]",
         "table[COMPUTED, at] > table[ROOM, at]",
         _ROWS,
@@ -32,7 +32,7 @@ ROWS = (
     Mutant(
         "rows-forget-steps-under-way",
         "a row that loses its blocks forgets the token that a step is sampling",
-        "tasks/engine/scheduler.py",
+        "tasks/engine/vllm/scheduler.py",
         "request.num_computed_tokens, request.num_output_placeholders = left.computed, left.flying",
         "request.num_computed_tokens, request.num_output_placeholders = left.computed, 0",
         _ROWS,
@@ -40,7 +40,7 @@ ROWS = (
     Mutant(
         "rows-lose-what-they-sampled",
         "a row that loses its blocks loses what it has sampled",
-        "tasks/engine/scheduler.py",
+        "tasks/engine/vllm/scheduler.py",
         "        response.tokens.frombytes(left.tokens.tobytes())\n",
         "",
         _ROWS,
@@ -48,7 +48,7 @@ ROWS = (
     Mutant(
         "same-steps-with-new-rows",
         "steps count as steps of the same requests when one of them has ended",
-        "tasks/engine/rows.py",
+        "tasks/engine/vllm/rows.py",
         "        self.table = self.table[:, stay]\n        self._planned = None\n",
         "        self.table = self.table[:, stay]\n",
         _ROWS,
@@ -56,9 +56,11 @@ ROWS = (
     Mutant(
         "noise-of-the-step",
         "a token's noise depends on how long this engine has sampled its response, not on its position",
-        "tasks/engine/on_cpu.py",
+        "tasks/engine/vllm/on_cpu.py",
         "self.optimistic_seq_lens_cpu[: len(how)].numpy().astype(np.int64) - 1",
         "np.array([len(self.requests[name].output_token_ids) for name in self.input_batch.req_ids])",
-        ("tests/tasks/engine/test_engine.py::test_a_response_goes_on_from_its_beginning_as_if_nothing_had_happened",),
+        (
+            "tests/tasks/engine/vllm/test_engine.py::test_a_response_goes_on_from_its_beginning_as_if_nothing_had_happened",
+        ),
     ),
 )

@@ -38,11 +38,11 @@ SHARES = {
     "tests/integration/test_retrain.py": "tests/integration/test_loop.py",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
-    "tests/tasks/engine/test_engine.py": "tests/tasks/workers/test_fleet.py",  # engines, as those that follow
-    "tests/tasks/engine/test_in_flight.py": "tests/tasks/workers/test_fleet.py",
-    "tests/tasks/engine/test_loading.py": "tests/tasks/workers/test_fleet.py",
-    "tests/tasks/engine/test_serving.py": "tests/tasks/workers/test_fleet.py",
-    "tests/tasks/engine/test_update.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/vllm/test_engine.py": "tests/tasks/workers/test_fleet.py",  # engines, as those that follow
+    "tests/tasks/engine/vllm/test_in_flight.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/vllm/test_loading.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/vllm/test_serving.py": "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/vllm/test_update.py": "tests/tasks/workers/test_fleet.py",
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/deployments/test_evaluate.py": "tests/flows/server",
     "tests/flows/deployments/test_flows.py": "tests/flows/server",

@@ -53,7 +53,7 @@ def processor_seconds(process: psutil.Process) -> float:
 def _parameters(requests: Requests) -> list[Any]:
     from vllm.sampling_params import RequestOutputKind
 
-    from tasks.engine.core import sampling_parameters
+    from tasks.engine.vllm.core import sampling_parameters
 
     found = [sampling_parameters(requests.sampling, seed) for seed in requests.seeds]
     for one in found:  # settings of vLLM that make its own client cheap
@@ -69,7 +69,7 @@ def main() -> None:
     """Answer until standard input ends."""
     from vllm import LLM
 
-    from tasks.engine.core import vllm_arguments
+    from tasks.engine.vllm.core import vllm_arguments
 
     engine = LLM(**vllm_arguments(EngineSpec.model_validate_json(sys.argv[1])))
     runner: Runner = "second" if engine.llm_engine.vllm_config.use_v2_model_runner else "first"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from infra.bench.waiting import wait_for
-from tasks.engine.engine import Engine
+from tasks.engine.vllm.engine import Engine
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 

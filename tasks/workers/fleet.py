@@ -16,8 +16,8 @@ from storage.digest import value_digest
 from storage.errors import RatchetError, WorkerLost
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
-from tasks.engine.engine import Engine
 from tasks.engine.protocol import EngineSpec
+from tasks.engine.vllm.engine import Engine
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tasks.config.environment import engine_environment
-from tasks.engine.engine import Engine
 from tasks.engine.protocol import EngineSpec, Sampling
+from tasks.engine.vllm.engine import Engine
 from tests.tasks.engine_scheduling import Schedulers
 
 VOCABULARY = 32
@@ -148,13 +148,13 @@ class InPlaceEngine(FaultyEngine):
 
     def break_table(self, fault: str, *names: str) -> None:
         """Let the table write other values, until `mend_table`: see `_faulty`."""
-        from tasks.engine import loading
+        from tasks.engine.vllm import loading
 
         vars(loading)["PlannedCopies"] = _faulty_copies(loading.PlannedCopies, fault, names)
 
     def mend_table(self) -> None:
         """Undo `break_table`."""
-        from tasks.engine import copies, loading
+        from tasks.engine.vllm import copies, loading
 
         vars(loading)["PlannedCopies"] = copies.PlannedCopies
 
@@ -179,7 +179,7 @@ class InPlaceEngine(FaultyEngine):
 @contextmanager
 def _kernels_that_read_parameters() -> Iterator[None]:
     """Take the model, in updates that begin now, for one whose kernels use parameters as they were loaded."""
-    from tasks.engine import receive, survey
+    from tasks.engine.vllm import receive, survey
 
     class InPlaceSurvey(survey.Survey):
         in_place = True
@@ -234,14 +234,14 @@ class PlainEngine:
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
 
-        from tasks.engine.core import vllm_arguments
+        from tasks.engine.vllm.core import vllm_arguments
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        self._vllm = LLM(**vllm_arguments(spec), worker_cls="tasks.engine.on_cpu.Worker")  # of the same noise
+        self._vllm = LLM(**vllm_arguments(spec), worker_cls="tasks.engine.vllm.on_cpu.Worker")  # of the same noise
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[tuple[Any, Any, Any]]:
         """Tokens, their log-probabilities, and the reason for each response's end."""
-        from tasks.engine.core import sampling_parameters
+        from tasks.engine.vllm.core import sampling_parameters
 
         how = [sampling_parameters(sampling, seed) for seed in seeds]
         asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -257,7 +257,7 @@ class PlainEngine:
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of the tokens but the first."""
-        from tasks.engine.core import scoring_parameters
+        from tasks.engine.vllm.core import scoring_parameters
 
         asked: list[Any] = [{"prompt_token_ids": sequence} for sequence in sequences]
         outputs = self._vllm.generate(asked, [scoring_parameters() for _ in sequences], use_tqdm=False)
@@ -279,9 +279,9 @@ class Copies:
         """
         import torch
 
-        from tasks.engine.copies import PlannedCopies
-        from tasks.engine.landing import Place, part_of
-        from tasks.engine.survey import Survey
+        from tasks.engine.vllm.copies import PlannedCopies
+        from tasks.engine.vllm.landing import Place, part_of
+        from tasks.engine.vllm.survey import Survey
         from tests.tasks.engine_update import plan_of
         from trainer_core.weights.packing import tensors_of, views
 

@@ -84,7 +84,7 @@ class CountingRunner:
 def _arrays(names: list[str], sampled: list[int | None]) -> Any:
     from vllm.v1.outputs import LogprobsLists
 
-    from tasks.engine.steps import Arrays
+    from tasks.engine.vllm.steps import Arrays
 
     tokens = np.array([token or 0 for token in sampled], dtype=np.int64)
     return Arrays(
@@ -166,8 +166,8 @@ class Schedulers:
         from vllm.v1.request import Request
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from tasks.engine.core import sampling_parameters, vllm_arguments
-        from tasks.engine.scheduler import WholeResponses, WholeResponsesAhead
+        from tasks.engine.vllm.core import sampling_parameters, vllm_arguments
+        from tasks.engine.vllm.scheduler import WholeResponses, WholeResponsesAhead
 
         spec = EngineSpec(model_dir=directory, max_model_len=96, max_num_seqs=together)
         arguments = vllm_arguments(spec) | {"block_size": BLOCK, "max_num_batched_tokens": 96, "max_num_seqs": together}

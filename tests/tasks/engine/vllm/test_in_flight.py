@@ -5,7 +5,7 @@ import pytest
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import Sampling, weights_digest
-from tests.tasks.engine.test_engine import PLAIN, PROMPTS, SEEDS, assert_agrees, responses
+from tests.tasks.engine.vllm.test_engine import PLAIN, PROMPTS, SEEDS, assert_agrees, responses
 from tests.tasks.engine_process import log_softmax
 from tests.tasks.engine_update import deliver, plan_of, refused, serve, tensors_of_model
 from trainer_core.weights.channel import Channel

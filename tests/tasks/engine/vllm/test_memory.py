@@ -3,8 +3,8 @@ import json
 import pytest
 
 from storage.errors import InputError
-from tasks.engine.memory import cache_bytes
 from tasks.engine.protocol import EngineSpec
+from tasks.engine.vllm.memory import cache_bytes
 
 CARD = 80 << 30
 

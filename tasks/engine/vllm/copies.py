@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tasks.engine.landing import Place, part_of
-from tasks.engine.survey import Survey
+from tasks.engine.vllm.landing import Place, part_of
+from tasks.engine.vllm.survey import Survey
 from trainer_core.weights.packing import element_type, views
 from trainer_core.weights.plan import PlannedTensor
 

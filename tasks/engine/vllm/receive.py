@@ -17,11 +17,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine import inside  # noqa: F401 - prepares the process of a worker
-from tasks.engine.landing import landing_of, named_layers
-from tasks.engine.loading import lane_of
-from tasks.engine.survey import Survey, found
-from tasks.engine.update import Report, Update
+from tasks.engine.vllm import inside  # noqa: F401 - prepares the process of a worker
+from tasks.engine.vllm.landing import landing_of, named_layers
+from tasks.engine.vllm.loading import lane_of
+from tasks.engine.vllm.survey import Survey, found
+from tasks.engine.vllm.update import Report, Update
 from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import tensors_of

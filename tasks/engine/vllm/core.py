@@ -30,12 +30,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
-from tasks.engine.inside import executor
-from tasks.engine.memory import cache_bytes
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Runner, Sampling
+from tasks.engine.vllm.inside import executor
+from tasks.engine.vllm.memory import cache_bytes
 from trainer_core.config import Device
 
-_WORKERS: dict[Device, str] = {"cuda": "tasks.engine.runner.Worker", "cpu": "tasks.engine.on_cpu.Worker"}
+_WORKERS: dict[Device, str] = {"cuda": "tasks.engine.vllm.runner.Worker", "cpu": "tasks.engine.vllm.on_cpu.Worker"}
 _LEAVING_S = 1.0  # that this process gets to end by itself after its scheduler has
 _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, because prompts are not split
 
@@ -65,7 +65,7 @@ class Core:
         scheduler = "WholeResponsesAhead" if arguments["async_scheduling"] else "WholeResponses"
         self.config = EngineArgs(
             **arguments,
-            scheduler_cls=f"tasks.engine.scheduler.{scheduler}",
+            scheduler_cls=f"tasks.engine.vllm.scheduler.{scheduler}",
             worker_cls=_WORKERS[spec.device],
         ).create_engine_config(UsageContext.LLM_CLASS)
         self._inputs = InputProcessor(self.config, renderer_from_config(self.config))
@@ -155,7 +155,7 @@ class Core:
 
 
 def _answer(last: EngineCoreOutput) -> Answer:
-    """Of the only output of a request (`tasks.engine.scheduler`)."""
+    """Of the only output of a request (`tasks.engine.vllm.scheduler`)."""
     sampled, prompt, none = last.new_logprobs, last.new_prompt_logprobs_tensors, np.empty(0, dtype=np.float32)
     return Answer(
         name=last.request_id,
@@ -200,7 +200,7 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_sleep_mode": spec.sleeps,
         "async_scheduling": spec.async_scheduling and spec.device == "cuda",
-        "worker_extension_cls": "tasks.engine.receive.WorkerExtension",
+        "worker_extension_cls": "tasks.engine.vllm.receive.WorkerExtension",
         "weight_transfer_config": {"backend": "ratchet"},
     }
     if spec.device == "cpu":

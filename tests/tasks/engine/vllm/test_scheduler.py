@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tasks.engine.protocol import EngineSpec, Sampling
-from tests.tasks.engine.test_engine import PROMPTS, SEEDS, responses
+from tests.tasks.engine.vllm.test_engine import PROMPTS, SEEDS, responses
 from tests.tasks.engine_process import CONTEXT
 from tests.tasks.engine_update import serve
 

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, combine_sampled_and_draft
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-from tasks.engine.steps import Arrays, Step
+from tasks.engine.vllm.steps import Arrays, Step
 
 
 class Worker(VllmWorker):

@@ -31,12 +31,12 @@ from tasks.engine.protocol import (
     Sampling,
     TokenIds,
 )
-from tasks.engine.transaction import Transaction
+from tasks.engine.vllm.transaction import Transaction
 from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
 
 if TYPE_CHECKING:
-    from tasks.engine.core import Answer
+    from tasks.engine.vllm.core import Answer
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Engine(EngineProtocol):
         if meeting_place is not None:
             set_engine_meeting_place(meeting_place)
         with paused():
-            from tasks.engine import core
+            from tasks.engine.vllm import core
 
         self._spec = spec
         self._waiting: deque[Batch] = deque()

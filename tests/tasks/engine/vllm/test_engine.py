@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from storage.errors import InputError
-from tasks.engine.engine import Engine
 from tasks.engine.protocol import COMPLETIONS, EngineSpec, Sampling
+from tasks.engine.vllm.engine import Engine
 from tests.tasks.engine_process import CONTEXT, EOS, VOCABULARY, log_softmax
 from tests.tasks.engine_update import serve
 
@@ -123,6 +123,9 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 
 
 def test_specifications_are_light():
-    code = "import sys, tasks.engine.engine; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, tasks.engine.vllm.engine; "
+        "print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

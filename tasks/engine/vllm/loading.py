@@ -15,9 +15,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.copies import PlannedCopies
-from tasks.engine.landing import Landing, named_layers
-from tasks.engine.survey import Survey, addresses, found, named_digests, parts_in, processing
+from tasks.engine.vllm.copies import PlannedCopies
+from tasks.engine.vllm.landing import Landing, named_layers
+from tasks.engine.vllm.survey import Survey, addresses, found, named_digests, parts_in, processing
 from trainer_core.weights.digest import BegunDigests
 from trainer_core.weights.packing import views
 from trainer_core.weights.plan import PlannedTensor

@@ -6,7 +6,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.engine.protocol import Sampling
-from tests.tasks.engine.test_engine import PROMPTS, SEEDS
+from tests.tasks.engine.vllm.test_engine import PROMPTS, SEEDS
 from tests.tasks.engine_process import VOCABULARY
 from tests.tasks.engine_update import serve
 from tests.tasks.workers.test_cluster import listening_addresses

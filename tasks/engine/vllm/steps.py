@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from tasks.engine.rows import Planned
+from tasks.engine.vllm.rows import Planned
 
 
 @dataclass

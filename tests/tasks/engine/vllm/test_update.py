@@ -8,7 +8,7 @@ import torch
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import weights_digest
-from tests.tasks.engine.test_engine import PLAIN, PROMPTS, SEEDS, assert_agrees
+from tests.tasks.engine.vllm.test_engine import PLAIN, PROMPTS, SEEDS, assert_agrees
 from tests.tasks.engine_process import VOCABULARY
 from tests.tasks.engine_update import (
     assert_unusable,

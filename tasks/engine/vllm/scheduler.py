@@ -3,7 +3,7 @@
 vLLM's scheduler handles every request of every step in Python, and sends every token to its client with three arrays
 for its log-probability. Both take longer than a step of a small model on a card. Nobody here reads a response before it
 ends, and between its prompt and its end nothing has to be decided about a request but whether it ends. So a request
-whose prompt is planned becomes a row of arrays (`tasks.engine.rows`); what comes before, and every request with a
+whose prompt is planned becomes a row of arrays (`tasks.engine.vllm.rows`); what comes before, and every request with a
 property that rows do not know, stays with vLLM's scheduler.
 
 Imports vLLM; runs in the process of the scheduler (vLLM's `scheduler_cls`).
@@ -25,8 +25,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tasks.engine.rows import COMPUTED, FLYING, LIMIT, ROOM, SAMPLED, STEPS, Entry, Left, Places, Planned, Rows
-from tasks.engine.steps import Arrays, Step
+from tasks.engine.vllm.rows import COMPUTED, FLYING, LIMIT, ROOM, SAMPLED, STEPS, Entry, Left, Places, Planned, Rows
+from tasks.engine.vllm.steps import Arrays, Step
 
 _AHEAD = 64  # tokens for which a row's blocks of the cache are reserved at once
 

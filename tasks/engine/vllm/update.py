@@ -15,9 +15,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.landing import part_of
-from tasks.engine.loading import Arriving, Lane, Parcel
-from tasks.engine.survey import Survey, model_device
+from tasks.engine.vllm.landing import part_of
+from tasks.engine.vllm.loading import Arriving, Lane, Parcel
+from tasks.engine.vllm.survey import Survey, model_device
 from trainer_core.weights.digest import BegunDigests
 from trainer_core.weights.packing import element_type, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan

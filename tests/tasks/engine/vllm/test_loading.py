@@ -6,7 +6,7 @@ import pytest
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import EngineSpec, weights_digest
-from tests.tasks.engine.test_engine import PROMPTS, assert_agrees
+from tests.tasks.engine.vllm.test_engine import PROMPTS, assert_agrees
 from tests.tasks.engine_process import CONTEXT
 from tests.tasks.engine_update import (
     assert_unusable,

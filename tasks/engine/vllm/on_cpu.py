@@ -14,7 +14,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tasks.engine.counter import gumbel
+from tasks.engine.vllm.counter import gumbel
 
 _ENTRIES = 1 << 20  # of the vocabulary, over rows, whose noise is computed at once
 

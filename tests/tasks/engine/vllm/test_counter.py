@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tasks.engine.counter import gumbel, philox, words
+from tasks.engine.vllm.counter import gumbel, philox, words
 
 FULL = (1 << 64) - 1
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from storage.errors import SyncMismatch
-from tasks.engine.landing import (
+from tasks.engine.vllm.landing import (
     Landing,
     Layers,
     Place,

@@ -1,0 +1,1 @@
+"""The built-in engine: vLLM. Nothing outside this folder imports vLLM."""
