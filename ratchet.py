@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from storage.upkeep.verify import Verification
     from tasks.config.document import load_config
     from tasks.config.run import RunConfig
+    from tasks.engine.base import BaseEngine, Response
+    from tasks.engine.protocol import EngineProtocol, EngineSpec, Sampling
     from tasks.environments.protocol import Environment
     from tasks.export.export import Exported
     from tasks.rewards.sample import Sample
@@ -39,10 +41,10 @@ if TYPE_CHECKING:
     from trainer_core.objectives.tokens import Tokens
 
 __all__ = [
-    "Advantage", "Backend", "Environment", "EvaluationRecord", "Exported", "InputError", "IterationRecord", "Loss",
-    "RatchetError", "Root", "Row", "Run", "RunConfig", "RunResult", "RunStatus", "Sample", "ScoredSamples", "Stored",
-    "Tokens", "TrackedRun", "Tracker", "Verification", "evaluate", "export", "load_config", "open_root", "retrain",
-    "samples",
+    "Advantage", "Backend", "BaseEngine", "EngineProtocol", "EngineSpec", "Environment", "EvaluationRecord",
+    "Exported", "InputError", "IterationRecord", "Loss", "RatchetError", "Response", "Root", "Row", "Run",
+    "RunConfig", "RunResult", "RunStatus", "Sample", "Sampling", "ScoredSamples", "Stored", "Tokens", "TrackedRun",
+    "Tracker", "Verification", "evaluate", "export", "load_config", "open_root", "retrain", "samples",
 ]  # fmt: skip
 
 Place = str | os.PathLike[str]
@@ -64,6 +66,8 @@ _HOMES = {
     "storage.upkeep.verify": "Verification",
     "tasks.config.document": "load_config",
     "tasks.config.run": "RunConfig",
+    "tasks.engine.base": "BaseEngine Response",
+    "tasks.engine.protocol": "EngineProtocol EngineSpec Sampling",
     "tasks.environments.protocol": "Environment",
     "tasks.export.export": "Exported",
     "tasks.rewards.sample": "Sample",

@@ -29,6 +29,7 @@ from infra.mutants_models import MODELS
 from infra.mutants_objectives import OBJECTIVES
 from infra.mutants_operators import OPERATORS
 from infra.mutants_origins import ORIGINS
+from infra.mutants_own_engine import OWN_ENGINE
 from infra.mutants_pages import PAGES
 from infra.mutants_plan import PLAN
 from infra.mutants_retrain import RETRAIN
@@ -61,6 +62,7 @@ MUTANTS = (
     *MODELS,
     *OPERATORS,
     *ORIGINS,
+    *OWN_ENGINE,
     *PAGES,
     *PLAN,
     *RETRAIN,

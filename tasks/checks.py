@@ -21,7 +21,7 @@ from tasks.data.generated import model_config
 from tasks.data.models import open_model
 from tasks.data.sources import text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
-from tasks.model_checks.objective import check_objective
+from tasks.model_checks.objective import check_engine, check_objective
 from tasks.preflight import check_continued, check_model
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
@@ -170,6 +170,8 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
     check_fit(config, facts, device, where)
     check_reward(config.reward)
     check_objective(config.train.policy)
+    if config.retrain is None:
+        check_engine(config.engine)
     check_passing(config.reward, config.evaluate.passing, "evaluate.pass")
     samples = config.rollout.prompts * config.rollout.samples
     if config.retrain is None:

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 from pydantic import BaseModel
 
-from tasks.engine.protocol import EngineSpec, Runner, Sampling
+from tasks.engine.protocol import EngineSpec, Sampling
+from tasks.engine.vllm import Runner
 
 ANSWER = "bare-engine:"
 """Marks the output lines that are answers; vLLM and its processes may print others."""

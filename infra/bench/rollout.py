@@ -21,7 +21,9 @@ from tasks.config.document import parse_config
 from tasks.config.environment import Settings, child_python_path, engine_environment
 from tasks.config.run import RunConfig
 from tasks.data.generated import generate_model
-from tasks.engine.protocol import EngineSpec, Runner, Sampling
+from tasks.engine.protocol import EngineSpec, Sampling
+from tasks.engine.vllm import Runner
+from tasks.engine.vllm.engine import Engine
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import Fleet
@@ -121,7 +123,7 @@ def bench_rollout(
             (engine,) = fleet.engines(Path(folder))
             sides = (_ours(engine, device), bare, lambda requests: bare(requests.model_copy(update={"plain": True})))
             equal, mixed = (_race(sides, _requests(case, count, mixed), pairs) for mixed in (False, True))
-            runner = engine.runner()
+            (runner,) = engine.results(engine.submit(Engine.runner))
     return RolloutBench(
         device=device,
         cards=len(settings.gpus),
@@ -169,7 +171,7 @@ def _requests(case: Case, count: int, mixed: bool) -> Requests:
 def _ours(engine: EngineHandle, device: Device) -> Side:
     """Batches of a rollout: on a GPU one for each prompt, the finest size of a stored part."""
     processes = [psutil.Process(), *map(psutil.Process, engine.processes())]
-    runner = engine.runner()
+    (runner,) = engine.results(engine.submit(Engine.runner))
 
     def used() -> float:
         here, *others = processes

@@ -15,9 +15,9 @@ from storage.backends.objects import client_errors
 from storage.errors import InputError
 from tasks.config.credentials import referenced, shown, shown_setting, shown_text
 from tasks.config.keys import NONE, Models, models_in, placed, type_of
-from tasks.config.run import SWITCHED, RunConfig
+from tasks.config.run import ENGINES, SWITCHED, RunConfig
 from trainer_core.marks import Mark
-from trainer_core.objectives.user_config import OBJECTIVE_TABLES, found_code
+from trainer_core.objectives.user_config import GROUP, OBJECTIVE_TABLES, found_code
 from trainer_core.user_code import located_function
 
 _NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
@@ -164,14 +164,14 @@ def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
 
 
 def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A parsed document in which the files of functions have absolute paths, and objectives the digest of their source.
+    """A parsed document with absolute paths of functions' files, and digests of the sources of objectives and engine.
 
     Args:
         folder: of the configuration; None if that is no local file.
 
     Raises:
         InputError: there is no such file, beside the configuration is another one than in the working directory, or the
-            source of an objective has another digest than the document gives.
+            source of an objective or of the engine has another digest than the document gives.
     """
 
     def change(text: str, mark: Mark, key: str) -> str:
@@ -181,6 +181,8 @@ def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, A
 
 
 def _with_sources(document: dict[str, Any]) -> dict[str, Any]:
+    if "engine" in document:
+        document = {**document, "engine": _with_source(document["engine"], "engine", ENGINES)}
     train = document.get("train")
     policy = train.get("policy") if isinstance(train, dict) else None
     if not isinstance(train, dict) or not isinstance(policy, dict):
@@ -189,10 +191,10 @@ def _with_sources(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "train": {**train, "policy": {**policy, **tables}}}
 
 
-def _with_source(table: Any, key: str) -> Any:
+def _with_source(table: Any, key: str, group: str = GROUP) -> Any:
     if not isinstance(table, dict) or not isinstance(table.get("function"), str):
         return table
-    return {**table, "source": found_code(table["function"], str(table.get("source", "")), key)[1]}
+    return {**table, "source": found_code(table["function"], str(table.get("source", "")), key, group)[1]}
 
 
 def folder_of(configuration: str) -> Path | None:

@@ -16,7 +16,7 @@ from tasks.config.reward import RewardSection
 from tasks.config.section import Section
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 from trainer_core.effects import Unused, without_effect
-from trainer_core.marks import RUNTIME, decides
+from trainer_core.marks import FUNCTION, RUNTIME, decides
 
 
 class RunSection(Section):
@@ -127,6 +127,16 @@ class EvaluateSection(create_model("_Passing", __base__=Section, **_PASS)):
         return dict(self)["pass"]
 
 
+ENGINES = "ratchet.engines"
+"""Entry points by which an installed package offers engines."""
+
+_SAMPLES = decides("rollout", "weight-sync", "evaluate")
+
+
+def _no(value: object) -> bool:
+    return not value
+
+
 class EngineSection(Section):
     """The rollout engines. With a deterministic engine only `precision` changes results, `tensor` their last bits."""
 
@@ -143,7 +153,7 @@ class EngineSection(Section):
     """Sequences decoded together."""
     kv_cache_mib: int | None = Field(default=None, ge=1)
     """Key-value cache of a card, MiB. By default what `gpu_memory_utilization` leaves; on CPU 128."""
-    precision: Annotated[Precision, decides("rollout", "weight-sync", "evaluate")] = "fp32"
+    precision: Annotated[Precision, _SAMPLES] = "fp32"
     """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engines may use; those that share a card divide it, and the trainer needs the rest. No
@@ -159,6 +169,13 @@ class EngineSection(Section):
     own_process: bool | None = None
     """Run vLLM's scheduler in a process of its own. By default so on a GPU, unless `device.deterministic`;
     with `tensor` above 1 always."""
+    # vLLM runs have neither key in their meaning
+    function: Annotated[str | None, _SAMPLES, FUNCTION] = Field(default=None, exclude_if=_no)
+    """Class of an engine of your own, in place of vLLM: `file.py:NAME` with a file beside the configuration or in the
+    working directory, `package.module:NAME`, or an entry point of the group `ratchet.engines`."""
+    source: Annotated[str, _SAMPLES] = Field(default="", exclude_if=_no)
+    """Digest of the source of `function`, which is filled in when a configuration is read: another source is another
+    run. If it is given, the source must have it."""
 
 
 class WorkersSection(Section):
@@ -276,6 +293,10 @@ def _split(config: RunConfig) -> str | None:
     return f"engine.tensor = {config.engine.tensor}, whose processes are always their own" if given else None
 
 
+def _of_one_process(config: RunConfig) -> str | None:
+    return None if config.engine.function is None else "engine.function, whose engine is one process"
+
+
 def _generated(config: RunConfig) -> str | None:
     return "model.generate" if config.model.generate is not None else None
 
@@ -300,6 +321,8 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
     Unused("train.policy.loss.pairs", _with_samples(2)),
     Unused("train.policy.most_groups", _all_groups),
     Unused("engine.own_process", _split),
+    Unused("engine.tensor", _of_one_process),
+    Unused("engine.source", lambda config: "engine.function not given" if config.engine.function is None else None),
     Unused("model.download", _generated),
     Unused("model.token", _generated),
     Unused("model.accept", _generated),

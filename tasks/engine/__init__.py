@@ -1,1 +1,1 @@
-"""The rollout engine: vLLM, and receiving weights inside it."""
+"""The rollout engine: its protocol, the built-in one in `vllm`, and engines of the user's own."""

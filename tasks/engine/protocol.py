@@ -1,4 +1,4 @@
-"""What a rollout engine does, as the task layer sees it. Imports without vLLM, torch or Ray."""
+"""The engine door: the calls by which an engine samples, scores and gets new weights. Imports no vLLM, torch or Ray."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, cast
@@ -39,10 +39,6 @@ KV_CACHE_BYTES_ON_CPU = 128 << 20
 InFlight = Literal["abort", "wait", "keep"]
 """What a weight update does with requests that are under way: `abort` drops them, `wait` finishes them first, `keep`
 goes on with them under the new weights, from which their key-value cache is computed again."""
-
-
-Runner = Literal["first", "second"]
-"""vLLM has two model runners. The second one samples by a counter and runs on cards only."""
 
 
 class EngineSpec(Frozen):
@@ -150,10 +146,6 @@ class EngineProtocol(Protocol):
 
     def identity(self) -> EngineIdentity:
         """Which weights the engine holds."""
-        ...
-
-    def runner(self) -> Runner:
-        """Which of vLLM's model runners the engine has: the second on a card, for every family."""
         ...
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:

@@ -16,8 +16,9 @@ from storage.digest import value_digest
 from storage.errors import RatchetError, WorkerLost
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
+from tasks.engine.own import find_engine
 from tasks.engine.protocol import EngineSpec
-from tasks.engine.vllm.engine import Engine
+from tasks.engine.start import start_engine
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
@@ -200,7 +201,8 @@ class Fleet:
         labels = [f"engine {place}"]
         role = f"{self._run}/engine-{place}"
         cards = self.placement().engines[place]
-        prefix = f"{role}/{engine_digest(spec, cards)}"
+        section = self._config.engine
+        prefix = f"{role}/{engine_digest(spec, cards, section.source)}"
         group, settings = self._found(role, prefix, labels), self._cluster.settings
         if group is None:
             environment = engine_environment(spec.device, cards, settings.local)
@@ -208,7 +210,8 @@ class Fleet:
             meeting_place = meet(names, settings) if spec.tensor > 1 else None
             group = RankActors(labels, spawn(names, [environment], detached=not settings.local), meeting_place)
             folder = None if meeting_place is None else str(meeting_place)
-            group.start(Engine, [(spec, folder)], self._config.workers.start_deadline_s)
+            own = None if section.function is None else find_engine(section.function, section.source)
+            group.start(start_engine, [(spec, folder, own)], self._config.workers.start_deadline_s)
         return EngineHandle.of(group, self._config.workers)
 
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
@@ -238,9 +241,13 @@ class Fleet:
         return usable
 
 
-def engine_digest(spec: EngineSpec, cards: Sequence[str]) -> str:
-    """Identity of what an engine is started with, and where: one that was left on other cards is not used."""
-    return value_digest({**spec.model_dump(mode="json", exclude={"model_dir"}), "cards": list(cards)})
+def engine_digest(spec: EngineSpec, cards: Sequence[str], source: str) -> str:
+    """Identity of what an engine is started with, and where: one that was left on other cards is not used.
+
+    Args:
+        source: digest of the source of an engine of the user's own; empty for vLLM.
+    """
+    return value_digest({**spec.model_dump(mode="json", exclude={"model_dir"}), "cards": list(cards), "source": source})
 
 
 def inside(process: int, place: int, tensor: int) -> Iterator[tuple[str, int]]:

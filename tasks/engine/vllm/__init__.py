@@ -1,1 +1,9 @@
-"""The built-in engine: vLLM. Nothing outside this folder imports vLLM."""
+"""The built-in engine: vLLM as a server of requests, and the reception of weights inside it.
+
+Only `tasks/engine/start.py` imports this folder, and nothing outside it imports vLLM.
+"""
+
+from typing import Literal
+
+Runner = Literal["first", "second"]
+"""The model runner of vLLM. The second one runs on cards only."""

@@ -30,7 +30,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
-from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Runner, Sampling
+from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
+from tasks.engine.vllm import Runner
 from tasks.engine.vllm.inside import executor
 from tasks.engine.vllm.memory import cache_bytes
 from trainer_core.config import Device

@@ -27,10 +27,10 @@ from tasks.engine.protocol import (
     EngineSpec,
     Finished,
     InFlight,
-    Runner,
     Sampling,
     TokenIds,
 )
+from tasks.engine.vllm import Runner
 from tasks.engine.vllm.transaction import Transaction
 from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
@@ -99,7 +99,7 @@ class Engine(EngineProtocol):
         return self._held
 
     def runner(self) -> Runner:
-        """See `EngineProtocol.runner`."""
+        """The model runner: the second on a card, for every family."""
         return self._core.runner
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:

@@ -44,7 +44,7 @@ def test_secrets_and_places_are_marked():
                                        for end in ("", ".source"))]  # fmt: skip
     assert [path for path, key in PER_KEY.items() if key.mark.place == "function"] == [
         "reward.function", "reward.functions.function", "train.policy.advantage.function",
-        "train.policy.loss.function", "report.trackers",
+        "train.policy.loss.function", "engine.function", "report.trackers",
     ]  # fmt: skip
 
 

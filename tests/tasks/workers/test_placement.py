@@ -147,4 +147,5 @@ def test_a_cluster_is_not_taken_for_one_host():
 def test_an_engine_on_other_cards_is_another_one():
     spec = EngineSpec(model_dir="here", dtype="bfloat16", max_model_len=8, max_num_seqs=1, kv_cache_bytes=None)
     moved = spec.model_copy(update={"model_dir": "there"})
-    assert engine_digest(spec, ("0",)) == engine_digest(moved, ("0",)) != engine_digest(spec, ("1",))
+    assert engine_digest(spec, ("0",), "") == engine_digest(moved, ("0",), "") != engine_digest(spec, ("1",), "")
+    assert engine_digest(spec, ("0",), "") != engine_digest(spec, ("0",), "of a source")

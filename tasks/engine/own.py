@@ -1,0 +1,232 @@
+"""An engine of the user's own: loaded by name, compared with the protocol, and every answer of it checked.
+
+As a program it reads the `engine` table from standard input, and writes the refusal, if there is one, to standard
+output.
+"""
+
+import contextlib
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+
+from storage.errors import InputError, RatchetError
+from tasks.config.run import ENGINES, EngineSection
+from tasks.engine.base import BaseEngine
+from tasks.engine.protocol import COMPLETIONS, Arrived, Collected, EngineIdentity, EngineProtocol, EngineSpec
+from trainer_core.objectives.user_config import found_code
+from trainer_core.user_code import UserFunction, line_of
+
+_METHODS = {name: one for name, one in vars(EngineProtocol).items() if inspect.isfunction(one) and name[0] != "_"}
+_REASONS = ("stop", "length", "abort")
+
+
+def find_engine(function: str, source: str) -> UserFunction:
+    """The class that `engine.function` names; nothing is imported.
+
+    Raises:
+        InputError: it cannot be found, or has not the digest `source`.
+    """
+    return found_code(function, source, "engine", ENGINES)[0]
+
+
+def load_engine(target: UserFunction) -> type[Any]:
+    """Import the class.
+
+    Raises:
+        InputError: it cannot be imported, is no class, or has not the methods of `EngineProtocol`.
+    """
+    with _refusing(target):
+        kind = target.load().function
+    if not isinstance(kind, type):
+        raise InputError(f"{_named(target)} is of type {type(kind).__name__}: expected a class with `EngineProtocol`")
+    for name, method in {**_METHODS, **_abstract(kind)}.items():
+        found = inspect.getattr_static(kind, name, None)
+        if found is None or found is method:
+            raise _unlike(target, kind, f"has no method {name!r}", _form(name, method))
+        if inspect.isfunction(found) and _refuses(found, list(inspect.signature(method).parameters)):
+            raise _unlike(target, found, f"has {name}{inspect.signature(found)}", _form(name, method))
+    if _refuses(kind, ["spec"]):
+        raise _unlike(target, kind, f"is made with {inspect.signature(kind)}", "__init__(self, spec)")
+    return kind
+
+
+class OwnEngine(EngineProtocol):
+    """A user's engine behind the protocol. What it answers is checked; an error of its code is an InputError with the
+    line, but for those of ours, of the operating system and of memory, after which a stage is tried again."""
+
+    def __init__(self, target: UserFunction, spec: EngineSpec) -> None:
+        """Make the engine.
+
+        Raises:
+            InputError: as `load_engine`, or it cannot be made.
+        """
+        kind = load_engine(target)
+        self._target = target
+        self._rows: dict[int, int] = {}  # prompts of the batches that are under way
+        with _refusing(target):
+            self._engine: EngineProtocol = kind(spec)
+
+    @classmethod
+    def of(cls, target: UserFunction, spec: EngineSpec) -> Self:
+        """An engine; a type checker cannot see that the calls are forwarded, and refuses `cls` by name."""
+        return cls(target, spec)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the engine, and check its answer."""
+        with _refusing(self._target):
+            found = operator.methodcaller(name, *arguments)(self._engine)
+        flaw = _CHECKS[name](self._rows, arguments, found) if name in _CHECKS else None
+        if flaw is not None:
+            place = _line(self._target, inspect.getattr_static(type(self._engine), name))
+            raise InputError(f"{_named(self._target)} returns {flaw} from {name}{place}")
+        if name == "enqueue":
+            self._rows[arguments[0]] = len(arguments[1])
+        return found
+
+
+def _forwarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+
+    def forward(self: OwnEngine, *arguments: Any, **options: Any) -> Any:
+        bound = signature.bind(self, *arguments, **options)
+        bound.apply_defaults()
+        return self.call(name, *bound.args[1:])
+
+    return forward
+
+
+for _name, _method in _METHODS.items():
+    setattr(OwnEngine, _name, _forwarded(_name, _method))
+
+
+def _of_kind(*kinds: type) -> Callable[[Mapping[int, int], tuple[Any, ...], object], str | None]:
+    def check(_: Mapping[int, int], __: tuple[Any, ...], found: object) -> str | None:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        return None if isinstance(found, kinds) else f"a {type(found).__name__}, not {expected},"
+
+    return check
+
+
+def _generated(_: Mapping[int, int], arguments: tuple[Any, ...], found: object) -> str | None:
+    return _batch_flaw(found, len(arguments[0]))
+
+
+def _collected(rows: Mapping[int, int], _: tuple[Any, ...], found: object) -> str | None:
+    if not isinstance(found, Collected):
+        return f"a {type(found).__name__}, not Collected,"
+    for one in found.finished:
+        if one.number not in rows:
+            return f"batch {one.number}, which was not queued,"
+        if (flaw := _batch_flaw(one.completions, rows[one.number])) is not None:
+            return f"{flaw} as batch {one.number}"
+    return None
+
+
+def _batch_flaw(found: Any, prompts: int) -> str | None:
+    """The flaw of sampled responses, with the expected value; None if there is none."""
+    if not isinstance(found, pa.RecordBatch) or found.schema != COMPLETIONS:
+        given = found.schema.to_string() if isinstance(found, pa.RecordBatch) else f"a {type(found).__name__}"
+        return f"{given!r}, not a record batch of the schema {COMPLETIONS.to_string()!r},"
+    if found.num_rows != prompts:
+        return f"{found.num_rows} responses to {prompts} prompts"
+    tokens, logprobs = found["response_tokens"], found["logprobs"]
+    if not tokens.value_lengths().equals(logprobs.value_lengths()):
+        return "another number of log-probabilities than of tokens"
+    if not np.isfinite(logprobs.flatten().to_numpy()).all():
+        return "log-probabilities that are not finite"
+    if unknown := set(found["finish_reason"].to_pylist()).difference(_REASONS):
+        return f"the finish_reason {sorted(unknown)[0]!r}, not one of {', '.join(_REASONS)},"
+    return None
+
+
+def _scored(_: Mapping[int, int], arguments: tuple[Any, ...], found: Any) -> str | None:
+    wanted = [len(sequence) - 1 for sequence in arguments[0]]
+    arrays = isinstance(found, list) and all(isinstance(one, np.ndarray) and one.dtype == np.float32 for one in found)
+    if not arrays:
+        return f"a {type(found).__name__}, not a list of float32 arrays,"
+    if (sizes := [one.size for one in found]) != wanted:
+        return f"arrays of {sizes} log-probabilities, not {wanted},"
+    return None if all(np.isfinite(one).all() for one in found) else "log-probabilities that are not finite"
+
+
+_CHECKS = {
+    "identity": _of_kind(EngineIdentity),
+    "generate": _generated,
+    "collect": _collected,
+    "score": _scored,
+    "prepare_update": _of_kind(str),
+    "receive_update": _of_kind(Arrived),
+    "commit_update": _of_kind(EngineIdentity),
+    "abort_update": _of_kind(bool),
+    "held": _of_kind(dict),
+    "sleep": _of_kind(bool),
+}
+
+
+def _abstract(kind: type) -> dict[str, Callable[..., Any]]:
+    """The methods that a subclass of `BaseEngine` must have besides."""
+    return {name: vars(BaseEngine)[name] for name in BaseEngine.__abstractmethods__ if issubclass(kind, BaseEngine)}
+
+
+def _refuses(function: Callable[..., Any], arguments: list[str]) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return True
+    except ValueError:  # written in C: its call tells
+        return False
+    return False
+
+
+def _form(name: str, method: Callable[..., Any]) -> str:
+    return f"{name}({', '.join(inspect.signature(method).parameters)})"
+
+
+def _unlike(target: UserFunction, where: Any, fact: str, form: str) -> InputError:
+    return InputError(f"{_named(target)} {fact}{_line(target, where)}: expected `def {form}`")
+
+
+def _named(target: UserFunction) -> str:
+    return f"engine.function {target.name!r}"
+
+
+def _line(target: UserFunction, where: Any) -> str:
+    """Line of a class or function of the user's, as ` (name.py, line 3)`; the file alone if the line is not known."""
+    try:
+        file, line = inspect.getsourcefile(where) or target.place, inspect.getsourcelines(where)[1]
+    except (OSError, TypeError):
+        return f" ({Path(target.place).name})"
+    return f" ({Path(file).name}, line {line})"
+
+
+@contextmanager
+def _refusing(target: UserFunction) -> Iterator[None]:
+    """A block of the user's code, whose errors become ours."""
+    try:
+        yield
+    except (RatchetError, OSError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        told = f"{type(error).__name__}: {error}{line_of(error, target.place)}"
+        raise InputError(f"{_named(target)} fails: {told}") from error
+
+
+def main() -> None:
+    """Load the engine that the table of standard input names."""
+    section = EngineSection.model_validate_json(sys.stdin.read())
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            load_engine(find_engine(str(section.function), section.source))
+    except (RatchetError, OSError, MemoryError) as error:
+        sys.stdout.write(str(error))
+
+
+if __name__ == "__main__":
+    main()

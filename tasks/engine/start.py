@@ -1,0 +1,22 @@
+"""The start of an engine in its process: vLLM, or one of the user's own."""
+
+from tasks.engine.own import OwnEngine
+from tasks.engine.protocol import EngineProtocol, EngineSpec
+from trainer_core.user_code import UserFunction
+
+
+def start_engine(spec: EngineSpec, meeting_place: str | None, own: UserFunction | None) -> EngineProtocol:
+    """Start an engine.
+
+    Args:
+        meeting_place: empty folder where the processes of `spec.tensor` above 1 meet.
+        own: class of the user's; None for vLLM.
+
+    Raises:
+        InputError: it cannot be started with this specification.
+    """
+    if own is not None:
+        return OwnEngine.of(own, spec)
+    from tasks.engine.vllm.engine import Engine
+
+    return Engine(spec, meeting_place)
