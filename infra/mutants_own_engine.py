@@ -66,8 +66,8 @@ OWN_ENGINE = (
         "own-engine-changed-weights",
         "parameters that changed after the commit count as those that were committed",
         "tasks/engine/base.py",
-        "            name: arrived if now[name] == self._landed[name] else now[name]\n",
-        "            name: arrived\n",
+        "name: arrived if now[name] == self._landed[name] else now[name] for name",
+        "name: arrived for name",
         _OWN,
     ),
     Mutant(

@@ -207,8 +207,8 @@ SYNC = (
         "engine-of-other-cards",
         "an engine that was left on other cards of a cluster is used where it is",
         "tasks/workers/fleet.py",
-        '"cards": list(cards)})',
-        '"cards": []})',
+        '"cards": list(cards), "source"',
+        '"cards": [], "source"',
         _PLACES,
     ),
     Mutant(

@@ -138,7 +138,7 @@ TASKS = (
         "other-precision-continued",
         "a run is continued with another precision of the engine",
         "tasks/config/run.py",
-        'precision: Annotated[Precision, decides("rollout", "weight-sync", "evaluate")] = ',
+        "precision: Annotated[Precision, _SAMPLES] = ",
         "precision: Annotated[Precision, RUNTIME] = ",
         ("tests/tasks/test_preflight.py", "tests/flows/test_runtime_settings.py"),
     ),

@@ -34,7 +34,11 @@ def test_the_page_is_current():
 
 
 def test_it_has_every_key_and_says_which_may_change():
-    config = parse_config({**LEAST, "retrain": {"start": "run@1", "select": ["run"]}}, "test")
+    asked = {
+        "retrain": {"start": "run@1", "select": ["run"]},
+        "engine": {"function": "mine:Engine", "source": "digest"},
+    }
+    config = parse_config({**LEAST, **asked}, "test")
     keys = {key.path: key for table in reference.tables() for key in table.keys}
     assert set(keys) == set(paths(config.model_dump(mode="json")))
     fixed = {path for path, key in keys.items() if key.role == reference.MEANING}
