@@ -29,7 +29,7 @@ COMPLETIONS = pa.schema(
         pa.field("finish_reason", pa.string(), nullable=False),
     ]
 )
-"""What `EngineProtocol.generate` returns; fields as in `storage.schema.ROLLOUT`."""
+"""Table that `EngineProtocol.generate` returns; fields as in `storage.schema.ROLLOUT`."""
 
 
 KV_CACHE_BYTES_ON_CPU = 128 << 20
@@ -37,8 +37,8 @@ KV_CACHE_BYTES_ON_CPU = 128 << 20
 
 
 InFlight = Literal["abort", "wait", "keep"]
-"""What a weight update does with requests that are under way: `abort` drops them, `wait` finishes them first, `keep`
-goes on with them under the new weights, from which their key-value cache is computed again."""
+"""Treatment of requests in flight by a weight update: `abort` drops them, `wait` finishes them first, `keep` continues
+them under the new weights, from which their key-value cache is computed again."""
 
 
 class EngineSpec(Frozen):
@@ -56,7 +56,7 @@ class EngineSpec(Frozen):
     """Size of the key-value cache of a card in bytes; None takes what `gpu_memory_utilization` leaves on CUDA, and
     `KV_CACHE_BYTES_ON_CPU` on CPU."""
     device: Device = "cpu"
-    """Where it computes."""
+    """Device that computes."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card that must be free at the start; the trainer needs the rest. No effect on CPU."""
     enforce_eager: bool = True
@@ -69,16 +69,16 @@ class EngineSpec(Frozen):
     tensor: Literal[1, 2, 4] = 1
     """Processes, with a card each, over which every layer is split."""
     own_core: bool = False
-    """Whether vLLM's scheduler computes in a process of its own, beside the one that prepares requests and collects
+    """True if vLLM's scheduler runs in a process of its own, beside the one that prepares requests and collects
     responses. Always the case with `tensor` above 1."""
     sleeps: bool = False
-    """Whether `sleep` gives the card's memory back; only on CUDA."""
+    """True if `sleep` frees the card's memory; only on CUDA."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 
 
 class Sampling(Frozen):
-    """How one batch is sampled."""
+    """Sampling settings of one batch."""
 
     temperature: float = Field(default=1.0, ge=0)
     """Divisor of the logits; 0 selects the likeliest token."""
@@ -91,7 +91,7 @@ class Sampling(Frozen):
 
 
 class EngineIdentity(Frozen):
-    """Which weights an engine holds."""
+    """Identity of the weights that an engine holds."""
 
     weight_version: int | None
     """Version stamped at the last commit; None before the first, and while the weights are unusable."""
@@ -100,7 +100,7 @@ class EngineIdentity(Frozen):
 
 
 class Arrived(Frozen):
-    """What an engine reports of an update that it has received, loaded and verified, and that is not committed yet."""
+    """Report of an engine on an update that it has received, loaded and verified, but not yet committed."""
 
     digests: dict[str, str]
     """`tensor_digest` of each tensor by name, of what arrived; the same from every worker of the engine."""
@@ -125,7 +125,7 @@ class Finished(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What an engine has done since it was last asked."""
+    """Results of an engine since the previous call."""
 
     finished: list[Finished]
     """Batches of which every response is complete."""
@@ -145,7 +145,7 @@ class EngineProtocol(Protocol):
     """
 
     def identity(self) -> EngineIdentity:
-        """Which weights the engine holds."""
+        """Identity of the weights that the engine holds."""
         ...
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:

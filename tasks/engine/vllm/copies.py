@@ -1,4 +1,4 @@
-"""What a bucket of tensors brings to a worker's parameters, planned before it arrives. Imports torch and vLLM."""
+"""Contribution of a bucket of tensors to a worker's parameters, planned before it arrives. Imports torch and vLLM."""
 
 from collections.abc import Sequence
 
@@ -50,8 +50,8 @@ class PlannedCopies:
 
 
 def _first_word(tensor: PlannedTensor, place: Place, into: torch.Tensor) -> int | None:
-    """Where in the bucket that begins which is held of a tensor, in words; None if it is converted, or is not in one
-    piece of whole words there.
+    """Offset in the bucket, in words, at which the held part of a tensor begins; None if the tensor is converted, or
+    its part is not one piece of whole words there.
     """
     if place.start is None or into.dtype != element_type(tensor.dtype):
         return None

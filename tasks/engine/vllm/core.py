@@ -48,7 +48,7 @@ class Answer:
     name: str
     """Of the request."""
     token_ids: NDArray[np.int32]
-    """What was sampled."""
+    """Sampled tokens."""
     logprobs: NDArray[np.float32]
     """One for each of them; empty if they were not asked for."""
     prompt_logprobs: NDArray[np.float32]
@@ -112,12 +112,12 @@ class Core:
 
     @property
     def runner(self) -> Runner:
-        """Which of vLLM's model runners computes."""
+        """Name of the model runner of vLLM that computes."""
         return "second" if self.config.use_v2_model_runner else "first"
 
     @property
     def asleep(self) -> bool:
-        """Whether the card's memory was given back."""
+        """True if the engine has freed the card's memory."""
         return self._asleep
 
     def sleep(self) -> None:
@@ -183,7 +183,7 @@ def _end_with_scheduler(client: MPClient, leaving: Event) -> None:
 
 
 def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """What vLLM is started with."""
+    """Arguments with which vLLM is started."""
     arguments: dict[str, Any] = {
         "model": spec.model_dir,
         "skip_tokenizer_init": True,  # token ids in, token ids out
@@ -220,7 +220,7 @@ def _cache_bytes(spec: EngineSpec) -> int:
 
 
 def sampling_parameters(sampling: Sampling, seed: int) -> SamplingParams:
-    """How one response is sampled."""
+    """vLLM's sampling parameters of one response."""
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,
@@ -234,5 +234,5 @@ def sampling_parameters(sampling: Sampling, seed: int) -> SamplingParams:
 
 
 def scoring_parameters() -> SamplingParams:
-    """How the tokens of a prompt are scored."""
+    """vLLM's parameters for scoring the tokens of a prompt."""
     return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

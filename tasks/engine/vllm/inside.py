@@ -37,7 +37,7 @@ class SeveralWorkers(MultiprocExecutor):
 
 
 def executor(workers: int) -> type[Executor]:
-    """What runs so many workers."""
+    """vLLM's executor for that number of workers."""
     return OneWorker if workers == 1 else SeveralWorkers
 
 

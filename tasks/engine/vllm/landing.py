@@ -1,4 +1,4 @@
-"""Where each tensor of a Hugging Face checkpoint lies in the parameters of vLLM's model, on this worker.
+"""Map of the tensors of a Hugging Face checkpoint to the parameters of vLLM's model on this worker.
 
 The table is read off the live modules and their own description of how they are split, not off vLLM's loaders: what the
 loaders have done is checked against it. Of a module that is not listed here nothing is known; then there is no table.
@@ -39,12 +39,12 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""What vLLM's fused layers are made of, in the order of their rows."""
+"""Layers that vLLM fuses into one, in the order of their rows."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of the checkpoint lies."""
+    """Place of one tensor of the checkpoint."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -59,12 +59,12 @@ class Place:
 
     @cached_property
     def held(self) -> bool:
-        """Whether this worker holds anything of it: not of experts of others, nor of rows if it has padding alone."""
+        """True if this worker holds a part: none of other workers' experts, and no rows if it has padding alone."""
         return _volume(self.of) > 0
 
     @cached_property
     def whole(self) -> bool:
-        """Whether this worker holds all of it."""
+        """True if this worker holds all of it."""
         return all(part == (0, size) for part, size in zip(self.of, self.shape, strict=True))
 
     @cached_property
@@ -246,11 +246,11 @@ class Rows:
     start: int
     """First of them that this worker holds."""
     count: int
-    """How many."""
+    """Number of rows."""
 
 
 def _rows(layer: LinearBase, name: str) -> list[Rows] | None:
-    """What the rows of a linear layer's parameters are, from the first on; None if that is not known."""
+    """Rows of a linear layer's parameters, from the first on; None if they are not known."""
     rank, ranks = layer.tp_rank, layer.tp_size
     parent, _, own = name.rpartition(".")
     if type(layer) is QKVParallelLinear:
@@ -362,7 +362,7 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def landed_part(parameter: torch.Tensor, place: Place) -> torch.Tensor:
-    """What a parameter of the shape that the table has holds of a tensor, in the tensor's shape; a view, made in one
+    """View, in the tensor's shape, of the part of a tensor that a parameter of the table's shape holds; made in one
     step."""
     strides = parameter.stride()
     first = sum(start * stride for (start, _), stride in zip(place.into, strides, strict=True))

@@ -32,7 +32,7 @@ class Parcel:
 
     number: int
     planned: Sequence[PlannedTensor]
-    """What it brings."""
+    """Tensors that it contains."""
     buffer: torch.Tensor
     """(bytes,) uint8."""
 
@@ -46,7 +46,7 @@ Arriving = Iterator[Parcel]
 
 
 class _Loadable(Protocol):
-    """What every vLLM model class offers besides `torch.nn.Module`."""
+    """Methods that every vLLM model class adds to `torch.nn.Module`."""
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         """Load checkpoint tensors; returns the names of the parameters they went to."""
@@ -57,7 +57,7 @@ class Lane(Protocol):
     """A way of loading."""
 
     keeps_views: bool
-    """Whether loaders may look at a tensor later than at once, so that it must not lie in an arena."""
+    """True if loaders may read a tensor later, so that it must not lie in an arena."""
 
     def begin(self) -> None:
         """Prepare the model; from now on it must not compute."""

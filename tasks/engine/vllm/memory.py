@@ -1,4 +1,4 @@
-"""How much of a card the key-value cache may take. Imports without vLLM or torch."""
+"""Share of a card that the key-value cache may take. Imports without vLLM or torch."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ _OF_LOGITS = 16  # bytes for each sequence and entry of the vocabulary: four arr
 
 
 def cache_bytes(spec: EngineSpec, card: int) -> int:
-    """What `spec.gpu_memory_utilization` of a card of that many bytes leaves beside weights, logits and the rest.
+    """Bytes that `spec.gpu_memory_utilization` of a card leaves beside weights, logits and the rest.
 
     vLLM would measure it, but counts what the trainer takes from the same card in the meantime as its own.
 

@@ -86,7 +86,7 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
 
     @property
     def written(self) -> bool:
-        """Whether the update that is prepared has begun to change the model."""
+        """True if the prepared update has begun to change the model."""
         return self._prepared is not None and self._prepared[0].written
 
     def changed(self) -> dict[str, str]:

@@ -42,7 +42,7 @@ class Left(NamedTuple):
     request: Any
     """The scheduler's object for it."""
     tokens: NDArray[np.int32]
-    """What it sampled as a row."""
+    """Tokens sampled as a row."""
     logprobs: NDArray[np.float32]
     """One for each of them."""
     computed: int
@@ -145,7 +145,7 @@ class Rows:
         return at[self._stops[self.table[STOPS, at], tokens] | (sampled + 1 >= self.table[LIMIT, at])]
 
     def stopped(self, at: Places) -> list[bool]:
-        """Whether the last tokens of rows are among those that end them."""
+        """Mask of the rows whose last token ends them."""
         slots = self.table[SLOT, at]
         last = self._tokens[slots, self.table[SAMPLED, at] - 1 - self._first[slots]]
         return self._stops[self.table[STOPS, at], last].tolist()
@@ -164,7 +164,7 @@ class Rows:
         return left
 
     def sampled_as_row(self, name: str) -> int:
-        """How many tokens a row has sampled since it entered."""
+        """Number of tokens that a row has sampled since it entered."""
         (place,) = self.places_of([name])
         return int(self.table[SAMPLED, place] - self._first[self.table[SLOT, place]])
 

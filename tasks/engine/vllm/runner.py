@@ -30,7 +30,7 @@ class Worker(VllmWorker):
 
 
 class Sampled(AsyncModelRunnerOutput):
-    """What a step samples, on its way from the card."""
+    """Samples of a step, in transfer from the card."""
 
     def __init__(self, output: AsyncOutput) -> None:
         self._output = output

@@ -34,7 +34,7 @@ _Blocks = tuple[list[int], ...]
 
 
 class _Response:
-    """What of a response has been sampled, but for what its row holds."""
+    """Sampled tokens of a response, without those that its row holds."""
 
     def __init__(self) -> None:
         self.tokens, self.logprobs = array("i"), array("f")  # 8 bytes a token: objects of Python take ten times that
@@ -52,7 +52,7 @@ class _Response:
 
 
 class _Sampled:
-    """What a step has sampled, by place in its batch."""
+    """Samples of a step, by place in its batch."""
 
     def __init__(self, step: SchedulerOutput, found: ModelRunnerOutput) -> None:
         self._found = found
@@ -231,7 +231,7 @@ class _Whole(Scheduler):
         return blocks.get_block_ids()
 
     def _others(self, planned: Planned, throttle_prefills: bool) -> SchedulerOutput | None:
-        """What vLLM's scheduler plans for the requests that are no rows; None if there are none."""
+        """Plan of vLLM's scheduler for the requests that are no rows; None if there are none."""
         rows = self._rows.requests
         others = [] if len(self.running) == len(rows) else [r for r in self.running if r.request_id not in self._rows]
         waiting = bool(self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
@@ -248,7 +248,7 @@ class _Whole(Scheduler):
             self.running = [*rows, *self.running]
 
     def _cached(self, planned: Planned, blocks: dict[str, _Blocks]) -> CachedRequestData:
-        """What the model runner must know of the rows of a step: the second one counts by itself."""
+        """Description of a step's rows for the model runner; the second one counts by itself."""
         if self.use_v2_model_runner:
             names, at = list(blocks), self._rows.places_of(blocks)
         else:

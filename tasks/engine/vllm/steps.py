@@ -1,4 +1,4 @@
-"""What the scheduler tells a model runner of a step over rows, and what a runner answers in arrays. Imports vLLM, but
+"""Messages about a step over rows, from the scheduler to a model runner and back in arrays. Imports vLLM, but
 no code for cards."""
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Step(SchedulerOutput):
 
 @dataclass
 class Arrays(ModelRunnerOutput):
-    """What a step sampled, without an object for each token."""
+    """Samples of a step, without an object for each token."""
 
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """By place in the batch."""

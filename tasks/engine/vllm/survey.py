@@ -1,4 +1,4 @@
-"""What an update must know of a worker's live model, whatever it will bring.
+"""Survey of a worker's live model, which every update needs.
 
 Imports torch and vLLM.
 """
@@ -60,7 +60,7 @@ class Survey:
 
     @cached_property
     def landing(self) -> Landing | None:
-        """Where each tensor of a checkpoint lies; None if that is not known."""
+        """Places of a checkpoint's tensors; None if they are not known."""
         return landing_of(self.layers)
 
     @cached_property
@@ -70,8 +70,8 @@ class Survey:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether kernels on a card use all parameters in the form and place in which loaders fill them, and it is
-        known what lies where.
+        """True if kernels on a card use all parameters in the form and place in which loaders fill them, and the
+        place of each tensor is known.
         """
         on_card = model_device(self.model).type == "cuda"
         return on_card and self.landing is not None and all(map(_used_as_loaded, self.layers.values()))
@@ -83,7 +83,7 @@ class Survey:
 
     @cached_property
     def parts(self) -> dict[str, torch.Tensor]:
-        """What this worker's live parameters hold of each tensor of a checkpoint, as views, by its name."""
+        """Views of the parts of a checkpoint's tensors in this worker's live parameters, by name."""
         return {} if self.landing is None else held_parts(self.layers, self.landing, self.landing.places)
 
     @cached_property
@@ -109,12 +109,12 @@ class Survey:
 
 
 def model_device(model: torch.nn.Module) -> torch.device:
-    """Where a model's parameters are."""
+    """Device of a model's parameters."""
     return next(model.parameters()).device
 
 
 def _used_as_loaded(layer: torch.nn.Module) -> bool:
-    """Whether kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
+    """True if kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
     live = own_parameters(layer)
     recorded = loadable_parameters(layer) if live else {}
     if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
@@ -130,13 +130,13 @@ def _used_as_loaded(layer: torch.nn.Module) -> bool:
 
 
 def processing(layer: torch.nn.Module) -> QuantizeMethodBase | None:
-    """What derives from a layer's parameters what its kernels use, if anything does."""
+    """Object that derives the tensors of a layer's kernels from its parameters; None if there is none."""
     method = getattr(layer, "quant_method", None)  # an attribute, or a module of the layer
     return method if isinstance(method, QuantizeMethodBase) else None
 
 
 def _loadable(parameters: dict[str, torch.Tensor]) -> bool:
-    """Whether the loaders that split a tensor over workers are still there."""
+    """True if the loaders that split a tensor over workers are still there."""
     return all(
         callable(getattr(tensor, "weight_loader", None)) for name, tensor in parameters.items() if "weight" in name
     )
@@ -158,7 +158,7 @@ def named_digests(parts: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def parts_in(layers: dict[str, torch.nn.Module], landing: Landing) -> dict[str, torch.Tensor]:
-    """What layers' parameters hold of tensors, as views, given the layer of each tensor."""
+    """Views of the parts of tensors that layers' parameters hold, given the layer of each tensor."""
     parts: dict[str, torch.Tensor] = {}
     parameters: dict[tuple[str, str], torch.Tensor] = {}
     for name, layer in layers.items():
@@ -183,7 +183,7 @@ def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch
 
 
 def addresses(model: torch.nn.Module) -> dict[tuple[int, str], int]:
-    """Where each parameter lies, by the identity of its layer and its name there."""
+    """Address of each parameter, by the identity of its layer and its name there."""
     return {
         (id(layer), name): tensor.data_ptr()
         for layer in walk(model)

@@ -18,9 +18,9 @@ class Transaction:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self.arrived: Arrived | None = None
-        """What was received and verified."""
+        """Received and verified update."""
         self.touched = False
-        """Whether a worker's weights of before are gone, or may be."""
+        """True if a worker's previous weights are gone, or may be."""
 
     def prepare(self, plan: str, digest: str, channel: Channel, first: int) -> str:
         """See `EngineProtocol.prepare_update`."""
@@ -61,7 +61,7 @@ class Transaction:
         return {} if self.arrived is None else self.arrived.digests
 
     def holds(self, digest: str) -> bool:
-        """Whether the weights of that digest were received."""
+        """True if the weights of that digest were received."""
         return self.arrived is not None and weights_digest(self.arrived.digests) == digest
 
 

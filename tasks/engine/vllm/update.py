@@ -30,7 +30,7 @@ _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cache
 
 @dataclass
 class Report:
-    """What one worker reports of an update."""
+    """Report of one worker on an update."""
 
     digests: dict[str, str]
     """`tensor_digest` of what arrived, by name."""
@@ -46,7 +46,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a bucket brings."""
+    """Contents that a bucket must have."""
 
     arrived: list[str]
     """Names of its tensors."""
@@ -55,7 +55,7 @@ class _Expected:
     cut: list[str]
     """And those of which it must hold only a part, or another type."""
     wanted: list[Outline]
-    """What digests are computed of: what arrives, followed by the parts."""
+    """Outlines of the digested tensors: those that arrive, followed by the parts."""
 
 
 class Update:
@@ -83,7 +83,7 @@ class Update:
         self._expected: dict[str, str] = {}
         self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
         self.written = False
-        """Whether the model's weights of before are gone."""
+        """True if the model's previous weights are gone."""
 
     @property
     def followed(self) -> int | None:
@@ -126,7 +126,7 @@ class Update:
         return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
 
     def _arriving(self, receiver: Receiver, first: torch.Tensor) -> Arriving:
-        """What each bucket brings, while it is there."""
+        """Contents of each bucket, valid until the next one arrives."""
         for bucket in self._plan.buckets:
             arena = first if bucket.number == self._plan.buckets[0].number else self._arena(receiver, bucket)
             own = arena.clone() if self._lane.keeps_views else arena
@@ -140,7 +140,7 @@ class Update:
             return receiver.arena(bucket)
 
     def _outlined(self, planned: Sequence[PlannedTensor]) -> _Expected:
-        """What a bucket brings, and what of it this worker must hold."""
+        """Contents of a bucket, and the parts of them that this worker must hold."""
         arriving = {tensor.name: Whole(tensor) for tensor in planned}
         parts = {name: part for name, whole in arriving.items() if (part := self._part(whole)) is not None}
         cut = {name: part for name, part in parts.items() if part is not arriving[name]}
@@ -178,7 +178,7 @@ class Update:
             _same_names(reported, expected, "parameters that vLLM loaded")
 
     def _is_unused(self, name: str) -> bool:
-        """Whether a checkpoint may hold a tensor that vLLM's model has no use for."""
+        """True if a checkpoint may hold a tensor that vLLM's model does not use."""
         config = cast(Any, self._config.model_config.hf_text_config)
         return name.endswith(_UNUSED) or get_spec_layer_idx_from_weight_name(config, name) is not None
 
