@@ -29,7 +29,9 @@ def run(tmp_path_factory) -> ratchet.Run:
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A Python process of a user, in a folder of theirs."""
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    ours = ("HF_HUB_OFFLINE", "RAY_")  # a test before this one may have prepared this process
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    environment["PYTHONPATH"] = str(PROJECT)
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 

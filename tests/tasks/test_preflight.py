@@ -23,6 +23,8 @@ from tests.storage.tables import manifest
 RUN = "run"
 PROMPT = {"prompt": "1+1=", "prompt_tokens": [1], "answer": "2", "record": '{"answer": "2"}'}
 
+FACTS = {"cursor": 0, "stop_tokens": [2], "left_out_tokens": [2], "train_rows": [2]}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -44,7 +46,7 @@ def made(tmp_path, more=""):
     parts = tuple(stored(path.name) for path in sorted((tmp_path / "model").iterdir()))
     train = pa.Table.from_pylist([{**PROMPT, "prompt_id": name} for name in "ab"], PROMPTS)
     parts += (writer.write_table("train.arrow", train, PROMPTS),)
-    prepared = commit(root, manifest(Stage.PREPARE, 0, parts, config_digest=digest, facts={"cursor": 0}))
+    prepared = commit(root, manifest(Stage.PREPARE, 0, parts, config_digest=digest, facts=FACTS))
     for iteration in range(3):
         inputs = {"prepare": prepared.digest}
         trained = commit(root, manifest(Stage.TRAIN, iteration, config_digest=digest, inputs=inputs))

@@ -26,6 +26,8 @@ def written(folder: Path, *schedules: dict) -> Path:
 
 def test_a_server_accepts_the_template_and_its_pool_is_used(prefect_api: str):
     with get_client(sync_client=True) as client:
+        if any(pool.name == POOL for pool in client.read_work_pools()):  # of a test before this one
+            client.delete_work_pool(POOL)
         client.create_work_pool(WorkPoolCreate(name=POOL, type="kubernetes", base_job_template=TEMPLATE))
         broken = json.loads(json.dumps(TEMPLATE).replace("{{ gpus }}", "{{ cards }}"))
         with pytest.raises(PrefectHTTPStatusError, match="422"):
