@@ -50,7 +50,7 @@ def form[**P, R](name: str, title: str | Callable[[], str]) -> Callable[[Callabl
 
     Args:
         name: of the flow.
-        title: name of a flow run in the UI; in a text, parameters stand in braces.
+        title: name of a flow run in the UI; a text may name parameters in braces.
     """
 
     def made(work: Callable[P, R]) -> Flow[P, R]:

@@ -22,6 +22,7 @@ from tasks.engine.protocol import (
     InFlight,
     Sampling,
     TokenIds,
+    unusable_weights,
     weights_digest,
 )
 from trainer_core.weights.channel import Channel
@@ -103,7 +104,7 @@ class BaseEngine(EngineProtocol, ABC):
         self._check_usable()
         if not len(prompts):
             raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
-        self._check_lengths(prompts, "prompt")
+        self.spec.check_lengths(prompts, "prompt")
         self._queue.append(_Queued(number, prompts, seeds, sampling))
 
     def collect(self, wait_s: float) -> Collected:
@@ -121,7 +122,7 @@ class BaseEngine(EngineProtocol, ABC):
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """See `EngineProtocol.score`."""
         self._check_usable()
-        self._check_lengths(sequences, "sequence")
+        self.spec.check_lengths(sequences, "sequence")
         self.drop()
         return self.logprobs(sequences) if len(sequences) else []
 
@@ -246,19 +247,7 @@ class BaseEngine(EngineProtocol, ABC):
 
     def _check_usable(self) -> None:
         if self._unusable:
-            raise SyncMismatch(
-                f"the engine's weights cannot be used because the last weight sync failed ({self._unusable}); "
-                "sync the weights again before generating"
-            )
-
-    def _check_lengths(self, sequences: Sequence[TokenIds], what: str) -> None:
-        limit = self.spec.max_model_len - 1
-        for index, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= limit:
-                raise InputError(
-                    f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit} "
-                    f"(engine.max_model_len is {self.spec.max_model_len} and one token is sampled)"
-                )
+            raise unusable_weights(self._unusable)
 
 
 def _digest_of(arrived: Arrived) -> str:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from storage.digest import value_digest
+from storage.errors import InputError, SyncMismatch
 from storage.reader import row_views
 from trainer_core.config import Device, Frozen
 from trainer_core.weights.channel import Channel
@@ -75,6 +76,28 @@ class EngineSpec(Frozen):
     """True if `sleep` frees the card's memory; only on CUDA."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
+
+    def check_lengths(self, sequences: Sequence[TokenIds], what: str) -> None:
+        """Check that each sequence leaves room for one sampled token; `what` names one in the message.
+
+        Raises:
+            InputError: one is empty or too long.
+        """
+        limit = self.max_model_len - 1
+        for index, sequence in enumerate(sequences):
+            if not 0 < len(sequence) <= limit:
+                raise InputError(
+                    f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit} "
+                    f"(engine.max_model_len is {self.max_model_len} and one token is sampled)"
+                )
+
+
+def unusable_weights(reason: str) -> SyncMismatch:
+    """Refusal to sample or score after a failed weight sync."""
+    return SyncMismatch(
+        f"the engine's weights cannot be used because the last weight sync failed ({reason}); "
+        "sync the weights again before generating"
+    )
 
 
 class Sampling(Frozen):

@@ -29,6 +29,7 @@ from tasks.engine.protocol import (
     InFlight,
     Sampling,
     TokenIds,
+    unusable_weights,
 )
 from tasks.engine.vllm import Runner
 from tasks.engine.vllm.transaction import Transaction
@@ -113,7 +114,7 @@ class Engine(EngineProtocol):
         self._check_usable()
         if not len(prompts):
             raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
-        self._check_lengths(prompts, "prompt")
+        self._spec.check_lengths(prompts, "prompt")
         how = [self._sampling_parameters(sampling, seed) for seed in seeds]
         self._waiting.append(Batch(number, prompts, how))
         self._admit()
@@ -145,7 +146,7 @@ class Engine(EngineProtocol):
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """See `EngineProtocol.score`."""
         self._check_usable()
-        self._check_lengths(sequences, "sequence")
+        self._spec.check_lengths(sequences, "sequence")
         self.drop()
         if not len(sequences):
             return []
@@ -290,19 +291,7 @@ class Engine(EngineProtocol):
 
     def _check_usable(self) -> None:
         if isinstance(self._held, Unusable):
-            raise SyncMismatch(
-                f"the engine's weights cannot be used because the last weight sync failed ({self._held.reason}); "
-                "sync the weights again before generating"
-            )
-
-    def _check_lengths(self, sequences: Sequence[TokenIds], what: str) -> None:
-        limit = self._spec.max_model_len - 1
-        for index, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= limit:
-                raise InputError(
-                    f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit} "
-                    f"(engine.max_model_len is {self._spec.max_model_len} and one token is sampled)"
-                )
+            raise unusable_weights(self._held.reason)
 
 
 def _finished(batch: Batch) -> Finished:

@@ -1,4 +1,4 @@
-"""Make the golden run anew: after a change of a format, until 0.1.0 is tagged.
+"""Regenerate the golden run after a change of a format, until 0.1.0 is tagged.
 
     python -m tests.integration.golden.make
 

@@ -14,7 +14,7 @@ from storage.errors import InputError, RatchetError, StorageUnavailable
 from tests.storage.conftest import EXAMPLE
 
 BY_NAME = {one.__name__: one for one in CHECKS}
-RACE = "lets_one_of_several_writers_win"  # moto, which stands in for S3 here, decides no races
+RACE = "lets_one_of_several_writers_win"  # left out for S3: moto cannot arbitrate between writers
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name != RACE])
