@@ -1,5 +1,6 @@
 """Driving a run under its lease, from where its manifests end to the last iteration; without Prefect and Ray."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from flows.views.history import last_iteration, next_iteration, read_record, wor
 from flows.views.progress import Progress
 from storage import layout
 from storage.backends.root import Root
-from storage.errors import Overtaken
+from storage.errors import LeaseHeld, Overtaken
+from storage.manifest import Fence
 from storage.ownership.lease import Lease, hold
 from storage.revisions import Rerun, Revisions, keep_copies, read_revisions
 from storage.upkeep.catalog import names
@@ -23,6 +25,8 @@ from tasks.config.stored import corrections, documents, read_config, record_conf
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.retrying import persistent
+
+logger = logging.getLogger(__name__)
 
 Opener = Callable[[Lease, str], AbstractContextManager[RunContext]]
 """Makes the context that stages work in from the lease and the identity of the recorded configuration; what it starts
@@ -52,6 +56,8 @@ class Drive:
         Args:
             one_stage: only finish the rerun that was requested, if there is one; leave the iterations as they are.
         """
+        if not one_stage and is_complete(self.root, self.name, self.config):
+            tidy_complete(self.root, self.name, self.config, self.owner, self.held)
         while is_redoing(self.root, self.name) or not (one_stage or is_complete(self.root, self.name, self.config)):
             with self._driven() as context:
                 settled = finish_rerun(context, self.progress)
@@ -143,7 +149,8 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
 
 def advance[P](context: RunContext, progress: Progress, first: int, source: Source[P]) -> None:
     """Do the iterations from `first` to the last; their results are durable on return."""
-    tidy(context)  # before a stage can find an old part and use it
+    # before a stage can find an old part and use it
+    retain(context.root, context.run, context.config, context.fence, context.revisions)
     position = source.position_after(context, first - 1) if first else None
     if position is None:
         with context.page.iteration(0):
@@ -165,21 +172,35 @@ def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
     """
     root, run = context.root, context.run
     context.outbox.add(lambda: progress.finished(read_record(root, run, iteration, context.revisions)))
-    concluded = context.outbox.add(partial(_retain, context, iteration))
+    concluded = context.outbox.add(
+        partial(retain, root, run, context.config, context.fence, context.revisions, served=iteration)
+    )
     context.page.storing(iteration, "retention", concluded)
 
 
-def tidy(context: RunContext) -> None:
-    """Delete train states that an earlier process did not delete, or that an earlier configuration kept."""
-    _retain(context, None)
+def tidy_complete(root: Root, name: str, config: RunConfig, owner: str, held: Lease | None = None) -> None:
+    """Delete train states that a complete run no longer keeps: its process may have been killed before it did so."""
+    if config.storage.keep_newest is None:
+        return
+    try:
+        with hold(root, name, owner) if held is None else nullcontext(held) as lease:
+            retain(root, name, config, lease)
+    except LeaseHeld as driven:
+        logger.info("%s; the train states of run %s are left to it", driven, name)
 
 
-def _retain(context: RunContext, iteration: int | None) -> None:
-    """Delete what is no longer kept after an iteration, or of all iterations."""
-    section, workflow = context.config.storage, workflow_of(context.config)
+def retain(
+    root: Root,
+    name: str,
+    config: RunConfig,
+    fence: Fence | None,
+    revisions: Revisions | None = None,
+    served: int | None = None,
+) -> None:
+    """Delete train states that are no longer kept; with `served`, only the one that this iteration pushes out."""
+    section = config.storage
     if section.keep_newest is None:
         return
     retention = Retention(newest=section.keep_newest, every=section.keep_every)
-    work = catch_up if iteration is None else partial(give_up, served=iteration)
-    fence, seen = context.fence, context.revisions
-    work(context.root, workflow, context.run, retention, fence=fence, revisions=seen)
+    work = catch_up if served is None else partial(give_up, served=served)
+    work(root, workflow_of(config), name, retention, fence=fence, revisions=revisions)

@@ -321,8 +321,16 @@ STORE = (
         "untidy-start",
         "states that an earlier configuration kept stay when a run goes on",
         "flows/driving.py",
-        "    tidy(context)  # before a stage can find an old part and use it\n",
+        "    retain(context.root, context.run, context.config, context.fence, context.revisions)\n",
         "",
+        _LOOP,
+    ),
+    Mutant(
+        "a-complete-run-keeps-a-state-more",
+        "a kill at the end of a run leaves a train state that retention does not keep, forever",
+        "flows/driving.py",
+        "            tidy_complete(self.root, self.name, self.config, self.owner, self.held)\n",
+        "            pass\n",
         _LOOP,
     ),
     Mutant(

@@ -11,7 +11,7 @@ import psutil
 from pydantic import BaseModel
 
 from flows.cli.signals import Signals
-from flows.driving import is_complete
+from flows.driving import is_complete, tidy_complete
 from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.history import last_iteration, next_iteration
@@ -146,6 +146,7 @@ def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
     with MemoryMeter() as meter:
         if complete := is_complete(root, order.run, order.config):
             _release(order.run, say)
+            tidy_complete(root, order.run, order.config, "ratchet run")
             finish_report(root, order.run, order.config, say)
         else:
             first = next_iteration(root, order.run, order.config)

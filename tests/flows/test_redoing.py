@@ -261,6 +261,22 @@ def test_states_of_an_earlier_configuration_go_before_the_first_stage(root, tmp_
     assert retired == [False, True, True, False]
 
 
+def test_a_complete_run_whose_process_was_killed_at_its_end_keeps_no_further_state(root, tmp_path):
+    config = asked_for(2, "storage.keep_newest=1")
+    process = driver(root, config, tmp_path / "scratch")
+    process.at = killing(Stage.EVALUATE, 2, Point.COMMITTED)  # the last one: retention would follow
+    with pytest.raises(Killed):
+        process.drive()
+    first = need(root, RUN, 1, Stage.TRAIN)
+    assert root.exists(first.parts[0].key)
+    with hold(root, RUN, "another process"):
+        assert drive(root, tmp_path, config) == []  # whoever drives the run deletes them
+    assert root.exists(first.parts[0].key)
+    assert drive(root, tmp_path, config) == []
+    assert not root.exists(first.parts[0].key)
+    assert root.exists(layout.retired_key(first.key))
+
+
 def test_a_second_copy_that_a_kill_left_out_is_there_once_the_run_is_driven(root, tmp_path, done):
     rerun(root, RUN, wanted(Stage.REWARD, 3, cascade=False))  # a choice would write the copies of all records
     for key in root.keys(layout.copy_folder(RUN)):
