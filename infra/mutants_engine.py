@@ -330,7 +330,7 @@ ENGINE = (
     Mutant(
         "arena-written-before-it-is-read",
         "a sender does not wait until every receiver has read what an arena held",
-        "trainer_core/weights/signals.py",
+        "trainer_core/weights/channel.py",
         "        self._until_released(bucket.sender, earlier,",
         "        self._until_released(bucket.sender, 0 * earlier,",
         _TRANSPORTS,
@@ -338,7 +338,7 @@ ENGINE = (
     Mutant(
         "one-reader-is-enough",
         "a sender writes an arena again when the first receiver has read it",
-        "trainer_core/weights/signals.py",
+        "trainer_core/weights/channel.py",
         "(counters >= wanted).all()",
         "(counters >= wanted).any()",
         _TRANSPORTS,
@@ -346,7 +346,7 @@ ENGINE = (
     Mutant(
         "nobody-looks-for-failures",
         "an end of a channel waits for its deadline though another has failed",
-        "trainer_core/weights/signals.py",
+        "trainer_core/weights/channel.py",
         "            self.check()\n",
         "",
         _TRANSPORTS,

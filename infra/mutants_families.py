@@ -28,7 +28,7 @@ FAMILIES = (
     Mutant(
         "rotated-keys-not-summed",
         "the gradient of the rotated part of keys is that of one rank's heads",
-        "trainer_core/platform/local_attention.py",
+        "trainer_core/platform/local_layers.py",
         "        if combined.size(-1) == self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:\n",
         "        if True:\n",
         _FAMILIES,
@@ -84,7 +84,7 @@ FAMILIES = (
     Mutant(
         "keys-in-the-order-of-ranks",
         "keys of the other ranks are taken for those of other positions",
-        "trainer_core/platform/local_attention.py",
+        "trainer_core/platform/local_layers.py",
         "    return rank * lengths.sum() + starts[segment] + place\n",
         "    return np.arange(whole.sum())\n",
         _CONTEXT,
@@ -116,7 +116,7 @@ FAMILIES = (
     Mutant(
         "norms-of-one-rank",
         "the gradient of norms is that of one rank's positions",
-        "trainer_core/platform/local_spec.py",
+        "trainer_core/platform/local_layers.py",
         "    norm.weight.sequence_parallel = config.sequence_parallel ",
         "    norm.weight.sequence_parallel = False ",
         _FAMILIES,

@@ -2,7 +2,7 @@
 
 from infra.mutants_known import Mutant
 
-_PLANNING = ("tests/trainer_core/weights/test_planning.py",)
+_PLANNING = ("tests/trainer_core/weights/test_plan.py",)
 _IMPORTED = "tests/trainer_core/weights/test_sync.py::test_what_was_imported_arrives_bit_for_bit"
 _FAULTS = "tests/trainer_core/weights/test_sync_faults.py::test_"
 _NOT_WHOLE = (f"{_FAULTS}a_model_that_is_not_whole_stops_all_ranks_with_the_name",)
@@ -11,7 +11,7 @@ _UNEQUAL = f"{_LAYOUTS}unequal_stages_and_divided_sequences_send_everything_once
 _STORED = (f"{_FAULTS}the_weights_of_a_stored_state_are_sent_and_the_live_ones_come_back",)
 _FLOAT32 = (f"{_IMPORTED}[deepseek-v3-pp2-bf16]",)
 _SHARDS = (f"{_IMPORTED}[llama-tied-tp2-pp2-fp32]",)
-_NAMING = ("tests/trainer_core/weights/test_naming.py",)
+_NAMING = ("tests/trainer_core/weights/test_mappings.py",)
 _PACKING = ("tests/trainer_core/weights/test_packing.py",)
 _EXPERTS = (f"{_IMPORTED}[deepseek-v3-tp2-sp-dp2-ep2-fp32]",)
 _EXPORTED = "tests/trainer_core/weights/test_whole.py::test_"
@@ -93,7 +93,7 @@ PLAN = (
     Mutant(
         "experts-by-their-local-numbers",
         "a rank sends its experts under the numbers that they have on it",
-        "trainer_core/weights/naming.py",
+        "trainer_core/weights/mappings.py",
         "        return _megatron_local_name_to_global(self._chunks, self._config, name, stage)\n",
         "        return name\n",
         _EXPERTS,
@@ -101,7 +101,7 @@ PLAN = (
     Mutant(
         "layers-counted-as-if-even",
         "layers get their numbers as if all stages of the pipeline had equally many",
-        "trainer_core/weights/naming.py",
+        "trainer_core/weights/mappings.py",
         "        return _megatron_local_name_to_global(self._chunks, self._config, name, stage)\n",
         "        from megatron.core import parallel_state\n\n"
         '        parts = name.split(".")\n'
@@ -140,7 +140,7 @@ PLAN = (
     Mutant(
         "every-owner-sends",
         "what two pipeline stages hold is sent by both",
-        "trainer_core/weights/planning.py",
+        "trainer_core/weights/plan.py",
         "                if row.name not in seen:\n",
         "                if row.tensors:\n",
         _PLANNING,
@@ -148,7 +148,7 @@ PLAN = (
     Mutant(
         "replicas-are-not-compared",
         "ranks that hold different models send what the first one holds",
-        "trainer_core/weights/planning.py",
+        "trainer_core/weights/plan.py",
         "                _check_equal(first, other, expert)\n",
         "                pass\n",
         _PLANNING,
@@ -156,7 +156,7 @@ PLAN = (
     Mutant(
         "senders-one-after-the-other",
         "a pipeline stage converts its weights only when engines have read those of the stage before",
-        "trainer_core/weights/planning.py",
+        "trainer_core/weights/plan.py",
         "    order = packer.turns()\n",
         "    order = list(range(len(packer.sizes)))\n",
         _PLANNING,
@@ -172,7 +172,7 @@ PLAN = (
     Mutant(
         "an-expert-under-the-number-of-the-first-layer",
         "what stands behind the number of a layer has the Hugging Face name that it has in the first layer",
-        "trainer_core/weights/naming.py",
+        "trainer_core/weights/mappings.py",
         "            names = tuple(template.format(layer) for template in seen.templates)\n",
         "            names = tuple(template.format(0) for template in seen.templates)\n",
         _NAMING,
@@ -180,7 +180,7 @@ PLAN = (
     Mutant(
         "a-layer-with-a-pattern-of-its-own-is-like-the-others",
         "names are taken for one kind though the bridge has a pattern for one of them",
-        "trainer_core/weights/naming.py",
+        "trainer_core/weights/mappings.py",
         "kind in self._apart or ",
         "",
         _NAMING,
@@ -188,7 +188,7 @@ PLAN = (
     Mutant(
         "names-that-are-computed-are-filled-in",
         "numbers of Hugging Face names are taken for those of Megatron's, though a mapping computes them",
-        "trainer_core/weights/naming.py",
+        "trainer_core/weights/mappings.py",
         "        return templates if tuple(one.format(*numbers) for one in templates) == names_of(mapping) else None\n",
         "        return templates\n",
         _NAMING,
@@ -196,26 +196,26 @@ PLAN = (
     Mutant(
         "rows-of-another-weight",
         "a mapping takes the rows of a weight that it has converted before",
-        "trainer_core/weights/parcel.py",
+        "trainer_core/weights/sending.py",
         "        asked = (*bounds, *map(type, bounds), *how.items())\n",
         "        asked = (*bounds[1:], *how.items())\n",
-        ("tests/trainer_core/weights/test_parcel.py",),
+        ("tests/trainer_core/weights/test_sending.py",),
     ),
     Mutant(
         "packed-tensors-are-kept",
         "what was made of weights stays on the card until everything is sent",
-        "trainer_core/weights/parcel.py",
+        "trainer_core/weights/sending.py",
         "        self._packing = None\n\n\nclass",
         "\n\nclass",
-        ("tests/trainer_core/weights/test_parcel.py",),
+        ("tests/trainer_core/weights/test_sending.py",),
     ),
     Mutant(
         "everything-is-converted-ahead",
         "what is no view of a weight is made before its turn too, and takes the memory of all buckets",
-        "trainer_core/weights/parcel.py",
+        "trainer_core/weights/sending.py",
         "                if one.views:\n",
         "                if one.live is not None:\n",
-        ("tests/trainer_core/weights/test_parcel.py",),
+        ("tests/trainer_core/weights/test_sending.py",),
     ),
     Mutant(
         "a-tensor-that-is-not-there-is-not-missed",
@@ -236,7 +236,7 @@ PLAN = (
     Mutant(
         "layers-by-their-digits",
         "layers are sent in the order of their numbers as text",
-        "trainer_core/weights/planning.py",
+        "trainer_core/weights/plan.py",
         'int(numbered["layer"])',
         'ord(numbered["layer"][0])',
         _PLANNING,

@@ -12,7 +12,7 @@ TRAINER = (
     Mutant(
         "attention-across-sequences",
         "without Transformer Engine, sequences of a micro-batch attend to each other",
-        "trainer_core/platform/local_attention.py",
+        "trainer_core/platform/local_layers.py",
         "        blocks=tuple(zip(counts.tolist(), found.tolist(), strict=True)),\n",
         "        blocks=((1, int(lengths.sum())),),\n",
         _MODEL,

@@ -143,7 +143,7 @@ TRAINER_CORE = (
     Mutant(
         "padding-is-stored",
         "a state holds the padding of the vocabulary, so that it depends on the layout",
-        "trainer_core/state/boxes.py",
+        "trainer_core/state/saved.py",
         "            inside = region.overlap(content)\n",
         "            inside = region\n",
         _PADDING,
@@ -175,7 +175,7 @@ TRAINER_CORE = (
     Mutant(
         "planned-digest-without-the-place",
         "every planned digest of a bucket is that of the tensor at its beginning",
-        "trainer_core/weights/planned_digests.py",
+        "trainer_core/weights/digest.py",
         "elements.storage_offset() + self.of.storage_offset()",
         "elements.storage_offset()",
         _DIGEST,

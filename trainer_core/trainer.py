@@ -25,9 +25,8 @@ from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, load_state
 from trainer_core.state.facts import StateFacts, check_modules, read_facts
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.exchange import agree
-from trainer_core.weights.signals import fail
 from trainer_core.weights.update import Update
 
 

@@ -16,7 +16,6 @@ from storage.parts import materialize, read_table
 from storage.schema import EVALUATION, REWARD, ROLLOUT
 from storage.unfinished import read_piece
 from tasks.stages.names import Stage
-from trainer_core.state.comparison import compare_states
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
 _OF_ONE_PROCESS = ("seconds", "per_second", "_s")
@@ -131,6 +130,8 @@ class Pair:
                 materialize(root, manifest, place / side, layout.STATE)
                 for side, root, manifest in (("left", self.left, left), ("right", self.right, right))
             ]
+            from trainer_core.state.comparison import compare_states  # imports torch
+
             found = compare_states(*folders, plant=plant)
         tally.update(states=1, weights=found.weights, optimizer=found.optimizer, rng=found.rng)
         yield from found.differences

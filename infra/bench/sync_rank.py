@@ -23,7 +23,7 @@ from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Planned
 from trainer_core.trainer import Trainer
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import dtype_name
+from trainer_core.weights.packing import dtype_name
 from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.transports.shared import make_arenas
 from trainer_core.weights.update import Update

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from trainer_core.weights import digest, planned_digests
+from trainer_core.weights import digest
 
 
 class Unseen(digest.PreparedDigests):
@@ -18,10 +18,10 @@ class Unseen(digest.PreparedDigests):
         return _nothing(self._count)
 
 
-class UnseenBuckets(planned_digests.PlannedDigests):
+class UnseenBuckets(digest.PlannedDigests):
     """Compute nothing for buckets that come later."""
 
-    def __init__(self, buckets: Mapping[int, Sequence[planned_digests.Outline]], device: torch.device) -> None:
+    def __init__(self, buckets: Mapping[int, Sequence[digest.Outline]], device: torch.device) -> None:
         self._counts = {number: len(own) for number, own in buckets.items()}
 
     def begin(self, number: int, buffer: torch.Tensor) -> None:
@@ -36,10 +36,10 @@ def _nothing(count: int) -> digest.BegunDigests:
     return digest.BegunDigests([""] * count, lambda: [0] * count)
 
 
-_SEEN = digest.PreparedDigests, planned_digests.PlannedDigests
+_SEEN = digest.PreparedDigests, digest.PlannedDigests
 
 
 def look(seen: bool) -> None:
     """Compute digests in this process from now on of the weights that it sends, receives and finds, or none."""
     found = _SEEN if seen else (Unseen, UnseenBuckets)
-    digest.__dict__["PreparedDigests"], planned_digests.__dict__["PlannedDigests"] = found
+    digest.__dict__["PreparedDigests"], digest.__dict__["PlannedDigests"] = found

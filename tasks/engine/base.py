@@ -25,9 +25,8 @@ from tasks.engine.protocol import (
     unusable_weights,
     weights_digest,
 )
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.plan import WeightPlan, text_digest
-from trainer_core.weights.signals import fail
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,8 @@ from trainer_core.config import Precision
 from trainer_core.platform.platform import prepare
 from trainer_core.state.facts import needed_for_weights
 from trainer_core.state.saved import SavedState
-from trainer_core.weights.digest import dtype_name, tensor_digest
+from trainer_core.weights.digest import tensor_digest
+from trainer_core.weights.packing import dtype_name
 
 INDEX = "model.safetensors.index.json"
 _ALIGNMENT = 8

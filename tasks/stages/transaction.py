@@ -21,8 +21,7 @@ from tasks.workers.scratch import scratch
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.collector import paused
 from trainer_core.protocol import Planned, Sent, TrainerProtocol
-from trainer_core.weights.channel import Channel, Transport
-from trainer_core.weights.signals import fail
+from trainer_core.weights.channel import Channel, Transport, fail
 
 _DEADLINE_S = 600.0  # for which one side waits for the other
 _SHARE = 0.8  # of the deadline of a call, which ends the process: this one must come first, which only fails the update

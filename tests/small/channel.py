@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer_core.weights.signals import Signals
+from trainer_core.weights.channel import Signals
 
 
 def _arenas(channel, plan, sender):

@@ -9,8 +9,8 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.protocol import Sampling, weights_digest
 from tests.tasks.engine_process import weights_of
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import dtype_name, tensor_digests
-from trainer_core.weights.packing import tensors_of, views
+from trainer_core.weights.digest import tensor_digests
+from trainer_core.weights.packing import dtype_name, tensors_of, views
 from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan, plan_digest
 from trainer_core.weights.transports.ends import open_sender
 

@@ -19,7 +19,8 @@ def export(trainer, folder):
     from safetensors.torch import save_file
 
     from trainer_core.platform.platform import quietly
-    from trainer_core.weights.digest import dtype_name, tensor_digest
+    from trainer_core.weights.digest import tensor_digest
+    from trainer_core.weights.packing import dtype_name
 
     model, tensors = trainer._model, {}
     with torch.no_grad(), model.weights("readable"), quietly():

@@ -14,7 +14,7 @@ from trainer_core.batches.flat import FlatBatch
 from trainer_core.batches.sequences import Vector
 from trainer_core.model.mesh import Mesh
 from trainer_core.objectives.tokens import Segments
-from trainer_core.platform.local_attention import local_segments
+from trainer_core.platform.local_layers import local_segments
 
 _LENGTH_STEP = 128  # longest segments are rounded up to this, so that few different ones reach the kernels
 

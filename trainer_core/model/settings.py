@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from storage.errors import InputError
 from trainer_core.config import ExpertsConfig, MegatronConfig, Precision, Recompute, TrainerConfig
-from trainer_core.platform.local_spec import local_layer_spec
+from trainer_core.platform.local_layers import local_layer_spec
 from trainer_core.platform.platform import Platform
 
 _DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

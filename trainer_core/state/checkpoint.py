@@ -11,18 +11,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from storage.digest import value_digest
 from storage.errors import StorageUnavailable
+from trainer_core.model import rng
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.platform.pinning import pinning_of
 from trainer_core.platform.platform import quietly
-from trainer_core.state import generators
-from trainer_core.state.boxes import Shard
 from trainer_core.state.content import Identifier
 from trainer_core.state.facts import (
     EFFECTIVE_FILE,
@@ -33,7 +33,7 @@ from trainer_core.state.facts import (
     read_generators,
 )
 from trainer_core.state.files import MappedFiles, replace_file
-from trainer_core.state.saved import SavedState
+from trainer_core.state.saved import SavedState, Shard
 from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shards, owned
 
 
@@ -51,7 +51,7 @@ class Saver:
 
     def identity(self, optimizer: Optimizer, facts: StateFacts) -> StateIdentity:
         """Identity of the live state. Collective; raises as `Identifier.identity`."""
-        return self._identity(self._owned(optimizer), facts, generators.captured())
+        return self._identity(self._owned(optimizer), facts, captured())
 
     def save(self, directory: Path, optimizer: Optimizer, facts: StateFacts) -> tuple[list[str], StateIdentity]:
         """Write the live state into a folder, over the one that this object wrote there before. Collective.
@@ -62,7 +62,7 @@ class Saver:
         Raises:
             StorageUnavailable: on every rank, if one of them has no room for its files; nothing was written.
         """
-        shards, drawn, rank = self._owned(optimizer), generators.captured(), self._mesh.rank
+        shards, drawn, rank = self._owned(optimizer), captured(), self._mesh.rank
         identity = self._identity(shards, facts, drawn)
         files = self._files_in(Path(directory), shards)
         files.fill(shards)
@@ -117,7 +117,7 @@ def load_state(
     _read(state, optimizer_shards(tensors, optimizer))
     optimizer.resume(facts.optimizer_updates)
     if restore_rng:
-        generators.restore(read_generators(directory, mesh.rank))
+        restore(read_generators(directory, mesh.rank))
 
 
 def load_weights(directory: Path, model: Model) -> None:
@@ -154,3 +154,40 @@ def _agree(own: MappedFiles | StorageUnavailable) -> None:
     dist.all_gather_object(everyones, own if isinstance(own, StorageUnavailable) else None)
     for failure in filter(None, everyones):
         raise failure
+
+
+def captured() -> dict[str, Any]:
+    """The generators of this rank, in plain JSON types; bytes are hexadecimal."""
+    state = rng.capture()
+    version, words, normal = state["random"]
+    name, key, *numbers = state["numpy"]
+    return {
+        "random": [version, list(words), normal],
+        "numpy": [name, np.asarray(key, "<u4").tobytes().hex(), *numbers],
+        "torch": _hex(state["torch"]),
+        "device": _hex(state["device"]),
+        "tensor_parallel": {name: _hex(own) for name, own in sorted(state["tensor_parallel"].items())},
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Restore what `captured` returned, on this rank."""
+    version, words, normal = state["random"]
+    name, key, *numbers = state["numpy"]
+    rng.restore(
+        {
+            "random": (version, tuple(words), normal),
+            "numpy": (name, np.frombuffer(bytes.fromhex(key), "<u4").astype(np.uint32), *numbers),
+            "torch": _tensor(state["torch"]),
+            "device": _tensor(state["device"]),
+            "tensor_parallel": {name: _tensor(own) for name, own in state["tensor_parallel"].items()},
+        }
+    )
+
+
+def _hex(octets: torch.Tensor) -> str:
+    return octets.cpu().numpy().tobytes().hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,8 +1,21 @@
-"""Compare two saved states bit for bit and by name, in one process. Importing this module does not import torch."""
+"""Compare two saved states bit for bit and by name, in one process. Imports torch."""
 
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from trainer_core.state.facts import StateComparison
+import numpy as np
+import torch
+
+from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX, StateComparison, read_generators
+from trainer_core.state.saved import Region, SavedState
+
+_RNG = "rng/"
+_SHOWN = 80  # characters of a value in a message
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def compare_states(left: Path, right: Path, plant: int | None = None) -> StateComparison:
@@ -20,6 +33,161 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     Raises:
         StorageError: if a folder does not hold a whole, readable state.
     """
-    from trainer_core.state.bitwise import compare  # imports torch
+    comparison = _Comparison(SavedState(left), SavedState(right))
+    flaw = _Flaw.choose(comparison.right, plant) if plant is not None else None
+    comparison.compare_tensors(flaw)
+    comparison.compare_generators()
+    comparison.compare_facts()
+    counts = {name: comparison.counts[name] for name in ("weights", "optimizer", "rng", "other", "elements")}
+    return StateComparison(**counts, planted=flaw.name if flaw else None, differences=tuple(comparison.differences))
 
-    return compare(left, right, plant)
+
+@dataclass(frozen=True)
+class _Flaw:
+    """One bit to flip."""
+
+    name: str
+    """The tensor."""
+    index: tuple[int, ...]
+    """The element; its lowest bit is flipped."""
+
+    @classmethod
+    def choose(cls, state: SavedState, seed: int) -> "_Flaw":
+        generator = random.Random(seed)
+        name = generator.choice(sorted(name for name in state.tensors if not name.startswith(OPTIMIZER_PREFIX)))
+        return cls(name, tuple(generator.randrange(length) for length in state.tensors[name].size))
+
+    def put_into(self, region: Region, values: torch.Tensor) -> None:
+        """Flip the bit if the element is in `values`, the content of `region` of the tensor."""
+        element = Region(self.index, (1,) * len(self.index))
+        if element.overlap(region):
+            _bits(values)[element.within(region)] ^= 1
+
+
+@dataclass
+class _Comparison:
+    left: SavedState
+    right: SavedState
+    counts: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+    def compare_tensors(self, flaw: _Flaw | None) -> None:
+        for name in sorted({*self.left.tensors, *self.right.tensors}):
+            if name in self.left.tensors and name in self.right.tensors:
+                self._compare_tensor(name, flaw if flaw and flaw.name == name else None)
+            else:
+                self._one_sided(name, name in self.left.tensors)
+
+    def compare_generators(self) -> None:
+        sizes = [state.facts.parallel.world_size for state in (self.left, self.right)]
+        for rank in range(max(sizes)):
+            if rank < min(sizes):
+                drawn = [read_generators(state.folder, rank) for state in (self.left, self.right)]
+                self._compare_values(f"{_RNG}{rank}", *drawn)
+            else:
+                self._one_sided(f"{_RNG}{rank}", rank < sizes[0])
+
+    def compare_facts(self) -> None:
+        self._compare_values(FACTS_FILE, *(state.facts.model_dump(mode="json") for state in (self.left, self.right)))
+
+    def _one_sided(self, name: str, left: bool) -> None:
+        self.differences.append(f"{name}: only in {(self.left if left else self.right).folder}")
+
+    def _compare_tensor(self, name: str, flaw: _Flaw | None) -> None:
+        self.counts["optimizer" if name.startswith(OPTIMIZER_PREFIX) else "weights"] += 1
+        tensors = self.left.tensors[name], self.right.tensors[name]
+        kinds = [f"{tensor.dtype} {tensor.size}" for tensor in tensors]
+        if kinds[0] != kinds[1]:
+            self.differences.append(f"{name}: {kinds[0]} against {kinds[1]}")
+            return
+        found = _Difference()
+        for region in self.left.chunks(name):
+            right = self.right.read(name, region)
+            if flaw:
+                flaw.put_into(region, right := right.clone())
+            found.add(region, self.left.read(name, region), right)
+        self._report(name, found)
+
+    def _compare_values(self, name: str, left: object, right: object) -> None:
+        values, others = dict(_leaves(left, name)), dict(_leaves(right, name))
+        for path in [*values, *(path for path in others if path not in values)]:
+            if path in values and path in others:
+                self.counts["rng" if name.startswith(_RNG) else "other"] += 1
+                self._compare_leaf(path, values[path], others[path])
+            else:
+                self._one_sided(path, path in values)
+
+    def _compare_leaf(self, path: str, left: object, right: object) -> None:
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            kinds = [f"{value.dtype} {tuple(value.shape)}" for value in (left, right)]
+            if kinds[0] == kinds[1]:
+                found = _Difference()
+                found.add(Region((0,) * left.ndim, tuple(left.shape)), left, right)
+                self._report(path, found)
+            else:
+                self.differences.append(f"{path}: {kinds[0]} against {kinds[1]}")
+            return
+        self.counts["elements"] += 1
+        if repr(left) != repr(right):  # of plain JSON: equal only with equal type and bits
+            self.differences.append(f"{path}: {_shown(left)} against {_shown(right)}")
+
+    def _report(self, name: str, found: "_Difference") -> None:
+        self.counts["elements"] += found.elements
+        if found.differing:
+            self.differences.append(
+                f"{name}: {found.differing} of {found.elements} elements differ, first at {found.first}"
+            )
+
+
+@dataclass
+class _Difference:
+    """Differences found in the regions of one tensor so far."""
+
+    elements: int = 0
+    differing: int = 0
+    first: str = ""
+
+    def add(self, region: Region, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.elements += left.numel()
+        unequal = (_bits(left) != _bits(right)).reshape(-1)
+        if not unequal.any():
+            return
+        if not self.differing:
+            at = int(unequal.int().argmax())
+            inner = np.unravel_index(at, region.shape) if region.shape else ()
+            index = tuple(int(begin + step) for begin, step in zip(region.start, inner, strict=True))
+            self.first = f"{index}: {_number(left, at)} against {_number(right, at)}"
+        self.differing += int(unequal.sum())
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers of the same size."""
+    return values.view(_BITS[values.element_size()])
+
+
+def _number(values: torch.Tensor, at: int) -> str:
+    """A number in full; a NaN with its bits, because NaNs differ in nothing else."""
+    flat = values.reshape(-1)
+    number = flat[at].item()
+    bits = int(_bits(flat)[at]) & ((1 << 8 * values.element_size()) - 1)
+    return f"{number!r}" if number == number else f"{number!r} (bits {bits:#x})"
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, object]]:
+    """The values in nested JSON objects and arrays, by their paths; a row of integers is one value."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}")
+    elif isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            yield name, torch.tensor(value)
+        else:
+            for place, item in enumerate(value):
+                yield from _leaves(item, f"{name}[{place}]")
+    else:
+        yield name, value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from storage.digest import value_digest
 from storage.errors import RatchetError
-from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import STATE_SCHEME, StateFacts, StateIdentity
-from trainer_core.weights.digest import dtype_name, mix
+from trainer_core.state.saved import Box, Shard
+from trainer_core.weights.digest import mix
+from trainer_core.weights.packing import dtype_name
 
 _CHUNK = 1 << 22  # elements; bounds the temporary memory to a few times 32 MiB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

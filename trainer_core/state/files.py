@@ -18,9 +18,8 @@ import torch
 
 from storage.errors import RatchetError, StorageUnavailable, WorkerLost
 from trainer_core.platform.pinning import Pinning
-from trainer_core.state.boxes import Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX, SHAPES, tensor_files
-from trainer_core.state.saved import Region, entry_key
+from trainer_core.state.saved import Region, Shard, entry_key
 
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

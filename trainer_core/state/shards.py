@@ -18,9 +18,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from storage.errors import RatchetError
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
-from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import OPTIMIZER_PREFIX
-from trainer_core.state.saved import Region
+from trainer_core.state.saved import Box, Region, Shard
 
 _Leaf = ShardedTensor | ShardedTensorFactory | ShardedObject
 _STATE = f"{OPTIMIZER_PREFIX}state"

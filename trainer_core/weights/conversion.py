@@ -21,9 +21,8 @@ from megatron.core import parallel_state
 from storage.errors import SyncMismatch
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
-from trainer_core.weights.mappings import Settings, absent, is_known, replaced
-from trainer_core.weights.naming import Known, Names, names_of
-from trainer_core.weights.table import Row
+from trainer_core.weights.mappings import Known, Names, Settings, absent, is_known, names_of, replaced
+from trainer_core.weights.plan import Row
 from trainer_core.weights.whole import Exported, named
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]

@@ -1,13 +1,18 @@
 """megatron-bridge's mappings: those that are known, and the live settings and tensors that they read."""
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.bridge.models.conversion import param_mapping as maps
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
+from megatron.bridge.models.conversion.model_bridge import (
+    MegatronModelBridge,
+    _megatron_local_name_to_global,  # pyright: ignore[reportPrivateUsage]
+)
 from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 from megatron.bridge.models.llama.llama_bridge import LlamaBridge
 
@@ -89,3 +94,122 @@ def replaced(owner: object, **others: object) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(owner, name, original)
+
+
+_LAYER = re.compile(r"^([^\d]+?\.layers\.)(\d+)(\..*)$")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+"""The text that matches the wildcard `*` of the bridge's patterns."""
+_MARK = 7_000_001
+"""Numbers from here on stand for those of names, and are found again in what the bridge makes of them."""
+_TIED = "embedding.word_embeddings.weight"
+"""End of the name whose mapping the bridge asks for the name itself."""
+
+
+class Known(NamedTuple):
+    """Facts about a tensor's name."""
+
+    whole: str
+    """The name with the numbers that layers and experts have in the whole model."""
+    kind: Hashable
+    """Key that is the same for names that differ in numbers alone."""
+    mapping: Any
+    """The bridge's mapping of the first name of the kind; None if it has none."""
+    names: tuple[str, ...]
+    """Hugging Face names."""
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """The rest of a name behind the number of a layer, the same in many layers."""
+
+    whole: str
+    """The rest with the numbers that experts have in the whole model."""
+    kind: str
+    mapping: Any
+    templates: tuple[str, ...]
+    """Hugging Face's names, with a place for the number of the layer."""
+
+
+class Names:
+    """The names of one model."""
+
+    def __init__(self, registry: Any, chunks: list[Any], config: Any) -> None:
+        """Args:
+        registry: of the bridge's mappings.
+        chunks, config: of the model, as the bridge renumbers its layers and experts by them.
+        """
+        self._registry, self._chunks, self._config = registry, chunks, config
+        numbered = [mapping.megatron_param for mapping in registry.mappings if _NUMBER.search(mapping.megatron_param)]
+        self._apart = {_NUMBER.sub("#", pattern.replace("*", "0")) for pattern in numbered}
+        """Kinds of which some names have a pattern of their own."""
+        self._uniform = not any("**" in pattern for pattern in numbered)
+        self._kinds: dict[str, tuple[Any, tuple[str, ...] | None]] = {}
+        self._layers: dict[tuple[int, str, str], str] = {}
+        self._rests: dict[tuple[str, str], _Rest] = {}
+
+    def known(self, stage: int, name: str) -> Known:
+        """Facts about the name of a tensor in a chunk."""
+        split = _LAYER.match(name)
+        if split is None:
+            return self._asked(self._renumbered(stage, name))
+        head, number, rest = split.groups()
+        if (stage, head, number) not in self._layers:  # the bridge renumbers a layer by what stands before the rest
+            whole = self._renumbered(stage, f"{head}{number}.#")
+            self._layers[stage, head, number] = whole.removeprefix(head).removesuffix(".#")
+        layer, seen = self._layers[stage, head, number], self._rests.get((head, rest))
+        if seen is not None:
+            names = tuple(template.format(layer) for template in seen.templates)
+            return Known(f"{head}{layer}{seen.whole}", seen.kind, seen.mapping, names)
+        found = self._asked(self._renumbered(stage, name))
+        self._note(head, layer, rest, found)
+        return found
+
+    def _note(self, head: str, layer: str, rest: str, found: Known) -> None:
+        """Know the rest of a name in other layers too, unless the bridge may say something else of it there."""
+        whole = found.whole.removeprefix(f"{head}{layer}")
+        _, templates = self._kinds.get(str(found.kind), (None, None))
+        if templates is None or "layers." in rest or whole == found.whole:
+            return
+        numbers = _NUMBER.findall(whole)
+        filled = tuple(template.format("{0}", *numbers) for template in templates)
+        self._rests[head, rest] = _Rest(whole, str(found.kind), found.mapping, filled)
+
+    def _renumbered(self, stage: int, name: str) -> str:
+        return _megatron_local_name_to_global(self._chunks, self._config, name, stage)
+
+    def _asked(self, whole: str) -> Known:
+        kind = _NUMBER.sub("#", whole)
+        mapping, templates = self._kinds.get(kind, (None, None))
+        if templates is not None:
+            numbers = _NUMBER.findall(whole)
+            return Known(whole, kind, mapping, tuple(template.format(*numbers) for template in templates))
+        mapping = self._registry.megatron_to_hf_lookup(whole)
+        if mapping is None:
+            return Known(whole, whole, None, ())
+        if kind not in self._kinds:
+            self._kinds[kind] = mapping, self._templates(kind, whole, mapping)
+        uniform = self._kinds[kind][1] is not None
+        return Known(whole, kind if uniform else whole, mapping, names_of(mapping))
+
+    def _templates(self, kind: str, whole: str, mapping: Any) -> tuple[str, ...] | None:
+        """Hugging Face names of a kind, with places for numbers; None if the bridge must be asked for each."""
+        if not self._uniform or kind in self._apart or whole.endswith(_TIED):
+            return None
+        marks = [str(_MARK + place) for place in range(kind.count("#"))]
+        asked = self._registry.megatron_to_hf_lookup(kind.replace("#", "{}").format(*marks))
+        if type(asked) is not type(mapping):
+            return None
+        templates = tuple(_with_places(found, marks) for found in names_of(asked))
+        numbers = _NUMBER.findall(whole)
+        return templates if tuple(one.format(*numbers) for one in templates) == names_of(mapping) else None
+
+
+def names_of(mapping: Any) -> tuple[str, ...]:
+    """The Hugging Face names of what a mapping makes."""
+    return (mapping.hf_param,) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())
+
+
+def _with_places(name: str, marks: list[str]) -> str:
+    for place, mark in enumerate(marks):
+        name = name.replace(mark, f"{{{place}}}")
+    return name

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from storage.errors import SyncMismatch
-from trainer_core.weights.digest import dtype_name
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 
 _WORD = 8  # bytes
@@ -133,6 +132,11 @@ def _same_names(planned: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Te
             f"bucket {bucket.number} of a weight update: {missing or 'nothing'} missing, {unknown or 'nothing'} was "
             "sent without being planned"
         )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of an element type without torch's prefix."""
+    return str(dtype).removeprefix("torch.")
 
 
 def element_type(name: str) -> torch.dtype:

@@ -12,16 +12,24 @@ from trainer_core.config import TrainerConfig
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
-from trainer_core.weights.bucket_sender import BucketSender
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, conversions
+from trainer_core.weights.digest import PlannedDigests, Whole, plan_digests
 from trainer_core.weights.exchange import Shards, exchange, group_of
 from trainer_core.weights.packing import Packing, tensors_of
-from trainer_core.weights.parcel import Parcel, Positions
-from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
-from trainer_core.weights.planned_digests import PlannedDigests, Whole, plan_digests
-from trainer_core.weights.planning import plan_of
-from trainer_core.weights.table import Place, Row, Table, decode, encode
+from trainer_core.weights.plan import (
+    Bucket,
+    Place,
+    PlannedTensor,
+    Row,
+    Table,
+    WeightPlan,
+    decode,
+    encode,
+    plan_of,
+    text_digest,
+)
+from trainer_core.weights.sending import BucketSender, Parcel, Positions
 from trainer_core.weights.whole import Exported, WholeExport
 
 

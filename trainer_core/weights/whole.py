@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 
 from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
-from trainer_core.weights.digest import dtype_name
 from trainer_core.weights.mappings import Settings, absent
-from trainer_core.weights.table import Named, Row, Table
+from trainer_core.weights.packing import dtype_name
+from trainer_core.weights.plan import Named, Row, Table
 
 logger = logging.getLogger(__name__)
 

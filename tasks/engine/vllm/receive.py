@@ -23,10 +23,9 @@ from tasks.engine.vllm.loading import lane_of
 from tasks.engine.vllm.survey import Survey, found
 from tasks.engine.vllm.update import Report, Update
 from trainer_core.collector import paused
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.packing import tensors_of
 from trainer_core.weights.plan import WeightPlan, text_digest
-from trainer_core.weights.signals import fail
 from trainer_core.weights.transports.ends import Receiver, open_receiver
 
 BACKEND = "ratchet"

@@ -18,10 +18,9 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.vllm.landing import part_of
 from tasks.engine.vllm.loading import Arriving, Lane, Parcel
 from tasks.engine.vllm.survey import Survey, model_device
-from trainer_core.weights.digest import BegunDigests
+from trainer_core.weights.digest import BegunDigests, Cut, Outline, Whole, plan_digests, thought_of
 from trainer_core.weights.packing import element_type, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
-from trainer_core.weights.planned_digests import Cut, Outline, Whole, plan_digests, thought_of
 from trainer_core.weights.transports.ends import Receiver
 
 _SHOWN = 4  # names spelled out in a message

@@ -18,8 +18,8 @@ from tasks.stages.transaction import deliver
 from tests.small.config import small_config
 from tests.small.here import WorkersHere, context_here
 from tests.small.workers import LAYERS, SmallEngine, SmallTrainer, plan_of
+from trainer_core.weights.channel import fail
 from trainer_core.weights.plan import plan_digest
-from trainer_core.weights.signals import fail
 
 HOW = Sampling(max_tokens=4, stop_token_ids=(1,))
 UNUSABLE = EngineIdentity(weight_version=None, weights_digest=None)

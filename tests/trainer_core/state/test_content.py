@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from storage.errors import RatchetError
 from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import OptimizerConfig, ParallelConfig
-from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.content import Identifier
 from trainer_core.state.facts import StateFacts
-from trainer_core.state.saved import Region
+from trainer_core.state.saved import Box, Region, Shard
 
 OPTIMIZER = OptimizerConfig(learning_rate=0.1)
 FACTS = StateFacts(

@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from storage.errors import RatchetError, StorageError, StorageUnavailable, WorkerLost
 from trainer_core.config import OptimizerConfig, ParallelConfig
 from trainer_core.platform.pinning import Pinning, pinning_of
-from trainer_core.state.boxes import Box, Shard
 from trainer_core.state.facts import FACTS_FILE, SHAPES, StateFacts
 from trainer_core.state.files import MappedFiles
-from trainer_core.state.saved import Region, SavedState
+from trainer_core.state.saved import Box, Region, SavedState, Shard
 
 OPTIMIZER = OptimizerConfig(learning_rate=1)
 FACTS = StateFacts(

@@ -12,8 +12,8 @@ from storage.errors import RatchetError
 from tests.trainer_core.models import read_export
 from tests.trainer_core.oracle import export
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.digest import dtype_name, tensor_digest, tensor_digests
-from trainer_core.weights.packing import tensors_of, views
+from trainer_core.weights.digest import tensor_digest, tensor_digests
+from trainer_core.weights.packing import dtype_name, tensors_of, views
 from trainer_core.weights.plan import WeightPlan
 from trainer_core.weights.transports.ends import open_receiver
 

@@ -9,9 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer_core.weights.digest_cases import buffer, cases, in_buffer
-from trainer_core.weights.digest import dtype_name, mix, tensor_digest, tensor_digests
+from trainer_core.weights.digest import (
+    Cut,
+    Whole,
+    dtype_name,
+    mix,
+    plan_digests,
+    tensor_digest,
+    tensor_digests,
+    thought_of,
+)
 from trainer_core.weights.plan import PlannedTensor
-from trainer_core.weights.planned_digests import Cut, Whole, plan_digests, thought_of
 
 
 def tensor(count=1000, dtype=torch.float32):

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
 from storage.errors import SyncMismatch
-from trainer_core.weights.channel import Channel, idle
+from trainer_core.weights.channel import Channel, Signals, idle
 from trainer_core.weights.plan import Bucket, WeightPlan
-from trainer_core.weights.signals import Signals
 
 
 class BroadcastGroup:

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load, save
 
 from storage.errors import StorageUnavailable, SyncMismatch
-from trainer_core.weights.channel import Channel, idle
+from trainer_core.weights.channel import FAILED, UNKNOWN, Channel, fail, idle
 from trainer_core.weights.packing import packed, tensors_of, views
 from trainer_core.weights.plan import Bucket, WeightPlan
-from trainer_core.weights.signals import FAILED, UNKNOWN, fail
 
 _PAUSE_S = 0.05  # an object store is asked twenty times a second
 

@@ -11,9 +11,8 @@ import torch
 
 from storage.errors import StorageUnavailable
 from trainer_core.platform.pinning import Pinning, pinning_of
-from trainer_core.weights.channel import Channel, idle
+from trainer_core.weights.channel import Channel, Signals, idle
 from trainer_core.weights.plan import Bucket, WeightPlan
-from trainer_core.weights.signals import Signals
 
 
 class SharedArenas:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.tasks.engine_update import CPU, Sending, plan_of
 from tests.trainer_core.weights.transports.test_transports import Receiving, assert_same, channel_of, weights
-from trainer_core.weights import signals
+from trainer_core.weights.channel import Signals
 from trainer_core.weights.transports.ends import open_receiver, open_sender
 from trainer_core.weights.transports.shared import HostOpener, SharedReceiver
 
@@ -41,7 +41,7 @@ def test_a_distant_arena_is_free_again_before_what_it_held_is_loaded(tmp_path):
 
     def until_overwritten(bucket):
         if bucket.number < last:
-            signals.Signals(channel, plan).published(plan.buckets[bucket.number + 1])
+            Signals(channel, plan).published(plan.buckets[bucket.number + 1])
 
     reading = Receiving(channel, plan, at=until_overwritten, opened=distant)
     Sending(channel, plan, sent).result()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tasks.engine_update import CPU, Sending, plan_of
 from tests.trainer_core.weights.transports.test_transports import Receiving, assert_same, channel_of, weights
-from trainer_core.weights.signals import Signals
+from trainer_core.weights.channel import Signals
 from trainer_core.weights.transports import shared
 from trainer_core.weights.transports.ends import open_receiver, open_sender
 

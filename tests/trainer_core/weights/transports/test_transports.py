@@ -14,11 +14,10 @@ import torch
 
 from storage.errors import StorageUnavailable, SyncMismatch
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
-from trainer_core.weights import signals
-from trainer_core.weights.bucket_sender import BucketSender
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, Signals, fail
+from trainer_core.weights.digest import plan_digests
 from trainer_core.weights.packing import tensors_of, views
-from trainer_core.weights.planned_digests import plan_digests
+from trainer_core.weights.sending import BucketSender
 from trainer_core.weights.transports import card
 from trainer_core.weights.transports.collective import BroadcastGroup
 from trainer_core.weights.transports.ends import open_receiver, open_sender
@@ -154,8 +153,8 @@ def test_the_marker_of_the_driver_stops_who_waits(tmp_path, transport):
     plan = plan_of(weights())
     reading = Receiving(channel_of(tmp_path, transport), plan)
     time.sleep(0.1)
-    signals.fail(tmp_path, "another engine died")
-    signals.fail(tmp_path, "and then this one")
+    fail(tmp_path, "another engine died")
+    fail(tmp_path, "and then this one")
     with pytest.raises(SyncMismatch, match="another engine died"):
         reading.result()
 
@@ -224,7 +223,7 @@ def test_a_folder_that_is_removed_ends_the_wait(tmp_path):
     folder.rmdir()
     with pytest.raises(SyncMismatch, match="was removed"):
         reading.result()
-    signals.fail(folder, "nobody is there")
+    fail(folder, "nobody is there")
 
 
 def test_arenas_that_do_not_fit_are_refused(tmp_path):
@@ -255,7 +254,7 @@ def test_who_fails_on_a_full_disk_still_stops_everybody(tmp_path, monkeypatch, t
 
     reading = Receiving(channel_of(tmp_path, transport), plan_of(weights()))
     monkeypatch.setattr(Path, "write_text", half)
-    signals.fail(tmp_path, "a reason")
+    fail(tmp_path, "a reason")
     with pytest.raises(SyncMismatch, match="no space left to say why"):
         reading.result()
 
@@ -326,10 +325,10 @@ def test_a_process_that_dies_before_all_are_connected_stops_the_others(tmp_path)
     plan = plan_of(sent)
     channel = channel_of(tmp_path, "collective", deadline_s=20)
     sending = Sending(channel, plan, sent)
-    seen = signals.Signals(channel, plan)
+    seen = Signals(channel, plan)
     seen.met[0, 1] = 1
     seen.wait(lambda: any(thread.name == "ratchet-process-group" for thread in threading.enumerate()), "the sender")
-    signals.fail(tmp_path, "engine 0 has died")
+    fail(tmp_path, "engine 0 has died")
     with pytest.raises(SyncMismatch, match="engine 0 has died"):
         sending.result()
 

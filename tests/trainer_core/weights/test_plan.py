@@ -7,9 +7,7 @@ import pytest
 from storage.errors import SyncMismatch
 from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import ParallelConfig, RankSpec
-from trainer_core.weights.plan import ALIGNMENT, plan_digest
-from trainer_core.weights.planning import plan_of
-from trainer_core.weights.table import Named, Place, Row, Table, decode, encode
+from trainer_core.weights.plan import ALIGNMENT, Named, Place, Row, Table, decode, encode, plan_digest, plan_of
 
 ARENA = 1 << 14
 

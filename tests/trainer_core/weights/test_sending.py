@@ -12,8 +12,8 @@ def filled(_rank, _world, _store):
     from trainer_core.weights.conversion import Conversion
     from trainer_core.weights.exchange import Shards
     from trainer_core.weights.packing import tensors_of, views
-    from trainer_core.weights.parcel import Parcel, Positions
-    from trainer_core.weights.table import Row
+    from trainer_core.weights.plan import Row
+    from trainer_core.weights.sending import Parcel, Positions
 
     converted, made = [], []
 
@@ -54,7 +54,7 @@ def rows_twice(_rank, _world, _store):
     """Positions requested in a row, and again after the first were changed in place."""
     import torch
 
-    from trainer_core.weights.parcel import Positions
+    from trainer_core.weights.sending import Positions
 
     positions = Positions(torch.device("cpu"))
     asked = [(8,), (8.0,), (0, 8, 2), (1, 8, 2), (0, 8, 4)]

@@ -56,18 +56,18 @@ def renumbered(first, experts):
 
 def compared(_rank, _world, _store, first, experts, backwards):
     """Ours and the bridge's answers, by name."""
-    from trainer_core.weights import naming
+    from trainer_core.weights import mappings
 
     whole = renumbered(first, experts)
-    vars(naming)["_megatron_local_name_to_global"] = whole
-    mappings = registry()
-    names = naming.Names(mappings, [], None)
+    vars(mappings)["_megatron_local_name_to_global"] = whole
+    bridges = registry()
+    names = mappings.Names(bridges, [], None)
     found = []
     for stage, name in itertools.product((0, 1), LOCAL[::-1] if backwards else LOCAL):
         known, renamed = names.known(stage, name), whole([], None, name, stage)
-        asked = mappings.megatron_to_hf_lookup(renamed)
+        asked = bridges.megatron_to_hf_lookup(renamed)
         one = known.whole, type(known.mapping).__name__, known.names
-        found.append((one, (renamed, type(asked).__name__, naming.names_of(asked))))
+        found.append((one, (renamed, type(asked).__name__, mappings.names_of(asked))))
     return found
 
 
@@ -82,13 +82,13 @@ def test_every_name_is_what_the_bridge_says_of_it(first, experts, backwards):
 
 def counted(_rank, _world, _store):
     """Kinds of names that differ in numbers alone, with the questions to the bridge; and parameters without a name."""
-    from trainer_core.weights import naming
+    from trainer_core.weights import mappings
 
-    vars(naming)["_megatron_local_name_to_global"] = renumbered(0, 0)
-    mappings, asked = registry(), []
-    look = mappings.megatron_to_hf_lookup
-    mappings.megatron_to_hf_lookup = lambda name: asked.append(name) or look(name)
-    names = naming.Names(mappings, [], None)
+    vars(mappings)["_megatron_local_name_to_global"] = renumbered(0, 0)
+    bridges, asked = registry(), []
+    look = bridges.megatron_to_hf_lookup
+    bridges.megatron_to_hf_lookup = lambda name: asked.append(name) or look(name)
+    names = mappings.Names(bridges, [], None)
     known = [names.known(0, f"decoder.layers.{layer}.mlp.experts.linear_fc2.weight{layer}") for layer in range(9)]
     kinds, count = {one.kind for one in known}, len(asked)
     return len(kinds), count, [names.known(0, f"decoder.layers.{layer}.unheard.weight").mapping for layer in (0, 1)]
