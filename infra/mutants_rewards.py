@@ -22,7 +22,7 @@ REWARDS = (
     Mutant(
         "reward-not-finite",
         "a reward that is not finite is a score",
-        "tasks/rewards/value.py",
+        "tasks/rewards/calling.py",
         "    if not abs(number) <= LARGEST:\n",
         "    if False:\n",
         _POOL,
@@ -46,7 +46,7 @@ REWARDS = (
     Mutant(
         "reward-fork-answers-too",
         "a forked copy of a scoring process answers",
-        "tasks/rewards/scorer.py",
+        "tasks/rewards/worker.py",
         "    if os.getpid() != pid:  # the function forked, and this is the other one\n",
         "    if False:\n",
         _POOL,
@@ -62,7 +62,7 @@ REWARDS = (
     Mutant(
         "exit-ends-the-scorer",
         "sys.exit in a reward is not recorded as what it is",
-        "tasks/rewards/scorer.py",
+        "tasks/rewards/worker.py",
         "caught=BaseException",
         "caught=Exception",
         _POOL,

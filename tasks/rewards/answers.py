@@ -1,4 +1,4 @@
-"""Answers by their kind: a choice, a text, or a value with its unit; and when two of them are the same."""
+"""Answers by their kind: a choice, a text, or a value with its unit; and the equality of two of them."""
 
 import functools
 import re
@@ -57,13 +57,10 @@ class Answer:
 
     text: str
     """As texts are compared."""
-    choice: str = ""
-    """Letter of the choice."""
-    expression: Any = None
-    """Of sympy."""
+    choice: str = ""  # letter
+    expression: Any = None  # of sympy
     percent: bool = False
-    unit: tuple[str, int] = ("", 1)
-    """Name and power."""
+    unit: tuple[str, int] = ("", 1)  # name and power
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,8 +68,7 @@ def read(text: str) -> Answer:
     """The answer in a text that holds nothing else. Raises Unreadable: with the reason."""
     if len(text) > LONGEST:
         raise Unreadable(f"has more than {LONGEST} characters")
-    bare = unwrapped(text)
-    plain = detexted(bare)
+    plain = detexted(bare := unwrapped(text))
     if not plain:
         raise Unreadable("is empty")
     if not is_balanced(bare):
@@ -123,11 +119,8 @@ def _is_text(bare: str, plain: str) -> bool:
         return False
     wrapped = bare != plain and not _WORD.search(_COMMAND.sub(" ", re.sub(r"\\[A-Za-z]+\s*\{[^{}]*\}", " ", bare)))
     if not re.search(r"\d", plain):
-        return (
-            (wrapped and bool(words))
-            or any(len(word) > 3 for word in words)
-            or plain.casefold() in ("yes", "no", "dne", "odd")
-        )
+        known = plain.casefold() in ("yes", "no", "dne", "odd")
+        return known or (wrapped and bool(words)) or any(len(word) > 3 for word in words)
     if re.fullmatch(r"[A-Z][A-Za-z]*\d[A-Za-z0-9]*", plain):  # H2O
         return True
     return re.match(r"[^\W\d_]{3,}", plain) is not None and not plain.startswith(tuple(_FUNCTIONS))
@@ -138,7 +131,8 @@ def _value(bare: str) -> Answer:
     percent = _PERCENT.search(detexted(text)) is not None
     text = _PERCENT.sub("", detexted(text)) if percent else text
     text, unit = _without_unit(text)
-    if _is_prose(text):
+    words = [word.casefold() for word in _WORD.findall(_COMMAND.sub(" ", detexted(text)))]
+    if any(_SMALL_WORD.fullmatch(word) or (len(word) > 3 and word not in _FUNCTIONS) for word in words):
         raise Unreadable("is prose: give the answer alone, in a box, or after ####")
     try:
         expression = _expression(latex(text))
@@ -160,12 +154,8 @@ def _without_unit(text: str) -> tuple[str, tuple[str, int]]:
     name, wrapped = found[1].casefold(), plain != text and found[1] in " ".join(re.findall(r"\{([^{}]*)\}", text))
     words, known = re.findall(r"[^\W\d_]+", name), _singular(name) in _KNOWN
     apart = plain[found.start() : found.start() + 1] == " "
-    is_unit = (
-        (apart and name in "knjwv")
-        or (known and (len(name) > 1 or apart))
-        or any(len(word) > 3 for word in words)
-        or "/" in name
-    )
+    is_unit = (apart and name in "knjwv") or (known and (len(name) > 1 or apart)) or "/" in name
+    is_unit = is_unit or any(len(word) > 3 for word in words)
     if not (wrapped or is_unit) or not _FUNCTIONS.isdisjoint(words) or re.search(r"[=<>]", plain):
         return text, ("", 1)
     power = 2 if name.startswith(("square ", "sq ")) else 3 if name.startswith("cubic ") else int(found[2] or 1)
@@ -175,12 +165,6 @@ def _without_unit(text: str) -> tuple[str, tuple[str, int]]:
 def _singular(name: str) -> str:
     name = re.sub(r"^(?:square|sq|cubic) ", "", name)
     return name.removesuffix("s") if len(name) > 2 else name
-
-
-def _is_prose(text: str) -> bool:
-    plain = _COMMAND.sub(" ", detexted(text))
-    words = [word.casefold() for word in _WORD.findall(plain)]
-    return any(_SMALL_WORD.fullmatch(word) or (len(word) > 3 and word not in _FUNCTIONS) for word in words)
 
 
 def _expression(text: str) -> Any:
@@ -197,8 +181,7 @@ def _expression(text: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    if _NUMBER.fullmatch(text):
-        text = text.lstrip("+")
+    text = text.lstrip("+") if _NUMBER.fullmatch(text) else text
     config = LatexExtractionConfig(boxed_match_priority=-1)
     found = parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     return found[0] if found else None

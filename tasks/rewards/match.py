@@ -27,10 +27,7 @@ def exact_match(record: Mapping[str, Any], response: str, *, field: str = "answe
 def regex(record: Mapping[str, Any], response: str, *, pattern: str, field: str = "answer") -> float:
     """1.0 if the first group (or the whole match) of the last match of `pattern` is the record's answer; else 0.0."""
     right, matches = gold(record, field), list(re.finditer(pattern, response))
-    if not matches:
-        return 0.0
-    text = matches[-1].group(1 if matches[-1].re.groups else 0)
-    return float(text.strip() == right)
+    return float(bool(matches) and matches[-1].group(1 if matches[-1].re.groups else 0).strip() == right)
 
 
 def characters(record: Mapping[str, Any], response: str, *, field: str = "answer") -> float:

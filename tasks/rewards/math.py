@@ -24,14 +24,10 @@ def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answe
     The record's answer may be LaTeX or plain, in a box or in dollar signs or neither, or the end of a solution: its
     last box, or what follows ####. Choices (B) and texts are compared as such, values by math-verify: fractions,
     roots, intervals, sets, tuples, matrices, equations, inequalities, percentages, quantities with a unit.
-
     The response's answer is in its last box, else in <answer>, else after ####, else after "answer is", else its last
     line, else the last expression that math-verify finds; what is thought before </think> does not count.
     math-verify's own time-outs are signal alarms, which work only in the main thread: they are off, and the deadline
-    of the scoring process applies instead.
-
-    Raises:
-        KeyError, TypeError, ValueError: the record's answer cannot be read, which is no score.
+    of the scoring process applies instead. Raises as `gold_answer`, which is no score.
     """
     gold = gold_answer(record, field)
     for text in _candidates(response):

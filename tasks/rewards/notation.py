@@ -2,6 +2,7 @@
 
 # ruff: noqa: RUF001
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -85,12 +86,9 @@ def words_of(text: str) -> str:
 
 def is_balanced(text: str) -> bool:
     """True if every brace is closed."""
-    depth = 0
-    for sign in re.sub(r"\\[{}]", "", text):
-        depth += {"{": 1, "}": -1}.get(sign, 0)
-        if depth < 0:
-            return False
-    return depth == 0
+    signs = re.sub(r"\\[{}]", "", text)
+    depths = list(itertools.accumulate({"{": 1, "}": -1}.get(sign, 0) for sign in signs))
+    return not depths or (min(depths) >= 0 and depths[-1] == 0)
 
 
 def latex(text: str) -> str:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -30,14 +29,14 @@ _LOOK_S = 0.2
 _SLACK_S = 60.0  # a worker keeps the deadline itself; this only ends the wait for one that was stopped
 _END_S = 15.0
 _CHUNK = 1 << 16
+_COMMAND = [sys.executable, "-P", "-m", "tasks.rewards.worker"]  # -P: no file of the working directory hides ours
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response to score."""
+    """One response to score, to the prompt of `record`."""
 
     record: Mapping[str, Any]
-    """The prompt's record."""
     text: str
     prompt_id: str = ""
     sample_id: int = 0
@@ -71,12 +70,10 @@ class ScoringOrder:
 
     def document(self) -> dict[str, Any]:
         """As a worker reads it."""
-        values = values_of(self.arguments)
-        hidden = values_of({name: f"env:{name}" for name in self.variables})
         return {
             "target": asdict(self.target),
-            "arguments": values,
-            "secrets": list(hidden.values()),
+            "arguments": values_of(self.arguments),
+            "secrets": list(values_of({name: f"env:{name}" for name in self.variables}).values()),
             "weights": dict(self.weights),
             "batch": self.batch,
             "start_deadline_s": self.start_deadline_s,
@@ -122,11 +119,9 @@ class Worker:
             self.__exit__()
             self._start()
         deadline_s = self._order.deadline_s * len(responses)
-        asked = {
-            "records": [dict(one.record) for one in responses],
-            "responses": [one.text for one in responses],
-            **({"samples": [asdict(one.sample) for one in responses]} if self._wants_sample else {}),
-        }
+        asked = {"records": [dict(one.record) for one in responses], "responses": [one.text for one in responses]}
+        if self._wants_sample:
+            asked["samples"] = [asdict(one.sample) for one in responses]
         self._send(f"{deadline_s}\t{json.dumps(asked)}\n")
         answer = self._answer(2 * (deadline_s + self._order.start_deadline_s) + _SLACK_S)  # a late death: again
         if answer["status"] == "refused":
@@ -137,18 +132,9 @@ class Worker:
 
     def _start(self) -> None:
         self._lost = False
+        environment, pipe = scoring_environment(self._order.variables), subprocess.PIPE
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "tasks.rewards.worker",
-            ],  # -P: nothing in the working directory hides our modules
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env=scoring_environment(self._order.variables),
+            _COMMAND, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True, env=environment
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -156,13 +142,11 @@ class Worker:
         try:
             self._send(f"{json.dumps(self._order.document())}\n")
             hello = self._answer(self._order.start_deadline_s + _SLACK_S)
-            self._greeted(hello)
         except BaseException:
             self.__exit__()
             raise
-
-    def _greeted(self, hello: Mapping[str, Any]) -> None:
         if hello["status"] != "ready" or self.source not in ("", hello["source"]):
+            self.__exit__()
             raise Refused(_clean(hello.get("detail", "its file has changed while the stage was scoring")))
         self.source, self._wants_sample = hello["source"], hello["wants_sample"]
 
@@ -175,13 +159,13 @@ class Worker:
     def _answer(self, patience_s: float) -> dict[str, Any]:
         until = time.monotonic() + patience_s
         received = bytearray()
+        poll = select.poll()  # a descriptor may be above what select takes
+        poll.register(self._output, select.POLLIN)
         while not received.endswith(b"\n"):  # one line for each that was sent
             if self._stop.is_set():
                 raise Stopped
             if time.monotonic() > until:
                 return self._gone("timeout", "its scoring process was stopped and did not answer")
-            poll = select.poll()  # a descriptor may be above what select takes
-            poll.register(self._output, select.POLLIN)
             if poll.poll(_LOOK_S * 1000):
                 data = os.read(self._output.fileno(), _CHUNK)
                 if not data:
@@ -212,11 +196,8 @@ def score_in_processes(
 ) -> Scored:
     """Score all responses, in so many processes at a time; a batch in one.
 
-    Args:
-        allowed: failures after which no more are scored; None scores all.
-
-    Raises:
-        StageFailed: the function cannot be imported, or its file has changed meanwhile.
+    After `allowed` failures no more are scored; None scores all. Raises StageFailed: the function cannot be imported,
+    or its file has changed meanwhile.
     """
     work = _Work(order, responses, allowed)
     count = 1 if order.batch else max(1, min(processes, len(responses)))
@@ -255,9 +236,8 @@ class _Work:
 
     def __init__(self, order: ScoringOrder, responses: Sequence[Response], allowed: int | None) -> None:
         self._order, self._responses, self._allowed = order, responses, allowed
-        size = max(len(responses), 1) if order.batch else 1
-        self._left = deque(range(0, len(responses), size))
-        self._size, self._failures = size, 0
+        self._size, self._failures = max(len(responses), 1) if order.batch else 1, 0
+        self._firsts = iter(range(0, len(responses), self._size))  # threads take from it, one step at a time
         self.scores: list[Score | None] = [None] * len(responses)
         self.sources: set[str] = set()
         self.stop = threading.Event()
@@ -265,17 +245,12 @@ class _Work:
     def carry_out(self) -> None:
         with suppress(Stopped), Worker(self._order, self.stop) as worker:
             self.sources.add(worker.source)
-            while (first := self._next()) is not None:
+            while self._allowed is None or self._failures <= self._allowed:
+                if (first := next(self._firsts, None)) is None:
+                    return
                 some = worker.score(self._responses[first : first + self._size])
                 self.scores[first : first + self._size] = some
                 self._failures += sum(score.reward is None for score in some)
-
-    def _next(self) -> int | None:
-        if self._allowed is not None and self._failures > self._allowed:
-            return None
-        with suppress(IndexError):  # empty
-            return self._left.popleft()
-        return None
 
 
 def _clean(text: str) -> str:

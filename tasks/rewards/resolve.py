@@ -1,4 +1,4 @@
-"""Reward functions by name, which of them are our own, and their arguments. Nothing of the user's is imported here."""
+"""Reward functions by name, and their arguments. None of the user's code is imported here."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,6 @@ VERSIONS: Mapping[str, int] = {
     "tasks.rewards.math:math_verify": 1,
 }
 """Our own functions. A change that makes one score differently raises its version."""
-
 _GRADED = {"tasks.rewards.match:characters"}
 _CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters"}
 
@@ -51,19 +50,16 @@ def own_function(target: Target) -> Callable[..., Any]:
     return vars(importlib.import_module(target.place))[target.attribute]
 
 
-def values_of(arguments: Mapping[str, Any], key: str = "reward.arguments") -> dict[str, Any]:
+def values_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with each `env:NAME` replaced by that variable of this process's environment. Raises InputError: a
     variable is not set."""
-    return {name: resolve(value, f"{key}.{name}") for name, value in arguments.items()}
+    return {name: resolve(value, f"reward.arguments.{name}") for name, value in arguments.items()}
 
 
 def variables_of(arguments: JsonValue) -> Iterator[str]:
     """The variables of the environment that arguments refer to."""
-    if isinstance(arguments, dict):
-        for value in arguments.values():
-            yield from variables_of(value)
-    elif isinstance(arguments, list):
-        for value in arguments:
+    if isinstance(arguments, dict | list):
+        for value in arguments.values() if isinstance(arguments, dict) else arguments:
             yield from variables_of(value)
     elif (variable := referenced(arguments)) is not None:
         yield variable

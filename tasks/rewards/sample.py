@@ -12,7 +12,6 @@ class Sample:
     """Third argument of a reward function that takes one."""
 
     prompt_id: str
-    """Id of the prompt."""
     sample_id: int
     """Number of the response within its prompt's group, from 0."""
     iteration: int
@@ -32,7 +31,6 @@ class Score:
     detail: str = ""
     """Reason of the failure, in words."""
     reason: Reason | None = None
-    """Kind of the failure; None if there was none."""
     components: Mapping[str, float] | None = None
     """Named numbers that the reward is made of, if it has any."""
 

@@ -10,15 +10,13 @@ import pyarrow as pa
 from storage.digest import bytes_digest
 from tasks.config.environment import without_secrets
 from tasks.config.reward import RewardFunction, RewardSection
-from tasks.rewards.calling import Caller
+from tasks.rewards.calling import Caller, NotFinite, weighted
 from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processes, source_in_process
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score, failed
-from tasks.rewards.value import NotFinite, weighted
 
 EXAMPLES = 3
 """Failures that a message shows; so many are collected before scoring ends early."""
-
 _ROUNDING = 1e-6  # 0.29 * 100 is below 29
 
 
@@ -34,15 +32,9 @@ class Scores:
 
 
 def score_responses(section: RewardSection, responses: Sequence[Response], patient: bool = False) -> Scores:
-    """Score all responses with all functions of the section.
-
-    Args:
-        patient: go on when more have failed than `reward.max_failures` allows.
-
-    Raises:
-        InputError: a function cannot be found, or a secret is not set.
-        StageFailed: a function cannot be imported.
-    """
+    """Score all responses with all functions of the section; `patient` goes on when more have failed than
+    `reward.max_failures` allows. Raises InputError (a function cannot be found, or a secret is not set), or StageFailed
+    (a function cannot be imported)."""
     allowed = None if patient else max(failures_allowed(section.max_failures, len(responses)), EXAMPLES - 1)
     found = {part.name: _scored(section, part, responses, allowed) for part in section.parts}
     sources = _by_function(section, {name: one.source for name, one in found.items()})
@@ -54,28 +46,8 @@ def score_responses(section: RewardSection, responses: Sequence[Response], patie
 
 def sources_of(section: RewardSection) -> dict[str, str]:
     """Digests of the functions, by name, as scores made now would record them. A file with imports is imported for it.
-    Raises InputError (a function cannot be found, or a secret is not set), or StageFailed (a function cannot be
-    imported)."""
+    Raises as `score_responses`."""
     return _by_function(section, {part.name: _source(order_of(section, part)) for part in section.parts})
-
-
-def _source(order: ScoringOrder) -> str:
-    if order.target.version is not None:
-        return f"version {order.target.version}"
-    text = order.target.text
-    alone = text is not None and "import" not in text  # otherwise files that it imports may change
-    return bytes_digest(text.encode()) if text is not None and alone else source_in_process(order)
-
-
-def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str, str]:
-    """The sources by the names of functions; of two files with one name the second has that of its part before it."""
-    named = [(find_reward(part.function).name, part.name) for part in section.parts]
-    found: dict[str, str] = {}
-    for name, part in named:
-        other = found.setdefault(name, sources[part])
-        if other != sources[part]:
-            found[f"{part}: {name}"] = sources[part]
-    return found
 
 
 def failures_allowed(share: float, responses: int) -> int:
@@ -84,11 +56,7 @@ def failures_allowed(share: float, responses: int) -> int:
 
 
 def order_of(section: RewardSection, part: RewardFunction) -> ScoringOrder:
-    """Order for the processes of one function of the section.
-
-    Raises:
-        InputError: the function cannot be found.
-    """
+    """Order for the processes of one function of the section. Raises InputError: the function cannot be found."""
     target = find_reward(part.function, part.key)
     return ScoringOrder(target, part.arguments, part.weights, part.batch, section.deadline_s, section.start_deadline_s)
 
@@ -108,13 +76,28 @@ def equal_groups(rewards: pa.Table) -> float:
     fewer than two samples have one. 0 to 1."""
     names = rewards["prompt_id"].combine_chunks().dictionary_encode()
     scores = rewards["reward"].cast(pa.float64()).to_numpy()  # NaN where there is none
-    groups = names.indices.to_numpy()
-    scored = np.isfinite(scores)
-    count = len(names.dictionary)
-    highest, lowest = np.full(count, -np.inf), np.full(count, np.inf)
+    groups, scored = names.indices.to_numpy(), np.isfinite(scores)
+    highest, lowest = np.full(len(names.dictionary), -np.inf), np.full(len(names.dictionary), np.inf)
     np.maximum.at(highest, groups[scored], scores[scored])
     np.minimum.at(lowest, groups[scored], scores[scored])
     return float(np.mean(highest <= lowest))
+
+
+def _source(order: ScoringOrder) -> str:
+    if order.target.version is not None:
+        return f"version {order.target.version}"
+    text = order.target.text
+    alone = text is not None and "import" not in text  # otherwise files that it imports may change
+    return bytes_digest(text.encode()) if text is not None and alone else source_in_process(order)
+
+
+def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str, str]:
+    """The sources by the names of functions; of two files with one name the second has that of its part before it."""
+    found: dict[str, str] = {}
+    for part, name in [(part.name, find_reward(part.function).name) for part in section.parts]:
+        if found.setdefault(name, sources[part]) != sources[part]:
+            found[f"{part}: {name}"] = sources[part]
+    return found
 
 
 def _scored(section: RewardSection, part: RewardFunction, responses: Sequence[Response], allowed: int | None) -> Scored:
@@ -137,19 +120,15 @@ def _scored_here(order: ScoringOrder, responses: Sequence[Response]) -> list[Sco
 
 
 def _summed(parts: Sequence[RewardFunction], scores: Sequence[Score | None]) -> Score | None:
-    named = dict(zip((part.name for part in parts), scores, strict=True))
-    for name, score in named.items():
+    values: dict[str, tuple[float, float]] = {}
+    inner: dict[str, float] = {}
+    for part, score in zip(parts, scores, strict=True):
         if score is None or score.reward is None:
-            return None if score is None else replace(score, detail=f"{name}: {score.detail}", components=None)
-    values = {part.name: (score.reward or 0.0, part.weight) for part, score in zip(parts, scores, strict=True) if score}
-    inner = {
-        f"{name}/{key}": value
-        for name, score in named.items()
-        if score
-        for key, value in (score.components or {}).items()
-    }
-    components = {**{name: value for name, (value, _) in values.items()}, **inner}
+            return None if score is None else replace(score, detail=f"{part.name}: {score.detail}", components=None)
+        values[part.name] = (score.reward, part.weight)
+        inner |= {f"{part.name}/{key}": value for key, value in (score.components or {}).items()}
     try:
-        return Score(weighted(values), "ok", components=components)
+        reward = weighted(values)
     except NotFinite as flaw:
         return failed("non_finite", str(flaw))
+    return Score(reward, "ok", components={name: value for name, (value, _) in values.items()} | inner)

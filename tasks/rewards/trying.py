@@ -22,11 +22,10 @@ from trainer_core.effects import Unused, without_effect
 
 WRONG = "I do not know."
 """The response that is wrong for every record."""
-
 _RECORDS = 3
 _SHOWN = 3
 _EXCERPT = 60
-_READS_GOLD = ("tasks.rewards.math", "reads_gold")
+_MATH, _MATH_VERIFY, _READS_GOLD = "tasks.rewards.math", "math_verify", "reads_gold"
 _MOST_PROCESSES = 8
 
 
@@ -53,21 +52,18 @@ def _checked(document: str) -> None:
     if found := without_effect(section, _UNUSED, "reward."):
         raise InputError("\n".join(found))
     for part in section.parts:
-        _check_function(section, part)
-
-
-def _check_function(section: RewardSection, part: RewardFunction) -> None:
-    order = order_of(section, part)
-    try:
-        if order.target.version is not None:
-            parameters_of(own_function(order.target), values_of(part.arguments), part.batch)
-        else:
-            with Worker(order):
-                return
-    except (Refused, NotCallable) as reason:
-        raise InputError(
-            f"{part.key} {order.target.name!r} cannot be used: {reason}. Fix it, set its arguments, or name another one"
-        ) from None
+        order = order_of(section, part)
+        try:
+            if order.target.version is not None:
+                parameters_of(own_function(order.target), values_of(part.arguments), part.batch)
+            else:
+                with Worker(order):
+                    pass
+        except (Refused, NotCallable) as reason:
+            raise InputError(
+                f"{part.key} {order.target.name!r} cannot be used: {reason}. Fix it, set its arguments, or name "
+                "another one"
+            ) from None
 
 
 def _in_process(section: RewardSection) -> str | None:
@@ -80,17 +76,14 @@ _UNUSED = (Unused("deadline_s", _in_process), Unused("start_deadline_s", _in_pro
 def call_reward(section: RewardSection, prompts: pa.Table, codec: TextCodec) -> list[Call]:
     """Call the reward on a few records, with the record's own answer and with a wrong one; none if it is left out.
 
-    Args:
-        prompts: a table of the prompt schema, or its columns `prompt_id`, `answer` and `record`.
-        codec: the run's tokenizer, for functions that look at tokens.
-
-    Raises:
-        InputError: more calls than `reward.max_failures` have no score, or the function cannot be used.
+    `prompts` has the columns `prompt_id`, `answer` and `record` of the prompt schema; `codec` is for functions that
+    look at tokens. Raises InputError: more calls than `reward.max_failures` have no score, or the function cannot be
+    used.
     """
     if not section.tried:
         return []
     rows = sorted({int(row) for row in np.linspace(0, len(prompts) - 1, _RECORDS)})
-    asked = [one for row in rows for one in _responses(*_row(prompts, row), codec)]
+    asked = [one for row in rows for one in _responses(prompts, row, codec)]
     try:
         found = score_responses(section, [response for _, response in asked], patient=True).scores
     except StageFailed as reason:
@@ -99,8 +92,13 @@ def call_reward(section: RewardSection, prompts: pa.Table, codec: TextCodec) -> 
     calls = [Call(one.prompt_id, own, one.text, score) for (own, one), score in pairs if score is not None]
     failed = [call for call in calls if call.score.reward is None]
     if len(failed) > failures_allowed(section.max_failures, len(calls)) or len(failed) == len(calls):
+        named = " and ".join(f"{part.key} {find_reward(part.function, part.key).name!r}" for part in section.parts)
+        lines = "".join(f"  {shown(call)}\n" for call in failed[:_SHOWN])
+        allowed = "" if len(failed) == len(calls) else "allow failures with reward.max_failures, "
         raise InputError(
-            f"{_named(section)} was called on {len(rows)} records before the run, and {_said(failed, calls)}"
+            f"{named} was called on {len(rows)} records before the run, and {len(failed)} of {len(calls)} calls have "
+            f"no score:\n{lines}Nothing was started. Fix the function, its arguments or its weights, {allowed}or leave "
+            "these calls out with reward.try = false"
         )
     return calls
 
@@ -117,8 +115,9 @@ def shown(call: Call) -> str:
 
 def blind(calls: Sequence[Call]) -> list[str]:
     """A note if no record's own answer scores more than a wrong one."""
-    own = {call.prompt_id: call.score.reward for call in calls if call.own and call.score.reward is not None}
-    other = {call.prompt_id: call.score.reward for call in calls if not call.own and call.score.reward is not None}
+    scored = [(call.own, call.prompt_id, call.score.reward) for call in calls if call.score.reward is not None]
+    own = {name: reward for is_own, name, reward in scored if is_own}
+    other = {name: reward for is_own, name, reward in scored if not is_own}
     if not own or any(own[name] > other.get(name, float("-inf")) for name in own):
         return []
     return ["the reward gives no record's own answer more than a wrong one: is it what you mean?"]
@@ -127,7 +126,9 @@ def blind(calls: Sequence[Call]) -> list[str]:
 def check_golds(section: RewardSection, tables: Iterable[pa.Table]) -> None:
     """Refuse records with an answer that `math_verify` cannot read, which would be no score. Raises InputError: naming
     the first such records."""
-    fields = {str(part.arguments.get("field", "answer")): part for part in section.parts if _reads_gold(part)}
+    targets = [(part, find_reward(part.function, part.key)) for part in section.parts]
+    parts = [part for part, target in targets if (target.place, target.attribute) == (_MATH, _MATH_VERIFY)]
+    fields = {str(part.arguments.get("field", "answer")): part for part in parts}
     golds = [one for table in tables for one in _golds(table, fields)] if fields else []
     for field, part in fields.items():
         _check_golds(section, part, field, [response for name, response in golds if name == field])
@@ -136,10 +137,9 @@ def check_golds(section: RewardSection, tables: Iterable[pa.Table]) -> None:
 def _check_golds(section: RewardSection, part: RewardFunction, field: str, golds: Sequence[Response]) -> None:
     different = {json.dumps(one.record): one for one in reversed(golds)}
     responses = list(reversed(different.values()))
-    target = Target(f"{part.function} of {field}", *_READS_GOLD)
+    target = Target(f"{part.function} of {field}", _MATH, _READS_GOLD)
     order = replace(order_of(section, part), target=target, arguments={"field": field}, weights={}, batch=False)
-    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-    found = score_in_processes(order, responses, processes).scores
+    found = score_in_processes(order, responses, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)).scores
     bad = [(one, score) for one, score in zip(responses, found, strict=True) if score is None or score.reward is None]
     if bad:
         lines = [f"  prompt {one.prompt_id!r}: {'' if score is None else score.detail}" for one, score in bad[:_SHOWN]]
@@ -151,43 +151,18 @@ def _check_golds(section: RewardSection, part: RewardFunction, field: str, golds
         )
 
 
-def _reads_gold(part: RewardFunction) -> bool:
-    target = find_reward(part.function, part.key)
-    return (target.place, target.attribute) == ("tasks.rewards.math", "math_verify")
-
-
 def _golds(table: pa.Table, fields: Iterable[str]) -> Iterator[tuple[str, Response]]:
-    rows = zip(table["prompt_id"].to_pylist(), table["record"].to_pylist(), strict=True)
-    for name, text in rows:
+    for name, text in zip(table["prompt_id"].to_pylist(), table["record"].to_pylist(), strict=True):
         record = json.loads(text)
         for field in fields:
-            kept = {field: record[field]} if field in record else {}
-            yield field, Response(kept, "", name)
+            yield field, Response({field: record[field]} if field in record else {}, "", name)
 
 
-def _row(prompts: pa.Table, row: int) -> tuple[str, str | None, dict[str, Any]]:
-    name, answer, record = (prompts[column][row].as_py() for column in ("prompt_id", "answer", "record"))
-    return name, answer, json.loads(record)
-
-
-def _responses(
-    name: str, answer: str | None, record: Mapping[str, Any], codec: TextCodec
-) -> Iterator[tuple[bool, Response]]:
+def _responses(prompts: pa.Table, row: int, codec: TextCodec) -> Iterator[tuple[bool, Response]]:
+    """The responses to try on a record, each with True if it is the record's own answer."""
+    name, answer = (prompts[column][row].as_py() for column in ("prompt_id", "answer"))
+    record: Mapping[str, Any] = json.loads(prompts["record"][row].as_py())
     own = record.get("answer") if answer is None else answer
     texts = [(True, str(own))] if isinstance(own, str | int | float) else []
     for number, (is_own, text) in enumerate([*texts, (False, WRONG)]):
-        tokens = codec.closed(codec.encode_batch([text])[0])
-        yield is_own, Response(record, text, name, number, 1, "stop", tokens)
-
-
-def _said(failed: Sequence[Call], calls: Sequence[Call]) -> str:
-    lines = "".join(f"  {shown(call)}\n" for call in failed[:_SHOWN])
-    allowed = "" if len(failed) == len(calls) else "allow failures with reward.max_failures, "
-    return (
-        f"{len(failed)} of {len(calls)} calls have no score:\n{lines}Nothing was started. Fix the function, its "
-        f"arguments or its weights, {allowed}or leave these calls out with reward.try = false"
-    )
-
-
-def _named(section: RewardSection) -> str:
-    return " and ".join(f"{part.key} {find_reward(part.function, part.key).name!r}" for part in section.parts)
+        yield is_own, Response(record, text, name, number, 1, "stop", codec.closed(codec.encode_batch([text])[0]))

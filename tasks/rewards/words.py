@@ -1,4 +1,4 @@
-"""Texts about what a reward function did, as they may be stored: short, without its secrets, encodable."""
+"""Texts about the acts of a reward function, as they may be stored: short, without its secrets, encodable."""
 
 import re
 import reprlib
@@ -12,15 +12,13 @@ LONGEST = 1000
 """Characters of a text, about."""
 SAID_LAST = "; it said last: "
 """Before the words of which the last ones matter."""
-
 _PLACE = re.compile(r" \([^()\n]{1,100}, line \d+\)$")
 _ROOM = 8 * LONGEST  # the owner knows more secrets, and shortens after it has taken them out
-
 _MASK = "***"
 _LIBRARIES = ("site-packages", "importlib", "asyncio")
+_OURS = (Path(__file__).parents[1], Path(user_code.__file__).parent)
 
 _brief = reprlib.Repr(maxstring=_ROOM, maxother=_ROOM)  # few of many, but no text cut in two
-
 _hidden: list[str] = []
 
 
@@ -30,7 +28,7 @@ def hide(secrets: Iterable[str]) -> None:
 
 
 def storable(text: str) -> str:
-    """A text without secrets and without what UTF-8 cannot encode."""
+    """A text without secrets and without signs that UTF-8 cannot encode."""
     for secret in _hidden:
         text = text.replace(secret, _MASK)
     return text[:_ROOM].encode(errors="backslashreplace").decode()
@@ -57,9 +55,7 @@ def described(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - the error's own __str__
         text = type(error).__name__
-    ours = (Path(__file__).parents[1], Path(user_code.__file__).parent)
-    found = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
-    frames = [frame for frame, file in found if not any(file.is_relative_to(folder) for folder in ours)]
-    own = [frame for frame in frames if not any(library in frame.filename for library in _LIBRARIES)]
-    places = [f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in own[-1:]]
-    return storable(text) + "".join(places)
+    frames = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [one for one in frames if not any(one[1].is_relative_to(folder) for folder in _OURS)]
+    own = [one for one in theirs if not any(library in one[0].filename for library in _LIBRARIES)]
+    return storable(text) + "".join(f" ({file.name}, line {frame.lineno})" for frame, file in own[-1:])

@@ -1,4 +1,4 @@
-"""A scoring process: starts the process in which the function runs, keeps its deadline, and leaves no process behind.
+"""A scoring process: forks the process in which the function runs, keeps its deadline, and leaves no process behind.
 
 Started by `tasks.rewards.pool`, which writes one line for each response or batch and reads one for each. The first line
 is the order. It ends, and everything that the function started with it, when its standard input does.
@@ -13,13 +13,17 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NoReturn
 
 import psutil
 
-from tasks.rewards import scorer
-from tasks.rewards.words import SAID_LAST, hide, storable
+from tasks.rewards.calling import Caller, NotCallable
+from tasks.rewards.sample import Sample
+from tasks.rewards.words import SAID_LAST, described, hide, storable
+from trainer_core.user_code import UserFunction
 
+_PARENT_DEATH_SIGNAL = 1
 _CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
 _SAID = 8192
@@ -35,6 +39,10 @@ class Ended(Exception):
     """The process in which the function runs has ended."""
 
 
+class Unusable(Exception):
+    """The function cannot be imported."""
+
+
 class Scorer:
     """The process in which the function runs."""
 
@@ -45,7 +53,7 @@ class Scorer:
         if self.pid == 0:
             for end in self._ends:
                 os.close(end)
-            scorer.serve(order, take, give, say)
+            _serve(order, take, give, say)
         for end in (take, give, say):
             os.close(end)
         self._life = os.pidfd_open(self.pid)
@@ -63,7 +71,10 @@ class Scorer:
             if 0 in readable:
                 raise OwnerGone
             if writable:
-                pending = self._write(pending)
+                try:
+                    pending = pending[os.write(self._samples, pending[:_CHUNK]) :]
+                except BrokenPipeError:
+                    pending = pending[:0]  # its end is noticed by its descriptor
             if (answer := self._read(readable)) is not None:
                 self.fresh = False
                 self.cold = self.cold and _SCORE.search(answer) is None
@@ -84,12 +95,6 @@ class Scorer:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         return f"its process ended {how}" + (f"{SAID_LAST}{words}" if words else "")
 
-    def _write(self, pending: memoryview) -> memoryview:
-        try:
-            return pending[os.write(self._samples, pending[:_CHUNK]) :]
-        except BrokenPipeError:
-            return pending[:0]  # its end is noticed by its descriptor
-
     def _read(self, readable: list[int]) -> bytes | None:
         if self._said in readable:
             data = os.read(self._said, _CHUNK)
@@ -98,10 +103,10 @@ class Scorer:
         if self._answers in readable:
             data = os.read(self._answers, _CHUNK)
             self._open -= set() if data else {self._answers}
-            end, self._received = data.find(b"\n"), self._received + data
-            if end >= 0:  # the last byte: nothing is asked before the answer
+            self._received += data
+            if b"\n" in data:  # the last byte: nothing is asked before the answer
                 line, self._received = bytes(self._received), bytearray()
-                return line.rstrip(b"\n")
+                return line.rstrip(b"\n") + b"\n"
         return None
 
 
@@ -117,24 +122,13 @@ class Keeper:
         self._order, self._scorer, self._source = order, None, None
         self._allowance_s, self._needed_s = order["start_deadline_s"] if order["lazy"] else 0.0, 0.0
 
-    def ready(self) -> bytes:
-        """The first line: what was imported, or why nothing was."""
-        try:
-            self._started()
-        except ValueError as reason:
-            return _line(status="refused", detail=str(reason))
-        return self._hello
-
     def answer(self, deadline_s: float, line: bytes) -> bytes:
         """The answer to one line. A death counts only in a fresh process: it may be due to an earlier sample.
 
         A time-out counts only in one that had time for loading, unless that has often not been enough.
         """
         while True:
-            try:
-                current = self._started()
-            except ValueError as reason:
-                return _line(status="refused", detail=str(reason))
+            current = self.started()
             fresh, cold, begun = current.fresh, current.cold, time.monotonic()
             beyond_s = max(self._allowance_s, self._needed_s)
             patience_s = deadline_s + (beyond_s if cold else 0.0)
@@ -155,26 +149,26 @@ class Keeper:
                 self._needed_s = max(self._needed_s, 2 * (time.monotonic() - begun - deadline_s))
             return answer
 
-    def _started(self) -> Scorer:
-        """The scorer. Raises ValueError if the function cannot be imported."""
+    def started(self) -> Scorer:
+        """The scorer, whose first line is then `hello`. Raises Unusable."""
         if self._scorer is not None:
             return self._scorer
         self._scorer = Scorer(self._order)
         try:
             hello = self._scorer.ask(b"", self._order["start_deadline_s"])
         except Ended:
-            raise ValueError(f"while it was imported, {self._end()}") from None
+            raise Unusable(f"while it was imported, {self._end()}") from None
         if hello is None:
             self._end()
-            raise ValueError(f"it was not imported within {self._order['start_deadline_s']:g} s")
+            raise Unusable(f"it was not imported within {self._order['start_deadline_s']:g} s")
         said = json.loads(hello)
         if said["status"] != "ready":
             self._end()
-            raise ValueError(said["detail"])
+            raise Unusable(said["detail"])
         if self._source not in (None, said["source"]):
             self._end()
-            raise ValueError("its file has changed while the stage was scoring")
-        self._source, self._hello, self._scorer.fresh = said["source"], hello + b"\n", True
+            raise Unusable("its file has changed while the stage was scoring")
+        self._source, self.hello, self._scorer.fresh = said["source"], hello, True
         return self._scorer
 
     def _end(self) -> str:
@@ -188,29 +182,37 @@ def main() -> None:
     with suppress(OwnerGone, BrokenPipeError):
         order = json.loads(_next_line())
         hide(order["secrets"])
-        keeper = Keeper(order)
-        _write(keeper.ready())
+        keeper, given = Keeper(order), None
         while True:
-            deadline, _, line = _next_line().partition(b"\t")
-            _write(keeper.answer(float(deadline), line + b"\n").rstrip(b"\n") + b"\n")
+            try:
+                if given is None:
+                    keeper.started()
+                    answer = keeper.hello
+                else:
+                    deadline, _, line = given.partition(b"\t")
+                    answer = keeper.answer(float(deadline), line)
+            except Unusable as reason:
+                answer = _line(status="refused", detail=str(reason))
+            _write(1, answer)
+            given = _next_line()
     _killed_with_descendants(None)
 
 
 def _next_line() -> bytes:
-    """The next line, without its end. The owner writes one, and then waits for the answer."""
+    """The next line. The owner writes one, and then waits for the answer."""
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(0, _CHUNK)  # without a buffer, which a fork would copy
         if not data:
             raise OwnerGone
         line += data
-    return bytes(line[:-1])
+    return bytes(line)
 
 
-def _write(data: bytes) -> None:
+def _write(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
-        left = left[os.write(1, left) :]
+        left = left[os.write(descriptor, left) :]
 
 
 def _late(deadline_s: float, patience_s: float) -> str:
@@ -218,7 +220,7 @@ def _late(deadline_s: float, patience_s: float) -> str:
     return f"no score within {deadline_s:g} s" + (more if patience_s > deadline_s else "")
 
 
-def _line(**values: str) -> bytes:
+def _line(**values: Any) -> bytes:
     return f"{json.dumps(values)}\n".encode()
 
 
@@ -236,6 +238,60 @@ def _killed_with_descendants(pid: int | None) -> int:
             break
         time.sleep(0.002)
     return code
+
+
+def _serve(order: Mapping[str, Any], samples: int, answers: int, said: int) -> NoReturn:
+    """The forked process: import the function, then read one line from `samples` and write one to `answers` for each
+    response or batch. Standard output and standard error lead to `said`."""
+    _detach(said)
+    pid = os.getpid()
+    try:
+        caller, source = _prepared(order)
+        _answer(pid, answers, status="ready", source=source, wants_sample=caller.wants_sample)
+        with os.fdopen(samples, "rb") as lines:
+            for line in lines:
+                _answer(pid, answers, status="scored", scores=_scored(caller, json.loads(line)))
+    except NotCallable as error:
+        _answer(pid, answers, status="refused", detail=storable(str(error)))
+    except BaseException as error:  # noqa: BLE001 - a module may raise anything while it is imported, also SystemExit
+        _answer(pid, answers, status="refused", detail=described(error))
+    finally:
+        os._exit(0)
+
+
+def _prepared(order: Mapping[str, Any]) -> tuple[Caller, str]:
+    loaded = UserFunction(**order["target"]).load()
+    if not callable(loaded.function):
+        raise NotCallable(f"{order['target']['attribute']} is a {type(loaded.function).__name__}, not a function")
+    caller = Caller(loaded.function, order["arguments"], order["weights"], order["batch"], caught=BaseException)
+    return caller, loaded.digest
+
+
+def _scored(caller: Caller, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    samples = asked.get("samples")
+    given = None if samples is None else [Sample(**{**one, "tokens": tuple(one["tokens"])}) for one in samples]
+    if caller.batched:
+        scores = caller.batch(asked["records"], asked["responses"], given)
+    else:
+        scores = [caller.one(asked["records"][0], asked["responses"][0], given[0] if given else None)]
+    return [asdict(score) for score in scores]
+
+
+def _detach(said: int) -> None:
+    keeper = os.getppid()
+    os.setsid()  # a function that signals its group does not reach the keeper
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != keeper:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (said, 1), (said, 2)):
+        os.dup2(source, target)
+
+
+def _answer(pid: int, stream: int, **value: Any) -> None:
+    if os.getpid() != pid:  # the function forked, and this is the other one
+        os._exit(0)
+    _write(stream, _line(**value))
 
 
 if __name__ == "__main__":

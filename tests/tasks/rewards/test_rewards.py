@@ -57,10 +57,10 @@ def test_an_answer_that_is_no_text_scores_nothing(value):
 
 # a change that makes one of our functions score differently raises its version in tasks/rewards/resolve.py
 CONTENT = {
-    match: "89077839dd90af9068fd33c74a8c5a55",
-    answers: "6807ac721279cf9be5f7e11f15d82d01",
-    math: "8914f1f7ab1f57e453a38288c1e99faa",
-    notation: "18d97a66db5d8c401fe1f989353aa908",
+    match: "d89d097f8449837c2d60786e5db89f14",
+    answers: "96984b43a2351b25e9be6d7ca9911e2e",
+    math: "62d86a874238f332500d1cb26b856af6",
+    notation: "13cab19f2c5b7a761ade195308a9f3ab",
 }
 
 
