@@ -19,7 +19,7 @@ from storage.upkeep.catalog import require_run, runs
 from storage.upkeep.chunks import compact_new
 from storage.upkeep.retention import Collection, collect
 from tasks.config.environment import without_secrets
-from tasks.data.stored_texts import StoredTexts
+from tasks.data.tokenizer import StoredTexts
 from tasks.stages.names import WORKFLOW, Stage
 
 OWNER = "ratchet maintain"

@@ -50,7 +50,7 @@ INPUTS = (
     Mutant(
         "flaws-are-stored",
         "values that JSON or UTF-8 cannot hold are found by whoever meets them",
-        "tasks/data/forms.py",
+        "tasks/data/files.py",
         "    if found is None:\n        return values\n",
         "    if found is None or values:\n        return values\n",
         _VALUES,
@@ -66,7 +66,7 @@ INPUTS = (
     Mutant(
         "column-twice",
         "of a field that a header has twice the last counts",
-        "tasks/data/forms.py",
+        "tasks/data/files.py",
         "    if twice is not None:\n",
         "    if False:\n",
         _VALUES,
@@ -82,9 +82,9 @@ INPUTS = (
     Mutant(
         "suffix-in-capitals",
         "TRAIN.CSV is read as JSONL",
-        "tasks/data/forms.py",
-        ".suffix.lower())\n\n\nclass LeftOut",
-        ".suffix)\n\n\nclass LeftOut",
+        "tasks/data/files.py",
+        ".suffix.lower())\n\n\ndef objects",
+        ".suffix)\n\n\ndef objects",
         _VALUES,
     ),
     Mutant(

@@ -41,7 +41,7 @@ TASKS = (
     Mutant(
         "other-prompts",
         "a run is continued although its prompts have another content now",
-        "tasks/data/checking.py",
+        "tasks/data/sources.py",
         "        if now is not None and now != digest:\n",
         "        if now is not None and now == digest and not now:\n",
         _PROMPTS,

@@ -137,7 +137,7 @@ TEXT = (
     Mutant(
         "two-ends",
         "a turn whose end is no stop token gets another end",
-        "tasks/data/targets.py",
+        "tasks/data/prompts.py",
         "return turn.body if ends else turn.body + turn.end",
         "return turn.body + turn.end",
         _CHANGED,
@@ -153,7 +153,7 @@ TEXT = (
     Mutant(
         "answer-cut-at-a-stop-token",
         "an answer is cut at a stop token within it",
-        "tasks/data/targets.py",
+        "tasks/data/prompts.py",
         "    if early is not None:\n",
         "    if early is not None and not turn.body:\n",
         _REFUSED,
@@ -161,7 +161,7 @@ TEXT = (
     Mutant(
         "unknown-signs",
         "an answer is trained without the signs that the tokenizer lacks",
-        "tasks/data/targets.py",
+        "tasks/data/prompts.py",
         "if not _plain(made).startswith(_plain(turn.body)):",
         "if not made:",
         ("tests/tasks/data/test_prompts.py::test_an_answer_that_the_tokenizer_cannot_write_is_not_trained",),
@@ -169,7 +169,7 @@ TEXT = (
     Mutant(
         "joined-with-the-prompt",
         "an answer is trained from other tokens than follow the prompt where the tokenizer joins them",
-        "tasks/data/targets.py",
+        "tasks/data/prompts.py",
         "target = whole[len(prompt) :] if whole[: len(prompt)] == prompt else alone[row]",
         "target = whole[len(prompt) :]",
         ("tests/tasks/data/test_prompts.py::test_an_answer_follows_the_tokens_of_its_prompt",),
@@ -209,7 +209,7 @@ TEXT = (
     Mutant(
         "people-see-other-texts",
         "texts in samples, archives and artifacts lack all special tokens",
-        "tasks/data/stored_texts.py",
+        "tasks/data/tokenizer.py",
         "self.tokenizer.decode_batch(seen, skip_special_tokens=False)",
         "self.tokenizer.decode_batch(seen, skip_special_tokens=True)",
         (*_TEXTS, *_STORED),

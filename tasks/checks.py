@@ -16,10 +16,9 @@ from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
-from tasks.data.checking import check_prompts, check_sources, check_stored_prompts
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
-from tasks.data.sources import text_codec
+from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.objective import check_engine, check_objective
 from tasks.preflight import check_continued, check_model

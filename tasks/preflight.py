@@ -18,7 +18,7 @@ from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
 from tasks.config.run import RunConfig
 from tasks.config.stored import continued_by, corrections, read_config
-from tasks.data.model_files import is_weights
+from tasks.data.hub import is_weights
 from tasks.data.models import ModelFolder, find_model
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL

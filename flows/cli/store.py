@@ -21,7 +21,7 @@ from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.stored import ConfigRecord, forked_config
-from tasks.data.stored_texts import StoredTexts
+from tasks.data.tokenizer import StoredTexts
 from tasks.stages.names import RETRAINING, WORKFLOW, Stage
 
 

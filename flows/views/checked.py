@@ -12,9 +12,8 @@ from flows.views.trackers import check_trackers
 from tasks.checks import advice, check_content, model_facts, reward_calls
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
-from tasks.data.checking import check_prompts
 from tasks.data.models import count_parameters
-from tasks.data.sources import Prompts, text_codec
+from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU
 from tasks.rewards.scoring import notices, scoring_processes

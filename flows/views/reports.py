@@ -28,7 +28,7 @@ from storage.upkeep.catalog import names
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import without_secrets
 from tasks.config.run import RunConfig
-from tasks.data.stored_texts import StoredTexts
+from tasks.data.tokenizer import StoredTexts
 from tasks.stages.names import Stage
 
 Say = Callable[[str], object]

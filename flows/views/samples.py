@@ -16,7 +16,7 @@ from storage.revisions import read_revisions
 from storage.upkeep.archive import SAMPLES, Texts, scored, without_texts
 from storage.upkeep.catalog import names, names_of, require_run
 from tasks.config.stored import stored_config
-from tasks.data.stored_texts import StoredTexts
+from tasks.data.tokenizer import StoredTexts
 from tasks.stages.names import Stage
 from trainer_core.batches.reading import read_samples
 from trainer_core.objectives.advantages import sample_advantages

@@ -1,16 +1,29 @@
-"""Records of prompt sources: files in some forms on any fsspec filesystem, and data sets of the hub.
+"""Records of prompt sources: JSONL, JSON, CSV or Parquet files on any fsspec filesystem, and data sets of the hub.
 
-Records are read one after another, so a large source never is in memory as a whole, unless it is one JSON array.
+Records are read one after another, so a large source never is in memory as a whole, unless it is one JSON array. A
+record holds what JSON can hold, with its own types: anything else is refused with its place, because a reward would be
+given something that was guessed.
 """
 
+import csv
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet
+import xxhash
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
 
 from storage.digest import file_digest, value_digest
 from storage.errors import InputError
@@ -18,14 +31,30 @@ from storage.ownership.scratch import scratch
 from tasks.config.credentials import referenced
 from tasks.config.data import DataSource
 from tasks.config.environment import resolve, without_secrets
-from tasks.data import forms, hub
-from tasks.data.forms import LeftOut, Read
-from tasks.data.values import is_encodable, without_nulls
+from tasks.data import hub
+from tasks.data.values import Flaw, flaw, is_encodable, parsed, without_nulls
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_FORMS = "JSONL, JSON, CSV or Parquet"
+Record = Mapping[str, Any]
+
+_ROWS = 1024  # of a column table that are objects at once
+_SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"
+}  # fmt: skip
+_NO_OBJECT = (ValueError, OverflowError, KeyError, pa.ArrowException)
+"""Errors of Arrow about a value that is no object of Python, such as a date after the year 9999."""
+_FOREIGN = (".zst", ".lz4", ".sz", ".br", ".7z", ".tar", ".tgz", ".rar")
+"""Ends of packed files that fsspec reads only with a package that is not here, or not at all."""
+_BLANKS = b"\xef\xbb\xbf \t\r\n"
+
+
+class Read(NamedTuple):
+    """One record, with its place for messages: source, file and number from 1."""
+
+    place: str
+    values: Record
 
 
 @dataclass(frozen=True)
@@ -40,21 +69,15 @@ class Opened:
 
 @contextmanager
 def opened(source: DataSource, download: bool = False) -> Iterator[Opened]:
-    """A source, with its files on this machine while the block lasts.
-
-    Args:
-        source: its `source` may be a reference (`env:NAME`).
-        download: whether a data set of the hub may be downloaded.
-
-    Raises:
-        InputError: it does not exist or cannot be read.
-    """
+    """A source, whose `source` may be a reference (`env:NAME`), with its files on this machine while the block lasts;
+    with `download`, a data set of the hub may be downloaded. Raises InputError: it does not exist or cannot be read."""
     address = str(resolve(source.source, "the URL of a dataset"))
-    form = source.format or forms.form_of(path_of(address))
+    form = source.format or form_of(path_of(address))
     if hub.is_dataset(address) and form is None and not Path(address).exists():
-        rows = hub.rows(source, address, download)
-        whole = hub.digest(one.values for one in _of_hub(source, rows))
-        yield Opened(whole, lambda: _columns(source, _of_hub(source, rows)))
+        rows, hasher = hub.rows(source, address, download), xxhash.xxh3_128()
+        for one in _of_hub(source, rows):  # the rows' content, whatever files they come from
+            hasher.update(json.dumps(one.values, sort_keys=True).encode())
+        yield Opened(hasher.hexdigest(), lambda: _columns(source, _of_hub(source, rows)))
         return
     with scratch() as folder:
         files = fetched(source.source, address, folder)
@@ -76,7 +99,8 @@ def name_of(source: DataSource) -> str:
     """Prefix of the ids of a source's prompts; by default the end of its address without suffix."""
     if source.name is not None:
         return source.name
-    address = referenced(source.source) or hub.without_revision(source.source)
+    address = referenced(source.source) or source.source
+    address = address.partition("@")[0] if hub.is_dataset(address) else address
     parts = [part for part in path_of(address).split("/") if part and "*" not in part and "[" not in part]
     return parts[-1].partition(".")[0] or parts[-1] if parts else address
 
@@ -111,12 +135,53 @@ def fetched(shown: str, address: str, folder: Path) -> list[Path]:
             )
         if "file" in fs.protocol:
             return [Path(name) for name in names]
-        return [_copied(fs, name, folder / f"{number:05d}-{_plain(name)}") for number, name in enumerate(names)]
+        plain = [re.sub(r"[^A-Za-z0-9._-]", "_", path_of(name).rpartition("/")[2])[-80:] for name in names]
+        places = [folder / f"{number:05d}-{name}" for number, name in enumerate(plain)]
+        for name, place in zip(names, places, strict=True):
+            fs.get_file(name, str(place))
+        return places
+
+
+def path_of(address: str) -> str:
+    """An address without query and fragment if it is a URL; in other names `?` and `#` are letters."""
+    return re.sub(r"[?#].*", "", address) if address.startswith(("http://", "https://")) else address
+
+
+def form_of(name: str) -> str | None:
+    """The form that the end of a file's name tells, in upper or lower case; None if it tells none."""
+    path = Path(name)
+    return _SUFFIXES.get((path.with_suffix("") if infer_compression(path.name) else path).suffix.lower())
+
+
+def objects(file: Path, form: str, where: str) -> Iterator[Record]:
+    """The objects of a file of lines; their values are not checked. Raises InputError: something in it is no record,
+    naming its line or record, and its field."""
+    with _unpacked(file, where) as stream:
+        yield from _READERS[form](stream, where)
+
+
+@contextmanager
+def opened_parquet(file: Path, where: str) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """A Parquet file; raises InputError if it is none."""
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{where} is not a Parquet file: {error}. Set its format, or unpack it") from None
+    with table:
+        yield table
+
+
+def check_different(names: Sequence[str], where: str, what: str) -> None:
+    """Raises InputError: two fields have one name."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"{where}: {what} has the field {twice!r} twice, and one would hide the other: rename one")
 
 
 def _missing(shown: str) -> str:
     both = " (no such file, and no data set of the hub: that needs org/name and a split)" if "/" in shown else ""
-    return f"dataset {shown} does not exist{both}: give the path or URL of a {_FORMS} file, or a pattern that fits some"
+    forms = "JSONL, JSON, CSV or Parquet"
+    return f"dataset {shown} does not exist{both}: give the path or URL of a {forms} file, or a pattern that fits some"
 
 
 def _filesystem(address: str) -> tuple[Any, str]:
@@ -133,36 +198,57 @@ def _matching(fs: Any, path: str) -> list[str]:
     return sorted(str(name) for name in fs.glob(path))
 
 
-def _copied(fs: Any, name: str, place: Path) -> Path:
-    fs.get_file(name, str(place))
-    return place
+class _LeftOut:
+    """Fields that records are without."""
 
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names, self._unseen = frozenset(names), set(names)
 
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]", "_", path_of(name).rpartition("/")[2])[-80:]
+    def rest(self, values: Record) -> Record:
+        self._unseen.difference_update(values)
+        return {name: one for name, one in values.items() if name not in self._names} if self._names else values
 
-
-def path_of(address: str) -> str:
-    """An address without query and fragment if it is a URL; in other names `?` and `#` are letters."""
-    return re.sub(r"[?#].*", "", address) if address.startswith(("http://", "https://")) else address
+    def check(self, where: str) -> None:
+        if self._unseen:
+            raise InputError(f"{where}: no record has the field {min(self._unseen)!r}, which data.leave_out names")
 
 
 def _records(source: DataSource, form: str | None, files: list[Path]) -> Iterator[Read]:
-    left_out = LeftOut(source.leave_out or ())
+    left_out = _LeftOut(source.leave_out or ())
     for file in files:
         shown = source.source + (f", {file.name!r}," if len(files) > 1 else "")
-        kind = source.format or forms.form_of(file.name) or form or "jsonl"
+        kind = source.format or form_of(file.name) or form or "jsonl"
         with reading(shown, f" as {kind}"):
-            found = forms.read(file, kind, f"dataset {shown.rstrip(',')}", left_out)
-            yield from _columns(source, found) if kind == "parquet" else found
+            yield from _of_file(source, file, kind, f"dataset {shown.rstrip(',')}", left_out)
     left_out.check(f"dataset {source.source}")
 
 
+def _of_file(source: DataSource, file: Path, form: str, where: str, left_out: _LeftOut) -> Iterator[Read]:
+    if form == "parquet":
+        with opened_parquet(file, where) as table:
+            yield from _columns(source, _of_tables(table.iter_batches(_ROWS), where, left_out))
+        return
+    for number, values in enumerate(objects(file, form, where), 1):
+        place = f"{where}, record {number}"
+        yield Read(place, _checked(left_out.rest(values), place))
+
+
 def _of_hub(source: DataSource, rows: "Dataset") -> Iterator[Read]:
-    where, left_out = f"dataset {source.source}", LeftOut(source.leave_out or ())
-    with reading(source.source):
-        yield from _columns(source, forms.of_tables(hub.tables(rows), where, left_out))
+    where, left_out = f"dataset {source.source}", _LeftOut(source.leave_out or ())
+    with reading(source.source):  # as they are stored: pictures and sounds are not decoded
+        yield from _of_tables(rows.with_format("arrow").iter(_ROWS), where, left_out)  # pyright: ignore[reportArgumentType]
     left_out.check(where)
+
+
+def _of_tables(tables: Iterable[pa.RecordBatch | pa.Table], where: str, left_out: _LeftOut) -> Iterator[Read]:
+    number = 0
+    for table in tables:
+        names = table.schema.names
+        check_different(names, where, "the table")
+        kept = table.select(list(left_out.rest(dict.fromkeys(names))))
+        for number, values in enumerate(_rows(kept, where, number), number + 1):  # noqa: B020
+            place = f"{where}, record {number}"
+            yield Read(place, _checked(values, place))
 
 
 def _columns(source: DataSource, found: Iterable[Read]) -> Iterator[Read]:
@@ -170,3 +256,108 @@ def _columns(source: DataSource, found: Iterable[Read]) -> Iterator[Read]:
     messages = (source.prompt_field, source.answer_field, source.tools_field)
     for place, values in found:
         yield Read(place, {name: without_nulls(one) if name in messages else one for name, one in values.items()})
+
+
+def _rows(table: pa.RecordBatch | pa.Table, where: str, before: int) -> list[Record]:
+    try:
+        return table.to_pylist(maps_as_pydicts="strict")
+    except _NO_OBJECT:
+        for name, column in zip(table.schema.names, table.columns, strict=True):
+            for row, value in enumerate(column, before + 1):
+                _check_object(value, f"{where}, record {row}: field {name!r}")
+        raise
+
+
+def _check_object(value: pa.Scalar, place: str) -> None:
+    try:
+        value.as_py(maps_as_pydicts="strict")
+    except _NO_OBJECT as error:
+        raise InputError(f"{place} cannot be read ({error}). Correct it, or leave it out with data.leave_out") from None
+
+
+def _checked(values: Record, place: str) -> Record:
+    """The values of a record. Raises InputError: one of them is nothing that a record can hold."""
+    try:
+        found = flaw(values)
+    except RecursionError:
+        found = Flaw("", "is nested too deeply")
+    if found is None:
+        return values
+    what = f"field {found.place.removeprefix('.')!r}" if found.place else "it"
+    raise InputError(
+        f"{place}: {what} {found.fact}. A record holds what JSON can "
+        "hold: write a text, a number or null there, or leave the field out with data.leave_out"
+    )
+
+
+@contextmanager
+def _unpacked(file: Path, where: str) -> Iterator[IO[bytes]]:
+    """Content of a file, unpacked if its name tells that it is packed. Raises InputError: an archive of several."""
+    packed = infer_compression(file.name)
+    if packed is None and file.suffix.lower() in _FOREIGN:
+        raise InputError(f"{where} is packed in a form that cannot be read here ({file.suffix}): unpack it, or use .gz")
+    with file.open("rb") as raw:
+        if packed == "zip" and len(names := zipfile.ZipFile(raw).namelist()) != 1:
+            raise InputError(f"{where} is an archive of {len(names)} files, but one is expected: pack each by itself")
+        with compr[packed](raw, mode="rb") as stream:  # pyright: ignore[reportArgumentType] - a dict of any names
+            yield stream
+
+
+def _json_lines(stream: Iterable[bytes], where: str) -> Iterator[Record]:
+    for number, line in enumerate(stream, 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if text.strip():
+                yield _an_object(parsed(text), f"{where}, line {number}")
+        except ValueError as error:
+            raise InputError(
+                f"{where}, line {number}: not valid JSON ({error}). Fix or remove the line: each is one whole object, "
+                'unless the format is "json" and the file one array'
+            ) from None
+
+
+def _json(stream: IO[bytes], where: str) -> Iterator[Record]:
+    """One array of objects, or lines."""
+    lines = iter(stream)
+    first = next((line for line in lines if line.strip(_BLANKS)), b"")
+    if not first.lstrip(_BLANKS).startswith(b"["):
+        yield from _json_lines(chain([first], lines), where)
+        return
+    try:
+        found = parsed((first + b"".join(lines)).decode("utf-8-sig"))
+    except ValueError as error:
+        raise InputError(f"{where}: not valid JSON ({error}). Fix it, or write one object a line") from None
+    for number, one in enumerate(found, 1):
+        yield _an_object(one, f"{where}, element {number}")
+
+
+def _an_object(found: object, place: str) -> dict[str, Any]:
+    if isinstance(found, dict):
+        return found
+    repair = 'A file that is one array has the format "json"' if isinstance(found, list) else "Fix or remove it"
+    raise InputError(f"{place}: a {type(found).__name__} where an object is expected. {repair}")
+
+
+def _csv(stream: IO[bytes], where: str, delimiter: str = ",") -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)  # a prompt may be longer than the default of 128 KiB
+    with TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+        try:
+            check_different(rows.fieldnames or (), where, "the header")
+            for row in rows:
+                if None in row or None in row.values():
+                    count = (
+                        f"{'more' if None in row else 'fewer'} fields than the header's {len(rows.fieldnames or [])}"
+                    )
+                    raise InputError(f"{where}, line {rows.line_num}: {count}. Fix or remove the line")
+                yield row
+        except UnicodeDecodeError as error:
+            place = f"{where}, after line {rows.line_num}"
+            raise InputError(f"{place}: not UTF-8 ({error}). Write the file in UTF-8") from None
+        except csv.Error as error:
+            raise InputError(f"{where}, line {rows.reader.line_num}: not valid CSV ({error}). Fix the line") from None
+
+
+_READERS: Mapping[str, Callable[[IO[bytes], str], Iterator[Record]]] = {
+    "jsonl": _json_lines, "json": _json, "csv": _csv, "tsv": lambda stream, where: _csv(stream, where, "\t")
+}  # fmt: skip

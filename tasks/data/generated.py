@@ -18,7 +18,7 @@ from storage.errors import InputError
 from tasks.config.data import GeneratedAddition
 from tasks.config.model import GeneratedModel
 from tasks.data.backends import GENERATED, PAD, STOP, UNKNOWN
-from tasks.data.forms import Record
+from tasks.data.files import Record
 
 CHARACTERS = "0123456789+-= "
 _ROPE_THETA = 10000.0

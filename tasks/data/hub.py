@@ -1,49 +1,55 @@
-"""The Hugging Face hub: ids of models and data sets, and its cache on this machine.
+"""The Hugging Face hub: ids of models and data sets, the files that a run takes, and the hub's cache on this machine.
 
 Processes of a run stay offline (`tasks/config/environment.py`). The network is used only for a download that the
 configuration asks for. The hub's libraries are imported where they are used: they take half a second.
 """
 
 import functools
-import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-import xxhash
-
 from storage.errors import InputError
 from tasks.config.data import DataSource
 from tasks.config.environment import without_secrets
-from tasks.data.forms import ARROW_ROWS, Record
-from tasks.data.model_files import TEXT_FILES, WEIGHTS_PATTERNS
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+TEXT_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model",
+)  # fmt: skip
+"""Files of a Hugging Face directory that a run takes: all but the weights."""
+INDEX = "model.safetensors.index.json"
+"""Table of the file of each tensor, if there are several files."""
+
 _SCHEME = "hf://"
-_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?")
+_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?(?P<folder>)")
 _URL = re.compile(r"hf://(models/)?(?P<name>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[^/]+))?(/(?P<folder>.+?))?/?")
 _DATASET = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
 class HubId:
-    """A model of the hub."""
+    """A model of the hub: `org/name`, its branch, tag or commit, and a folder inside the repository."""
 
     name: str
-    """`org/name`."""
     revision: str | None = None
-    """Branch, tag or commit; `main` if not given."""
+    """`main` if not given."""
     folder: str = ""
-    """Folder inside the repository."""
 
     def __str__(self) -> str:
         return f"{self.name}@{self.revision or 'main'}"
+
+
+def is_weights(name: str) -> bool:
+    """True if a file holds weights, or their index."""
+    return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def is_hub_id(source: str) -> bool:
@@ -57,8 +63,7 @@ def hub_id(source: str) -> HubId:
     if found is None:
         raise InputError(f"model.source {source} is not of the form hf://org/name[@revision][/folder]: correct it")
     revision = found["revision"]
-    folder = found["folder"] or "" if source.startswith(_SCHEME) else ""
-    return HubId(found["name"], None if revision is None else revision.replace("%2F", "/"), folder)
+    return HubId(found["name"], revision and revision.replace("%2F", "/"), found["folder"] or "")
 
 
 def cached(model: HubId) -> Path | None:
@@ -67,10 +72,9 @@ def cached(model: HubId) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(model.name, revision=model.revision, local_files_only=True)
+        folder = Path(snapshot_download(model.name, revision=model.revision, local_files_only=True), model.folder)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    folder = Path(found, model.folder)
     return folder if folder.is_dir() else None
 
 
@@ -88,16 +92,11 @@ def fetch(model: HubId, token: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     before = f"{model.folder}/" if model.folder else ""
-    patterns = [before + pattern for pattern in (*TEXT_FILES, *WEIGHTS_PATTERNS)]
+    patterns = [before + pattern for pattern in (*TEXT_FILES, "*.safetensors", INDEX)]
+    wanted = {"allow_patterns": patterns, "ignore_patterns": "consolidated*"}
     try:
         with _access(download=True):
-            found = snapshot_download(
-                model.name,
-                revision=model.revision,
-                token=token,
-                allow_patterns=patterns,
-                ignore_patterns="consolidated*",
-            )
+            found = snapshot_download(model.name, revision=model.revision, token=token, **wanted)
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
             f"model.source {model} cannot be fetched from the hub: {_said(error)}. Check the name "
@@ -109,11 +108,6 @@ def fetch(model: HubId, token: str | None) -> Path:
 def is_dataset(address: str) -> bool:
     """True if an address has the form of a data set's id: `org/name` or `org/name@revision`."""
     return _DATASET.fullmatch(address) is not None
-
-
-def without_revision(address: str) -> str:
-    """`org/name` of an id; any other address as it is."""
-    return address.partition("@")[0] if is_dataset(address) else address
 
 
 def rows(source: DataSource, address: str, download: bool) -> "Dataset":
@@ -139,19 +133,6 @@ def rows(source: DataSource, address: str, download: bool) -> "Dataset":
     return found  # pyright: ignore[reportReturnType] - a split was named
 
 
-def tables(found: "Dataset") -> Iterator[pa.Table]:
-    """The rows as they are stored, some at a time: pictures and sounds are not decoded."""
-    yield from found.with_format("arrow").iter(ARROW_ROWS)  # pyright: ignore[reportReturnType] - tables, by the format
-
-
-def digest(records: Iterable[Record]) -> str:
-    """Identity of the rows' content, whatever files they come from."""
-    state = xxhash.xxh3_128()
-    for row in records:
-        state.update(json.dumps(row, sort_keys=True).encode())
-    return state.hexdigest()
-
-
 @contextmanager
 def _access(download: bool) -> Iterator[None]:
     """Let the hub's library use the network, or keep it offline, while the block lasts."""
@@ -172,17 +153,15 @@ def _quiet() -> Iterator[None]:
     from datasets import config
     from huggingface_hub import constants
 
-    before = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity(), config.HF_HUB_OFFLINE
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
-    try:
+    with ExitStack() as after:
+        after.callback(setattr, config, "HF_HUB_OFFLINE", config.HF_HUB_OFFLINE)
+        after.callback(datasets.logging.set_verbosity, datasets.logging.get_verbosity())
+        if datasets.is_progress_bar_enabled():
+            after.callback(datasets.enable_progress_bars)
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity_error()
+        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
         yield
-    finally:
-        config.HF_HUB_OFFLINE = before[2]
-        datasets.logging.set_verbosity(before[1])
-        if before[0]:
-            datasets.enable_progress_bars()
 
 
 def _said(error: Exception) -> str:

@@ -14,8 +14,7 @@ from tasks.config.credentials import referenced
 from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
 from tasks.data.generated import generate_model, shapes
-from tasks.data.hub import cache_folder, cached, fetch, hub_id, is_hub_id
-from tasks.data.model_files import INDEX, TEXT_FILES, is_weights
+from tasks.data.hub import INDEX, TEXT_FILES, cache_folder, cached, fetch, hub_id, is_hub_id
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FAILURES = (OSError, ImportError, ValueError)
@@ -137,8 +136,8 @@ def copy_model(section: ModelSection, directory: Path) -> None:
     """Copy the files of a Hugging Face directory to `directory`. Raises InputError: the directory does not exist or
     holds no weights."""
     folder = open_model(section)
-    there = folder.files()
-    for name in (*wanted_texts(there), *folder.weights()):
+    texts = [name for name in folder.files() if name in (*TEXT_FILES, INDEX)]
+    for name in (*texts, *folder.weights()):
         folder.fetch(name, directory / name)
 
 
@@ -150,11 +149,6 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
     for name in chosen:
         folder.fetch(name, directory / name)
     return chosen
-
-
-def wanted_texts(there: dict[str, int]) -> list[str]:
-    """The files of a folder that a run takes besides the weights."""
-    return [name for name in there if name in TEXT_FILES or (is_weights(name) and name == INDEX)]
 
 
 def count_parameters(section: ModelSection, facts: Mapping[str, Any]) -> int:

@@ -10,7 +10,7 @@ from storage.errors import InputError
 from tasks.config.data import DataSource
 from tasks.data.backends import Chat, Message
 from tasks.data.chat import ASSISTANT, REASONING, Say, Template, Turn
-from tasks.data.forms import Record
+from tasks.data.files import Record
 from tasks.data.tokenizer import TextCodec
 from tasks.data.values import flaw, is_blank, parsed, shown, text_of
 

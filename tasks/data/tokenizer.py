@@ -1,5 +1,6 @@
 """Text to token ids and back, by the tokenizer of the model directory as its makers meant it."""
 
+import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,18 +10,26 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
+from storage.backends.root import Root
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError
+from storage.manifest import Manifest
+from storage.parts import read_part, read_parts
 from storage.reader import row_views
-from tasks.data.backends import Backend, Chat, read_backend
-from tasks.data.model_files import TEXT_FILES
+from storage.schema import PROMPTS
+from tasks.data.backends import Backend, Chat, read_backend, special_tokens
+from tasks.data.hub import TEXT_FILES
 
 TokenRow = Sequence[int] | NDArray[Any]
 """The token ids of one text."""
 
 _BATCH_TOKENS = 1 << 15  # 1 MB as Python integers; other threads can run between two batches
 _PROBE = "a"
+_STORED_TOKENIZER = "model/tokenizer.json"
+_PROMPTS = "train.arrow"
+_ROWS = 256  # token ids become Python integers on the way
 
 
 @dataclass(frozen=True)
@@ -214,3 +223,44 @@ def _batches(rows: Iterable[TokenRow]) -> Iterator[list[list[int]]]:
         tokens += len(row)
     if batch:
         yield batch
+
+
+@dataclass(frozen=True)
+class StoredTexts:
+    """Texts of a run that stage `prepare` has stored."""
+
+    tokenizer: Tokenizer | None
+    """None if the model has no tokenizer.json; then no response has a text."""
+    prompts: Mapping[str, str]
+    """Text of each training prompt, by its id."""
+    left_out: Collection[int]
+    """Tokens that the texts of responses lack, as those do that rewards see."""
+
+    @classmethod
+    def of(cls, root: Root, prepared: Manifest) -> "StoredTexts":
+        """From the manifest of stage `prepare`."""
+        there, left_out = prepared.part_names, prepared.facts.get("left_out_tokens")
+        content = read_part(root, prepared.part(_STORED_TOKENIZER)) if _STORED_TOKENIZER in there else None
+        tokenizer = None if content is None else Tokenizer.from_buffer(content)
+        if not isinstance(left_out, list):
+            left_out = [] if tokenizer is None else special_tokens(tokenizer)
+        parts = [prepared.part(_PROMPTS)] if _PROMPTS in there else []
+        tables = [read_parts(root, [part], PROMPTS, ["prompt_id", "prompt"]) for part in parts]
+        prompts = {
+            name: text for one in tables for name, text in zip(*(column.to_pylist() for column in one), strict=True)
+        }
+        return cls(tokenizer, prompts, frozenset(left_out))  # pyright: ignore[reportArgumentType] - ids
+
+    def __call__(self, samples: pa.Table) -> tuple[pa.Array, pa.Array]:
+        """Texts of the prompts and responses of a rollout table; null where one is not known."""
+        prompts = [self.prompts.get(name) for name in samples["prompt_id"].to_pylist()]
+        return pa.array(prompts, pa.string()), pa.array(self._decoded(samples["response_tokens"]), pa.string())
+
+    def _decoded(self, column: pa.ChunkedArray) -> list[str | None]:
+        if self.tokenizer is None:
+            return [None] * len(column)
+        texts: list[str | None] = []
+        for rows in itertools.batched(row_views(column), _ROWS):
+            seen = [without(row.tolist(), self.left_out) for row in rows]
+            texts += self.tokenizer.decode_batch(seen, skip_special_tokens=False)
+        return texts

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.ownership.scratch import scratch
-from tasks.data.files import fetched, path_of, reading
-from tasks.data.forms import check_different, form_of, objects, opened_parquet
+from tasks.data.files import check_different, fetched, form_of, objects, opened_parquet, path_of, reading
 from tasks.data.values import shown, text_of
 
 _ROWS = 8192

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from storage.errors import InputError
-from tasks.data.model_files import INDEX
+from tasks.data.hub import INDEX
 from tasks.data.models import ModelFolder
 from tasks.model_checks.architectures import LLAMA_LIKE, architecture_of, head_size, key_value_heads
 

@@ -25,8 +25,8 @@ from storage.upkeep.catalog import require_run
 from tasks.config.evaluation import EXACT, PASS, PREFIX, SCORED_BY, SETTINGS, SOURCE, EvaluationSettings
 from tasks.config.identity import settings_digest
 from tasks.config.run import RunConfig
-from tasks.data.checking import check_asked_prompts
 from tasks.data.files import name_of
+from tasks.data.sources import check_asked_prompts
 from tasks.engine.protocol import Sampling, token_rows
 from tasks.rewards.passing import check_passing, condition_of, passing
 from tasks.rewards.scoring import score_responses, sources_of

@@ -14,7 +14,7 @@ from storage.parts import materialize, read_parts
 from storage.schema import PROMPTS
 from tasks.config.data import DataSection
 from tasks.data.drawing import Share
-from tasks.data.model_files import is_weights
+from tasks.data.hub import is_weights
 from tasks.data.tokenizer import TextCodec
 from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared

@@ -16,7 +16,7 @@ from storage.schema import ROLLOUT
 from tasks.checks import check_config
 from tasks.config.document import apply_override, parse_config
 from tasks.config.run import RunConfig
-from tasks.data.stored_texts import StoredTexts
+from tasks.data.tokenizer import StoredTexts
 from tasks.stages.names import LOOP, Stage
 from tasks.stages.prepared import prompts, shares, text_codec
 from tasks.stages.views import Prepared

@@ -15,7 +15,7 @@ from storage.kill_points import Point
 from storage.manifest import need
 from storage.reader import read_stored_table
 from storage.upkeep.archive import scored
-from tasks.data.stored_texts import StoredTexts
+from tasks.data.tokenizer import StoredTexts
 from tasks.rewards.match import characters
 from tasks.stages.names import Stage
 from tests.small.config import PROMPTS, SAMPLES, small_config

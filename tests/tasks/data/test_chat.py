@@ -4,7 +4,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.data import DataSection
-from tasks.data.forms import Read
+from tasks.data.files import Read
 from tasks.data.prompts import Room, mapped, prompt_batches
 from tasks.data.rendering import Renderer
 from tasks.data.tokenizer import TextCodec

@@ -11,7 +11,7 @@ from storage.errors import InputError
 from tasks.config.data import DataSection
 from tasks.config.model import GeneratedModel
 from tasks.data.backends import Plain
-from tasks.data.forms import Read
+from tasks.data.files import Read
 from tasks.data.generated import generate_tokenizer
 from tasks.data.prompts import Room, check_lengths, mapped, prompt_batches, split_off, twice
 from tasks.data.rendering import Renderer

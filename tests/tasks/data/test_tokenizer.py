@@ -14,8 +14,7 @@ from tasks.config.model import GeneratedModel
 from tasks.data.backends import Chat, Makers, Plain
 from tasks.data.generated import CHARACTERS, generate_tokenizer
 from tasks.data.sources import codec_of
-from tasks.data.stored_texts import StoredTexts
-from tasks.data.tokenizer import TextCodec
+from tasks.data.tokenizer import StoredTexts, TextCodec
 from tests.tasks.data.chat_model import BEGIN, CLOSE, END, chat_model, write
 
 STOP = 999
