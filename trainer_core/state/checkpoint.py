@@ -9,7 +9,7 @@ used, because they store pickles, and gather the whole optimizer on each data-pa
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class Saver:
 
     def identity(self, optimizer: Optimizer, facts: StateFacts) -> StateIdentity:
         """Identity of the live state. Collective; raises as `Identifier.identity`."""
-        return self._identity(self._owned(optimizer), facts, captured())
+        return self._identity(self._owned(optimizer), facts, _captured())
 
     def save(self, directory: Path, optimizer: Optimizer, facts: StateFacts) -> tuple[list[str], StateIdentity]:
         """Write the live state into a folder, over the one that this object wrote there before. Collective.
@@ -62,19 +62,18 @@ class Saver:
         Raises:
             StorageUnavailable: on every rank, if one of them has no room for its files; nothing was written.
         """
-        shards, drawn, rank = self._owned(optimizer), captured(), self._mesh.rank
+        shards, drawn, rank = self._owned(optimizer), _captured(), self._mesh.rank
         identity = self._identity(shards, facts, drawn)
         files = self._files_in(Path(directory), shards)
         files.fill(shards)
-        names = [*files.names, generators_file(rank)]
-        replace_file(Path(directory, generators_file(rank)), json.dumps(drawn).encode())
+        written = {generators_file(rank): json.dumps(drawn)}
         if rank == 0:
-            effective = {**self._model.effective, **optimizer.effective}
-            replace_file(Path(directory, FACTS_FILE), facts.model_dump_json(indent=1).encode())
-            replace_file(Path(directory, EFFECTIVE_FILE), json.dumps(effective, indent=1).encode())
-            names += [FACTS_FILE, EFFECTIVE_FILE]
+            written[FACTS_FILE] = facts.model_dump_json(indent=1)
+            written[EFFECTIVE_FILE] = json.dumps({**self._model.effective, **optimizer.effective}, indent=1)
+        for name, text in written.items():
+            replace_file(Path(directory, name), text.encode())
         self._mesh.wait()
-        return names, identity
+        return [*files.names, *written], identity
 
     def _identity(self, shards: list[Shard], facts: StateFacts, drawn: dict[str, Any]) -> StateIdentity:
         mesh = self._mesh
@@ -88,21 +87,30 @@ class Saver:
         return list(owned(self._tensors, optimizer))
 
     def _files_in(self, directory: Path, shards: list[Shard]) -> MappedFiles:
+        """The files of this rank in a folder. Collective if they are new: all ranks have room for theirs, or none."""
         if self._files is not None and self._files.directory == directory:
             return self._files
         if self._files is not None:
             self._files.close()
             self._files = None
         directory.mkdir(parents=True, exist_ok=True)
-        files = _laid_out(directory, shards, self._mesh)
-        try:
-            _agree(files)
-        except StorageUnavailable:
-            if isinstance(files, MappedFiles):
-                files.close()
-            raise
-        self._files = cast(MappedFiles, files)
-        return self._files
+        made = _laid_out(directory, shards, self._mesh)
+        failures: list[StorageUnavailable | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, made if isinstance(made, StorageUnavailable) else None)
+        for failure in filter(None, failures):
+            if isinstance(made, MappedFiles):
+                made.close()
+            raise failure
+        assert isinstance(made, MappedFiles)
+        self._files = made
+        return made
+
+
+def _laid_out(directory: Path, shards: list[Shard], mesh: Mesh) -> MappedFiles | StorageUnavailable:
+    try:
+        return MappedFiles(directory, mesh.rank, shards, pinning_of(mesh.device))
+    except StorageUnavailable as error:
+        return error
 
 
 def load_state(
@@ -113,51 +121,35 @@ def load_state(
     state = SavedState(Path(directory))
     with quietly():
         tensors = local_tensors(model)
-    _read_tensors(state, tensors)
+    _read(state, _weights(tensors))
     _read(state, optimizer_shards(tensors, optimizer))
     optimizer.resume(facts.optimizer_updates)
     if restore_rng:
-        restore(read_generators(directory, mesh.rank))
+        _restore(read_generators(directory, mesh.rank))
 
 
 def load_weights(directory: Path, model: Model) -> None:
     """Load only the weights of a saved state; the files of its optimizer may be missing."""
     with quietly():
         tensors = local_tensors(model)
-    _read_tensors(SavedState(Path(directory), weights_alone=True), tensors)
+    _read(SavedState(Path(directory), weights_alone=True), _weights(tensors))
 
 
-def _read_tensors(state: SavedState, tensors: list[LocalTensor]) -> None:
-    for local in tensors:
-        _read(state, local.shards(local.tensor.detach().view(-1), 0))
+def _weights(tensors: list[LocalTensor]) -> Iterable[Shard]:
+    return (shard for local in tensors for shard in local.shards(local.tensor.detach().view(-1), 0))
 
 
+@torch.no_grad()
 def _read(state: SavedState, shards: Iterable[Shard]) -> None:
-    with torch.no_grad():
-        for shard in shards:
-            if shard.padded:
-                shard.values.zero_()
-            for region, values in shard.regions():
-                values.copy_(state.read(shard.box.name, region))
+    for shard in shards:
+        if shard.padded:
+            shard.values.zero_()
+        for region, values in shard.regions():
+            values.copy_(state.read(shard.box.name, region))
 
 
-def _laid_out(directory: Path, shards: list[Shard], mesh: Mesh) -> MappedFiles | StorageUnavailable:
-    try:
-        return MappedFiles(directory, mesh.rank, shards, pinning_of(mesh.device))
-    except StorageUnavailable as error:
-        return error
-
-
-def _agree(own: MappedFiles | StorageUnavailable) -> None:
-    """Raise on every rank the error of any of them. Collective."""
-    everyones: list[StorageUnavailable | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own if isinstance(own, StorageUnavailable) else None)
-    for failure in filter(None, everyones):
-        raise failure
-
-
-def captured() -> dict[str, Any]:
-    """The generators of this rank, in plain JSON types; bytes are hexadecimal."""
+def _captured() -> dict[str, Any]:
+    """The random generators of this rank, in plain JSON types; bytes are hexadecimal."""
     state = rng.capture()
     version, words, normal = state["random"]
     name, key, *numbers = state["numpy"]
@@ -170,19 +162,18 @@ def captured() -> dict[str, Any]:
     }
 
 
-def restore(state: dict[str, Any]) -> None:
-    """Restore what `captured` returned, on this rank."""
+def _restore(state: dict[str, Any]) -> None:
+    """Restore what `_captured` returned, on this rank."""
     version, words, normal = state["random"]
     name, key, *numbers = state["numpy"]
-    rng.restore(
-        {
-            "random": (version, tuple(words), normal),
-            "numpy": (name, np.frombuffer(bytes.fromhex(key), "<u4").astype(np.uint32), *numbers),
-            "torch": _tensor(state["torch"]),
-            "device": _tensor(state["device"]),
-            "tensor_parallel": {name: _tensor(own) for name, own in state["tensor_parallel"].items()},
-        }
-    )
+    restored = {
+        "random": (version, tuple(words), normal),
+        "numpy": (name, np.frombuffer(bytes.fromhex(key), "<u4").astype(np.uint32), *numbers),
+        "torch": _tensor(state["torch"]),
+        "device": _tensor(state["device"]),
+        "tensor_parallel": {name: _tensor(own) for name, own in state["tensor_parallel"].items()},
+    }
+    rng.restore(restored)
 
 
 def _hex(octets: torch.Tensor) -> str:

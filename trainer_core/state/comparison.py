@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX, StateComparison, read_generators
-from trainer_core.state.saved import Region, SavedState
+from trainer_core.state.saved import Region, SavedState, bits
 
 _RNG = "rng/"
 _SHOWN = 80  # characters of a value in a message
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def compare_states(left: Path, right: Path, plant: int | None = None) -> StateComparison:
@@ -25,8 +24,6 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     one shape under every layout. The generators of a rank that only one layout has are reported as in one state only.
 
     Args:
-        left: folder with all files of a state.
-        right: the same for another state.
         plant: if given, the lowest bit of one number of one weight of `right`, both chosen by this seed, is flipped
             after it is read, to show that the comparison finds it.
 
@@ -37,7 +34,7 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     flaw = _Flaw.choose(comparison.right, plant) if plant is not None else None
     comparison.compare_tensors(flaw)
     comparison.compare_generators()
-    comparison.compare_facts()
+    comparison.compare_values(FACTS_FILE, *(one.facts.model_dump(mode="json") for one in comparison.sides))
     counts = {name: comparison.counts[name] for name in ("weights", "optimizer", "rng", "other", "elements")}
     return StateComparison(**counts, planted=flaw.name if flaw else None, differences=tuple(comparison.differences))
 
@@ -61,7 +58,7 @@ class _Flaw:
         """Flip the bit if the element is in `values`, the content of `region` of the tensor."""
         element = Region(self.index, (1,) * len(self.index))
         if element.overlap(region):
-            _bits(values)[element.within(region)] ^= 1
+            bits(values)[element.within(region)] ^= 1
 
 
 @dataclass
@@ -71,6 +68,10 @@ class _Comparison:
     counts: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
 
+    @property
+    def sides(self) -> tuple[SavedState, SavedState]:
+        return self.left, self.right
+
     def compare_tensors(self, flaw: _Flaw | None) -> None:
         for name in sorted({*self.left.tensors, *self.right.tensors}):
             if name in self.left.tensors and name in self.right.tensors:
@@ -79,26 +80,30 @@ class _Comparison:
                 self._one_sided(name, name in self.left.tensors)
 
     def compare_generators(self) -> None:
-        sizes = [state.facts.parallel.world_size for state in (self.left, self.right)]
+        sizes = [state.facts.parallel.world_size for state in self.sides]
         for rank in range(max(sizes)):
             if rank < min(sizes):
-                drawn = [read_generators(state.folder, rank) for state in (self.left, self.right)]
-                self._compare_values(f"{_RNG}{rank}", *drawn)
+                self.compare_values(f"{_RNG}{rank}", *(read_generators(state.folder, rank) for state in self.sides))
             else:
                 self._one_sided(f"{_RNG}{rank}", rank < sizes[0])
 
-    def compare_facts(self) -> None:
-        self._compare_values(FACTS_FILE, *(state.facts.model_dump(mode="json") for state in (self.left, self.right)))
+    def compare_values(self, name: str, left: object, right: object) -> None:
+        values, others = dict(_leaves(left, name)), dict(_leaves(right, name))
+        for path in {**values, **others}:
+            if path in values and path in others:
+                self.counts["rng" if name.startswith(_RNG) else "other"] += 1
+                self._compare_leaf(path, values[path], others[path])
+            else:
+                self._one_sided(path, path in values)
 
     def _one_sided(self, name: str, left: bool) -> None:
         self.differences.append(f"{name}: only in {(self.left if left else self.right).folder}")
 
     def _compare_tensor(self, name: str, flaw: _Flaw | None) -> None:
         self.counts["optimizer" if name.startswith(OPTIMIZER_PREFIX) else "weights"] += 1
-        tensors = self.left.tensors[name], self.right.tensors[name]
-        kinds = [f"{tensor.dtype} {tensor.size}" for tensor in tensors]
-        if kinds[0] != kinds[1]:
-            self.differences.append(f"{name}: {kinds[0]} against {kinds[1]}")
+        one, other = (f"{state.tensors[name].dtype} {state.tensors[name].size}" for state in self.sides)
+        if one != other:
+            self.differences.append(f"{name}: {one} against {other}")
             return
         found = _Difference()
         for region in self.left.chunks(name):
@@ -108,24 +113,15 @@ class _Comparison:
             found.add(region, self.left.read(name, region), right)
         self._report(name, found)
 
-    def _compare_values(self, name: str, left: object, right: object) -> None:
-        values, others = dict(_leaves(left, name)), dict(_leaves(right, name))
-        for path in [*values, *(path for path in others if path not in values)]:
-            if path in values and path in others:
-                self.counts["rng" if name.startswith(_RNG) else "other"] += 1
-                self._compare_leaf(path, values[path], others[path])
-            else:
-                self._one_sided(path, path in values)
-
     def _compare_leaf(self, path: str, left: object, right: object) -> None:
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-            kinds = [f"{value.dtype} {tuple(value.shape)}" for value in (left, right)]
-            if kinds[0] == kinds[1]:
+            one, other = (f"{value.dtype} {tuple(value.shape)}" for value in (left, right))
+            if one == other:
                 found = _Difference()
                 found.add(Region((0,) * left.ndim, tuple(left.shape)), left, right)
                 self._report(path, found)
             else:
-                self.differences.append(f"{path}: {kinds[0]} against {kinds[1]}")
+                self.differences.append(f"{path}: {one} against {other}")
             return
         self.counts["elements"] += 1
         if repr(left) != repr(right):  # of plain JSON: equal only with equal type and bits
@@ -149,7 +145,7 @@ class _Difference:
 
     def add(self, region: Region, left: torch.Tensor, right: torch.Tensor) -> None:
         self.elements += left.numel()
-        unequal = (_bits(left) != _bits(right)).reshape(-1)
+        unequal = (bits(left) != bits(right)).reshape(-1)
         if not unequal.any():
             return
         if not self.differing:
@@ -160,17 +156,12 @@ class _Difference:
         self.differing += int(unequal.sum())
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers of the same size."""
-    return values.view(_BITS[values.element_size()])
-
-
 def _number(values: torch.Tensor, at: int) -> str:
     """A number in full; a NaN with its bits, because NaNs differ in nothing else."""
     flat = values.reshape(-1)
     number = flat[at].item()
-    bits = int(_bits(flat)[at]) & ((1 << 8 * values.element_size()) - 1)
-    return f"{number!r}" if number == number else f"{number!r} (bits {bits:#x})"
+    word = int(bits(flat)[at]) & ((1 << 8 * values.element_size()) - 1)
+    return f"{number!r}" if number == number else f"{number!r} (bits {word:#x})"
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, object]]:

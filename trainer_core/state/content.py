@@ -12,12 +12,11 @@ import torch.distributed as dist
 from storage.digest import value_digest
 from storage.errors import RatchetError
 from trainer_core.state.facts import STATE_SCHEME, StateFacts, StateIdentity
-from trainer_core.state.saved import Box, Shard
+from trainer_core.state.saved import Box, Shard, bits
 from trainer_core.weights.digest import mix
 from trainer_core.weights.packing import dtype_name
 
 _CHUNK = 1 << 22  # elements; bounds the temporary memory to a few times 32 MiB
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _HALF = 16  # hexadecimal characters of a 64-bit word
 
 _Kind = tuple[str, str, tuple[int, ...]]  # name, type and shape of a whole tensor
@@ -32,13 +31,10 @@ class Identifier:
     def identity(
         self, shards: list[Shard], facts: StateFacts, generators: str, rank: int, device: torch.device
     ) -> StateIdentity:
-        """Identify the state that all ranks' shards make up. Collective.
+        """Identify the state that the shards of all ranks make up. Collective.
 
         Args:
-            shards: what this rank owns of it.
-            facts: what it says about itself.
             generators: digest of this rank's random generators.
-            rank: of this process.
             device: where sums are exchanged.
 
         Raises:
@@ -49,15 +45,13 @@ class Identifier:
         sums = _sums(shards, [name for name, _, _ in self._kinds], device)  # (tensors, 3)
         table = torch.cat((sums.reshape(-1), _own_words(generators, rank, dist.get_world_size()).to(device)))
         dist.all_reduce(table)  # wraps around like the sums themselves
-        numbers = table.tolist()
-        whole = list(zip(*[iter(numbers[: sums.numel()])] * 3, strict=True))
+        whole = table[: sums.numel()].view(-1, 3).tolist()
         _check(self._kinds, whole)
-        words = [f"{number % 2**64:016x}" for number in numbers[sums.numel() :]]
+        words = [f"{number % 2**64:016x}" for number in table[sums.numel() :].tolist()]
+        tensors = [[*kind, f"{total % 2**64:016x}"] for kind, (total, _, _) in zip(self._kinds, whole, strict=True)]
         return StateIdentity(
             scheme=STATE_SCHEME,
-            tensors=value_digest(
-                [[*kind, f"{one[0] % 2**64:016x}"] for kind, one in zip(self._kinds, whole, strict=True)]
-            ),
+            tensors=value_digest(tensors),
             progress=value_digest(facts.progress()),
             generators=value_digest([facts.layout(), words]),
         )
@@ -84,7 +78,7 @@ def _sums(shards: list[Shard], names: list[str], device: torch.device) -> torch.
 
 def _partial(box: Box, first: int, values: torch.Tensor) -> torch.Tensor:
     positions = box.positions(first, values.numel(), values.device)
-    mixed = mix(values.view(_BITS[values.element_size()]).to(torch.int64), positions)
+    mixed = mix(bits(values).to(torch.int64), positions)
     if box.size == box.content:
         return torch.stack((mixed.sum(), positions.new_full((), values.numel()), positions.new_zeros(())))
     inside = positions < math.prod(box.content)  # padding is the end of the first axis
@@ -92,7 +86,7 @@ def _partial(box: Box, first: int, values: torch.Tensor) -> torch.Tensor:
 
 
 def _own_words(digest: str, rank: int, world_size: int) -> torch.Tensor:
-    """A table of all ranks' digests as two words each, in which only the own ones are not zero."""
+    """A table of two words for each rank's digest, in which only this rank's are not zero, (2 * ranks,)."""
     table = torch.zeros((world_size, 2), dtype=torch.int64)
     for half in range(2):
         word = int(digest[half * _HALF : (half + 1) * _HALF], 16)
@@ -100,7 +94,7 @@ def _own_words(digest: str, rank: int, world_size: int) -> torch.Tensor:
     return table.reshape(-1)
 
 
-def _check(kinds: list[_Kind], whole: list[tuple[int, ...]]) -> None:
+def _check(kinds: list[_Kind], whole: list[list[int]]) -> None:
     for (name, _, shape), (_, elements, padding) in zip(kinds, whole, strict=True):
         if elements != math.prod(shape):
             raise RatchetError(

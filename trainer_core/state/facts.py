@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import JsonValue
 
 from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
+from trainer_core.frozen import Frozen
 
 FACTS_FILE = "trainer.json"
 EFFECTIVE_FILE = "effective.json"
@@ -17,15 +18,12 @@ OPTIMIZER_PREFIX = "optimizer."
 """Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
 SHAPES = "shapes"
 """Key of the shapes of whole tensors, as JSON, in the metadata of a safetensors file of a state."""
-
 STATE_SCHEME = 1
 """Version of the rules by which a state gets its identity from what it holds."""
 
 
-class StateIdentity(BaseModel):
+class StateIdentity(Frozen):
     """Digests of a state that depend neither on its files nor, except for the generators, on the layout."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     scheme: int
     """Version of the rules: `STATE_SCHEME`."""
@@ -38,15 +36,12 @@ class StateIdentity(BaseModel):
 
     def differences(self, other: "StateIdentity", generators: bool) -> list[str]:
         """Names of the fields that differ from `other`; the generators count only if they are asked for."""
-        names = ["scheme", "tensors", "progress", *(["generators"] if generators else [])]
-        ours, theirs = self.model_dump(), other.model_dump()
-        return [name for name in names if ours[name] != theirs[name]]
+        theirs = dict(other)
+        return [name for name, own in self if own != theirs[name] and (generators or name != "generators")]
 
 
-class StateFacts(BaseModel):
+class StateFacts(Frozen):
     """Facts of a saved state."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     step: int
     """Optimizer updates since the model was imported, warm-up included."""
@@ -72,10 +67,8 @@ class StateFacts(BaseModel):
         return {**found, "optimizer": self.optimizer.model_dump(mode="json", exclude_defaults=True)}
 
 
-class StateComparison(BaseModel):
+class StateComparison(Frozen):
     """Counts of what was compared, and the differences."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     weights: int
     """Weight tensors compared; one tensor holds a kind of weight of all layers, the layer is its first index."""
@@ -102,7 +95,7 @@ def read_facts(directory: Path) -> StateFacts:
     path = Path(directory, FACTS_FILE)
     try:
         return StateFacts.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
 
 

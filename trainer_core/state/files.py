@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """A box of a whole tensor in a file."""
 
     name: str
@@ -44,7 +44,6 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Name of the entry in its file."""
         return entry_key(self.name, self.region)
 
 
@@ -63,13 +62,19 @@ class MappedFiles:
         """
         self.directory, self.names = directory, tensor_files(rank)
         self._entries = [
-            Entry(shard.box.name, shard.box.content, values.dtype, region, self.names[_is_optimizers(shard)])
+            _Entry(
+                shard.box.name,
+                shard.box.content,
+                values.dtype,
+                region,
+                self.names[shard.box.name.startswith(OPTIMIZER_PREFIX)],
+            )
             for shard in shards
             for region, values in shard.regions()
         ]
         self._pinning = pinning
         self._pinned: dict[str, torch.Tensor] = {}
-        places: dict[Entry, torch.Tensor] = {}
+        places: dict[_Entry, torch.Tensor] = {}
         try:
             for name in self.names:
                 places |= self._laid_out(name, [entry for entry in self._entries if entry.file == name])
@@ -99,7 +104,7 @@ class MappedFiles:
         while self._pinning is not None and self._pinned:
             self._pinning.release(self._pinned.popitem()[1])
 
-    def _laid_out(self, name: str, entries: list[Entry]) -> dict[Entry, torch.Tensor]:
+    def _laid_out(self, name: str, entries: list[_Entry]) -> dict[_Entry, torch.Tensor]:
         """Write the header of a file and map it; the elements of each entry, one-dimensional."""
         header, bounds = _header(entries)
         path, size = self.directory / name, len(header) + max((end for _, end in bounds.values()), default=0)
@@ -121,11 +126,7 @@ def replace_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def _is_optimizers(shard: Shard) -> bool:
-    return shard.box.name.startswith(OPTIMIZER_PREFIX)
-
-
-def _header(entries: list[Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """A safetensors header with its length, and the bounds of each entry's bytes behind it, by key.
 
     The format allows no gaps, so the widest elements come first: then all are aligned.

@@ -1,6 +1,6 @@
-"""A saved state in one process, without Megatron and without process groups: a region of a tensor at a time.
+"""A saved state in one process, without Megatron or process groups, and the boxes of whole tensors that ranks save.
 
-Its files are safetensors: nothing in them is executed.
+The files are safetensors: nothing in them is executed.
 """
 
 import json
@@ -15,6 +15,14 @@ from safetensors import SafetensorError, safe_open
 
 from storage.errors import StorageError
 from trainer_core.state.facts import SHAPES, StateFacts, read_facts, tensor_files
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers of the same size."""
+    return values.view(_BITS[values.element_size()])
 
 
 @dataclass(frozen=True)
@@ -44,97 +52,6 @@ class Region:
         return tuple(slice(begin, begin + length) for begin, length in zip(begins, self.shape, strict=True))
 
 
-@dataclass
-class SavedTensor:
-    """A whole tensor of a state."""
-
-    size: tuple[int, ...]
-    """Its shape."""
-    dtype: torch.dtype
-    boxes: dict[Region, Any] = field(default_factory=dict)
-    """The boxes in which it is stored, and the open file of each."""
-
-
-class SavedState:
-    """The tensors of a state in a local folder."""
-
-    def __init__(self, folder: Path, weights_alone: bool = False) -> None:
-        """Read the headers of the files.
-
-        Args:
-            weights_alone: whether the files of the optimizer are left out; they may be missing.
-
-        Raises:
-            StorageError: a file is missing or cannot be read.
-        """
-        self.folder = folder
-        self.facts: StateFacts = read_facts(folder)
-        self.tensors: dict[str, SavedTensor] = {}
-        for rank in range(self.facts.parallel.world_size):
-            for name in tensor_files(rank)[: 1 if weights_alone else None]:
-                try:
-                    self._add(folder / name)
-                except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-                    raise StorageError(
-                        f"no readable train state at {folder}: {name}: {error}; load it again from the store"
-                    ) from error
-
-    def chunks(self, name: str) -> list[Region]:
-        """The boxes in which a tensor is stored, in the order of their indices."""
-        return sorted(self.tensors[name].boxes, key=lambda box: box.start)
-
-    def read(self, name: str, region: Region) -> torch.Tensor:
-        """A region of a tensor, put together from the boxes that it touches; not to be written to.
-
-        Raises:
-            StorageError: there is no such tensor, or its boxes do not cover the region.
-        """
-        if name not in self.tensors:
-            raise StorageError(f"the train state at {self.folder} has no tensor {name}: it is of another model")
-        tensor, covered = self.tensors[name], 0
-        found = torch.empty(region.shape, dtype=tensor.dtype)  # allocated only when it is written to
-        for common, values in self._within(name, region):
-            if common == region:
-                return values
-            found[common.within(region)] = values
-            covered += math.prod(common.shape)
-        if covered != math.prod(region.shape):
-            raise StorageError(
-                f"the train state at {self.folder} has {covered} of the elements {region} of {name}, which has the "
-                f"shape {tensor.size}: it is of another model, or not whole"
-            )
-        return found
-
-    def _within(self, name: str, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
-        """The intersection of a region with each box, and its elements."""
-        for box, file in self.tensors[name].boxes.items():
-            if common := region.overlap(box):
-                yield common, file.get_tensor(entry_key(name, box))[common.within(box)]
-
-    def _add(self, path: Path) -> None:
-        file: Any = safe_open(path, framework="pt")
-        shapes = json.loads(file.metadata()[SHAPES])
-        for key in file.keys():  # noqa: SIM118 - no dictionary
-            name, _, start = key.rpartition("@")
-            values = file.get_tensor(key)
-            box = Region(tuple(map(int, filter(None, start.split(",")))), tuple(values.shape))
-            tensor = self.tensors.setdefault(name, SavedTensor(tuple(shapes[name]), values.dtype))
-            if not box.inside(tensor.size) or (tuple(shapes[name]), values.dtype) != (tensor.size, tensor.dtype):
-                raise ValueError(
-                    f"{key} is {values.dtype} {box.shape} of {shapes[name]}, which is no box of the {tensor.dtype} "
-                    f"{tensor.size} of the other files"
-                )
-            tensor.boxes[box] = file
-
-
-def entry_key(name: str, box: Region) -> str:
-    """Name of a box in its file: that of the tensor, and the index at which the box begins."""
-    return f"{name}@{','.join(map(str, box.start))}"
-
-
-_Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
-
-
 @dataclass(frozen=True)
 class Box:
     """A box in a whole tensor."""
@@ -146,7 +63,6 @@ class Box:
     content: tuple[int, ...]
     """Shape of the whole tensor without that padding."""
     region: Region
-    """Place of the box."""
 
     @property
     def elements(self) -> int:
@@ -154,8 +70,8 @@ class Box:
         return math.prod(self.region.shape)
 
     def positions(self, first: int, count: int, device: torch.device) -> torch.Tensor:
-        """Row-major positions in the whole tensor of the elements first, ... of the box, (count,) int64."""
-        strides = _strides(self.size)
+        """Row-major positions in the whole tensor of `count` elements of the box from `first` on, (count,) int64."""
+        strides = [math.prod(self.size[axis + 1 :]) for axis in range(len(self.size))]
         axes = _merged(self.region.shape, strides)
         rest = torch.arange(first, first + count, dtype=torch.int64, device=device)
         found = torch.full_like(rest, sum(map(math.prod, zip(self.region.start, strides, strict=True))))
@@ -184,28 +100,19 @@ class Shard:
     def regions(self) -> Iterator[tuple[Region, torch.Tensor]]:
         """The boxes of the whole tensor that the elements make up, with their values in the shape of each.
 
-        Without the padding of the vocabulary, which is no part of a state: it depends on the layout.
+        The padding of the vocabulary is left out: it depends on the layout, so it is no part of a state.
         """
-        content = Region((0,) * len(self.box.content), self.box.content)
-        for region, values in self._cut():
+        content, taken = Region((0,) * len(self.box.content), self.box.content), 0
+        for start, shape in _cut(self.box.region.shape, self.first, self.first + self.values.numel()):
+            region = Region(tuple(map(sum, zip(self.box.region.start, start, strict=True))), shape)
+            values = self.values[taken : taken + math.prod(shape)].view(shape)
+            taken += math.prod(shape)
             inside = region.overlap(content)
             if inside is not None:
                 yield inside, values[inside.within(region)]
 
-    def _cut(self) -> Iterator[tuple[Region, torch.Tensor]]:
-        taken = 0
-        for start, shape in _cut(self.box.region.shape, self.first, self.first + self.values.numel()):
-            begin = tuple(map(sum, zip(self.box.region.start, start, strict=True)))
-            count = math.prod(shape)
-            yield Region(begin, shape), self.values[taken : taken + count].view(shape)
-            taken += count
 
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _merged(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+def _merged(shape: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]:
     """Length and stride of as few axes as describe the same elements in the same order."""
     axes: list[tuple[int, int]] = []
     for length, stride in zip(shape, strides, strict=True):
@@ -239,3 +146,83 @@ def _cut(shape: tuple[int, ...], begin: int, end: int) -> Iterator[_Bounds]:
 def _within(row: int, boxes: Iterable[_Bounds]) -> Iterator[_Bounds]:
     for start, shape in boxes:
         yield (row, *start), (1, *shape)
+
+
+@dataclass
+class SavedTensor:
+    """A whole tensor of a state."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: dict[Region, Any] = field(default_factory=dict)
+    """The boxes in which it is stored, and the open file of each."""
+
+
+class SavedState:
+    """The tensors of a state in a local folder."""
+
+    def __init__(self, folder: Path, weights_alone: bool = False) -> None:
+        """Read the headers of the files, with `weights_alone` without those of the optimizer, which may be missing.
+
+        Raises:
+            StorageError: a file is missing or cannot be read.
+        """
+        self.folder = folder
+        self.facts: StateFacts = read_facts(folder)
+        self.tensors: dict[str, SavedTensor] = {}
+        for rank in range(self.facts.parallel.world_size):
+            for name in tensor_files(rank)[: 1 if weights_alone else None]:
+                try:
+                    self._add(folder / name)
+                except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+                    raise StorageError(
+                        f"no readable train state at {folder}: {name}: {error}; load it again from the store"
+                    ) from error
+
+    def chunks(self, name: str) -> list[Region]:
+        """The boxes in which a tensor is stored, in the order of their indices."""
+        return sorted(self.tensors[name].boxes, key=lambda box: box.start)
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """A region of a tensor, put together from the boxes that it touches; not to be written to.
+
+        Raises:
+            StorageError: there is no such tensor, or its boxes do not cover the region.
+        """
+        if name not in self.tensors:
+            raise StorageError(f"the train state at {self.folder} has no tensor {name}: it is of another model")
+        tensor, covered = self.tensors[name], 0
+        found = torch.empty(region.shape, dtype=tensor.dtype)  # takes memory only when it is written to
+        for box, file in tensor.boxes.items():
+            if common := region.overlap(box):
+                values = file.get_tensor(entry_key(name, box))[common.within(box)]
+                if common == region:
+                    return values
+                found[common.within(region)] = values
+                covered += math.prod(common.shape)
+        if covered != math.prod(region.shape):
+            raise StorageError(
+                f"the train state at {self.folder} has {covered} of the elements {region} of {name}, which has the "
+                f"shape {tensor.size}: it is of another model, or not whole"
+            )
+        return found
+
+    def _add(self, path: Path) -> None:
+        file: Any = safe_open(path, framework="pt")
+        shapes = json.loads(file.metadata()[SHAPES])
+        for key in file.keys():  # noqa: SIM118 - no dictionary
+            name, _, start = key.rpartition("@")
+            values = file.get_tensor(key)
+            box = Region(tuple(map(int, filter(None, start.split(",")))), tuple(values.shape))
+            tensor = self.tensors.setdefault(name, SavedTensor(tuple(shapes[name]), values.dtype))
+            if not box.inside(tensor.size) or (tuple(shapes[name]), values.dtype) != (tensor.size, tensor.dtype):
+                raise ValueError(
+                    f"{key} is {values.dtype} {box.shape} of {shapes[name]}, which is no box of the {tensor.dtype} "
+                    f"{tensor.size} of the other files"
+                )
+            tensor.boxes[box] = file
+
+
+def entry_key(name: str, box: Region) -> str:
+    """Name of a box in its file: that of the tensor, and the index at which the box begins."""
+    return f"{name}@{','.join(map(str, box.start))}"

@@ -72,14 +72,16 @@ def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
     Main weights that are the weights themselves, as in fp32, are not repeated.
     """
     held = dict(_optimizer_states(optimizer))
-    for local in filter(lambda one: one.speaks, tensors):
+    for local in tensors:
+        if not local.speaks:
+            continue
         live = local.tensor.detach().reshape(-1)
         if local.tensor in held:
             begin, states = held[local.tensor]
             count = states[_MAIN].numel()
             yield from local.shards(live[begin : begin + count], begin)
             yield from _optimizer_shards(local, begin, states)
-        elif local.first_replica and not _is_optimized(local.tensor):
+        elif local.first_replica and not (isinstance(local.tensor, torch.nn.Parameter) and local.tensor.requires_grad):
             yield from local.shards(live, 0)
 
 
@@ -107,17 +109,9 @@ def _optimizer_states(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, tupl
             yield parameter, (part._get_model_param_range_map(parameter)["param"].start, wanted)
 
 
-def _is_optimized(tensor: torch.Tensor) -> bool:
-    """True if some data-parallel rank owns each element, though this one may own none."""
-    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-
-
 def _leaves(state: object) -> Iterator[_Leaf]:
-    if isinstance(state, dict):
-        for value in state.values():
-            yield from _leaves(value)
-    elif isinstance(state, list):
-        for value in state:
+    if isinstance(state, dict | list):
+        for value in state.values() if isinstance(state, dict) else state:
             yield from _leaves(value)
     elif isinstance(state, ShardedTensor | ShardedTensorFactory | ShardedObject):
         yield state
