@@ -1,9 +1,12 @@
-"""The channel of one weight update, from trainer ranks to engine workers. Imports without torch."""
+"""The channel of one weight update, from trainer ranks to engine workers, and the progress of its ends: counters in a
+file that all of them map. Imports without torch.
+"""
 
 import errno
 import mmap
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -18,6 +21,12 @@ Transport = Literal["memory", "cuda", "collective", "files"]
 """`memory`: arenas in shared memory of the host. `cuda`: arenas on the senders' cards, opened by CUDA IPC.
 `collective`: broadcasts of process groups of each sender and the receivers (NCCL on cards, gloo on CPU).
 `files`: safetensors files in a folder or an object store that both sides reach."""
+FAILED = "failed"
+"""Name of the file, in the folder of a channel, that stops all its users; it contains the reason."""
+UNKNOWN = "another process of the weight update failed, and its disk had no space left to say why"
+"""Reason that an empty mark stands for."""
+_WORD = 8  # bytes; one word is written and read as a whole
+_FIRST_PAUSE_S, _LAST_PAUSE_S, _GROWTH = 50e-6, 1e-3, 1.05  # at the last pause an end looks a thousand times a second
 
 
 class Channel(Frozen):
@@ -38,18 +47,6 @@ class Channel(Frozen):
 
 def idle() -> None:
     """Do nothing while a bucket is on its way."""
-
-
-FAILED = "failed"
-"""Name of the file, in the folder of a channel, that stops all its users; it contains the reason."""
-
-UNKNOWN = "another process of the weight update failed, and its disk had no space left to say why"
-"""Reason that an empty mark stands for."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_COUNTERS = "counters"
-_WORD = 8  # bytes; one word is written and read as a whole
-_FIRST_PAUSE_S, _LAST_PAUSE_S, _GROWTH = 50e-6, 1e-3, 1.05  # at the last pause an end looks a thousand times a second
 
 
 def fail(folder: str | Path, reason: str) -> None:
@@ -73,7 +70,7 @@ def _write(path: Path, reason: str) -> None:
     try:
         path.write_text(reason, encoding="utf-8")
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         os.truncate(path, 0)  # no half of a reason; an empty file needs no space
 
@@ -89,9 +86,14 @@ class Signals:
         self._folder, self._deadline_s, self._arenas = Path(channel.folder), channel.deadline_s, channel.arenas
         senders = sorted({bucket.sender for bucket in plan.buckets})
         self.place = {sender: place for place, sender in enumerate(senders)}
-        self.turn = _turns(plan)
+        self.turn: dict[int, int] = {}
+        """Place of each bucket among those of its sender."""
+        counts: Counter[int] = Counter()
+        for bucket in plan.buckets:
+            self.turn[bucket.number] = counts[bucket.sender]
+            counts[bucket.sender] += 1
         width = 1 + channel.receivers
-        memory = _shared(self._folder / _COUNTERS, len(senders) * 2 * width * _WORD)
+        memory = _shared(self._folder / "counters", len(senders) * 2 * width * _WORD)
         self.met, counters = np.frombuffer(memory, dtype=np.int64).reshape(2, len(senders), width)
         self.counted, self.released = counters[:, 0], counters[:, 1:]  # (S,), (S, R)
 
@@ -147,20 +149,17 @@ class Signals:
 
     def read_by_all(self, sender: int) -> None:
         """Wait until every receiver has released everything that a sender sends."""
-        row = self.place[sender]
-        self._until_released(sender, int(self.counted[row]), f"engines to read what rank {sender} sent")
+        published = int(self.counted[self.place[sender]])
+        self._until_released(sender, published, f"engines to read what rank {sender} sent")
 
     def published(self, bucket: Bucket) -> None:
         """Wait until a bucket can be read."""
-        row, wanted = self.place[bucket.sender], self.turn[bucket.number] + 1
-        counters = self.counted
         what = f"trainer rank {bucket.sender} to send bucket {bucket.number} of the plan"
-        self.wait(lambda: counters[row] >= wanted, what)
+        self.wait(lambda: self.is_published(bucket), what)
 
     def is_published(self, bucket: Bucket) -> bool:
         """True if a bucket can be read."""
-        row = self.place[bucket.sender]
-        return bool(self.counted[row] > self.turn[bucket.number])
+        return bool(self.counted[self.place[bucket.sender]] > self.turn[bucket.number])
 
     def release(self, bucket: Bucket, receiver: int) -> None:
         """Say that a receiver has read a bucket."""
@@ -169,16 +168,6 @@ class Signals:
     def _until_released(self, sender: int, wanted: int, what: str) -> None:
         counters = self.released[self.place[sender]]  # (R,)
         self.wait(lambda: (counters >= wanted).all(), what)
-
-
-def _turns(plan: WeightPlan) -> dict[int, int]:
-    """Place of each bucket among those of its sender."""
-    counts: dict[int, int] = {}
-    turns: dict[int, int] = {}
-    for bucket in plan.buckets:
-        turns[bucket.number] = counts.get(bucket.sender, 0)
-        counts[bucket.sender] = turns[bucket.number] + 1
-    return turns
 
 
 def _shared(path: Path, size: int) -> mmap.mmap:

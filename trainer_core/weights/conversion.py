@@ -6,7 +6,7 @@ owners of an earlier moment; receivers that are sized by them take garbage witho
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
@@ -21,13 +21,16 @@ from megatron.core import parallel_state
 from storage.errors import SyncMismatch
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
+from trainer_core.weights.exchange import Shards
 from trainer_core.weights.mappings import Known, Names, Settings, absent, is_known, names_of, replaced
-from trainer_core.weights.plan import Row
-from trainer_core.weights.whole import Exported, named
+from trainer_core.weights.packing import Packing
+from trainer_core.weights.plan import PlannedTensor, Row
+from trainer_core.weights.whole import Exported, Held, named
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
 """By Hugging Face name."""
+_Task = WeightConversionTask[Any]
 
 
 class _Alone:
@@ -41,17 +44,9 @@ class _Alone:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(Held):
     """One parameter or buffer of this rank, and what it becomes."""
 
-    row: Row
-    """The tensor as the other ranks know it."""
-    module: torch.nn.Module
-    """Module that owns the tensor."""
-    attribute: str
-    """The tensor's name there."""
-    tensor: torch.Tensor
-    """The live parameter or buffer."""
     gathers: bool
     """True if the shards of the tensor-parallel ranks are put together."""
     views: bool
@@ -61,15 +56,8 @@ class Conversion:
 
     @cached_property
     def live(self) -> torch.Tensor:
-        """Detached tensor, cached."""
+        """Detached tensor; the same object each time, by which its shards are found."""
         return self.tensor.detach()
-
-    def changed(self) -> str | None:
-        """The reason why the live tensor is not the one that was planned; None if it is."""
-        live = getattr(self.module, self.attribute)
-        if live is not self.tensor:
-            return f"{self.row.name} was replaced by another tensor after the update was planned"
-        return absent(self.row.name, live)
 
 
 def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
@@ -80,15 +68,9 @@ def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
         SyncMismatch: a weight has no Hugging Face name, or is not in memory now.
     """
     source = _Source(model)
-    converted: list[Conversion] = []
-    others: list[Exported] = []
-    for stage, name, module, attribute in _named(model):
-        found = source.conversion(stage, name, module, attribute)
-        if isinstance(found, Conversion):
-            converted.append(found)
-        elif found is not None:
-            others.append(found)
-    return converted, others
+    found = [source.conversion(*place) for place in _named(model)]
+    converted = [one for one in found if isinstance(one, Conversion)]
+    return converted, [one for one in found if isinstance(one, Exported)]
 
 
 def gathered_by(gather: Gather) -> contextlib.AbstractContextManager[None]:
@@ -102,13 +84,19 @@ class _Source:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._chunks: Any = unwrap_model(list(model.chunks))
         self._bridge: Any = model.bridge._model_bridge  # pyright: ignore[reportPrivateUsage]  # a new one each time
         self._origin: Any = model.bridge.hf_pretrained
         self._bridge.hf_pretrained = self._origin
         self._registry = self._bridge.mapping_registry()
-        self._registry.set_process_groups_from_pg_collection(_groups())
-        self._names = Names(self._registry, self._chunks, model.config)
+        alone = _Alone()
+        groups = SimpleNamespace(
+            pp=alone,
+            ep=alone,
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            expt_tp=parallel_state.get_expert_tensor_parallel_group(),
+        )
+        self._registry.set_process_groups_from_pg_collection(groups)
+        self._names = Names(self._registry, cast(Any, unwrap_model(list(model.chunks))), model.config)
         self._present = set(self._origin.state.source.get_all_keys())
         self._tied = bool(self._bridge._share_embeddings_and_output_weights(model.config))
         self._settings = Settings(model.config)
@@ -124,18 +112,17 @@ class _Source:
         """
         tensor = getattr(module, attribute)
         known = self._names.known(stage, name)
-        whole_name = known.whole
-        if self._tied and "output_layer" in whole_name:
+        if self._tied and "output_layer" in known.whole:
             return None
         if known.mapping is None:
-            raise SyncMismatch(f"megatron-bridge has no Hugging Face name for {whole_name}; use the pinned version")
+            raise SyncMismatch(f"megatron-bridge has no Hugging Face name for {known.whole}; use the pinned version")
         if not known.mapping.allow_hf_name_mismatch and not self._present.issuperset(known.names):
             return None  # the model came without it, and the bridge leaves it out
-        if (problem := absent(whole_name, tensor)) is not None:
+        if (problem := absent(known.whole, tensor)) is not None:
             raise SyncMismatch(problem)
         task = WeightConversionTask(
             param_name=name,
-            global_param_name=whole_name,
+            global_param_name=known.whole,
             mapping=known.mapping,
             vp_stage=stage,
             megatron_module=module,
@@ -143,43 +130,34 @@ class _Source:
         )
         if not is_known(self._bridge, known.mapping):
             return Exported.of(task, attribute)
-        return self._tried(task, attribute, known)
-
-    def _tried(self, task: WeightConversionTask[Any], attribute: str, known: Known) -> Conversion | Exported | None:
-        """Convert once without data, to learn names, types and shapes."""
         finish = self._finisher(task)
-        tried = self._of_its_kind(task, known)
+        tried = self._of_its_kind(task, known, tensor)
         found = finish(tried.found)
         if not found:
             return None
-        tensors = tuple(named(name, part) for name, part in found.items())
-        row = Row(name=task.global_param_name, expert=task.mapping.is_expert, tensors=tensors)
         if tried.gathers is None:
             return Exported.of(task, attribute)
-        module, tensor = cast(torch.nn.Module, task.megatron_module), cast(torch.Tensor, task.param_weight)
+        tensors = tuple(named(name, part) for name, part in found.items())
+        row = Row(name=known.whole, expert=known.mapping.is_expert, tensors=tensors)
         convert = tried.convert
         return Conversion(
             row, module, attribute, tensor, tried.gathers, tried.views, lambda whole: finish(convert(whole, module))
         )
 
-    def _of_its_kind(self, task: WeightConversionTask[Any], known: Known) -> "_Tried":
-        """Result of the mapping alone for a tensor. It is tried once for all tensors that differ in numbers of their
-        names alone, as layers and experts do, and one mapping converts all of them: so mappings choose their kind here
-        and not while engines wait.
+    def _of_its_kind(self, task: _Task, known: Known, tensor: torch.Tensor) -> "_Tried":
+        """Result of the mapping alone, to learn names, types and shapes. It is tried once for all tensors whose names
+        differ in numbers alone, as layers and experts do, and one mapping converts all of them: so mappings choose
+        their kind here and not while engines wait.
         """
-        tensor = cast(torch.Tensor, task.param_weight)
         kind = known.kind, type(task.megatron_module), tensor.dtype, tensor.shape
         if kind not in self._tried_kinds:
-            self._tried_kinds[kind] = self._tried_mapping(task)
+            self._tried_kinds[kind] = _tried(task, self._settings)
         if (tried := self._tried_kinds[kind]).order is not None:
             return tried.named(known.names)
-        return self._tried_mapping(replace(task, mapping=self._registry.megatron_to_hf_lookup(task.global_param_name)))
+        own = self._registry.megatron_to_hf_lookup(task.global_param_name)
+        return _tried(replace(task, mapping=own), self._settings)
 
-    def _tried_mapping(self, task: WeightConversionTask[Any]) -> "_Tried":
-        _with_settings(task.mapping, self._settings)
-        return _tried_mapping(task, torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta"))
-
-    def _finisher(self, task: WeightConversionTask[Any]) -> Callable[[Tensors], Tensors]:
+    def _finisher(self, task: _Task) -> Callable[[Tensors], Tensors]:
         """The function that an export applies to the result of a mapping."""
         alias = self._bridge._get_tied_output_hf_name(task, self._registry) if self._tied else None
         alias = alias if alias in self._present else None
@@ -218,10 +196,12 @@ class _Tried:
         def renamed(tensor: torch.Tensor, module: torch.nn.Module) -> Tensors:
             return dict(zip(names, convert(tensor, module).values(), strict=True))
 
-        return _Tried(dict(zip(names, self.found.values(), strict=True)), self.gathers, renamed, self.views, self.order)
+        return replace(self, found=dict(zip(names, self.found.values(), strict=True)), convert=renamed)
 
 
-def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> _Tried:
+def _tried(task: _Task, settings: Settings) -> _Tried:
+    _with_settings(task.mapping, settings)
+    hollow = torch.empty_like(cast(torch.Tensor, task.param_weight), device="meta")
     asked: list[torch.Tensor] = []
 
     def gather(shard: torch.Tensor) -> list[torch.Tensor]:
@@ -233,20 +213,9 @@ def _tried_mapping(task: WeightConversionTask[Any], hollow: torch.Tensor) -> _Tr
     own = len(asked) <= 1 and all(shard is hollow for shard in asked)
     names = names_of(task.mapping)
     order = tuple(map(names.index, found)) if {*found} <= {*names} else None
-    views = not asked and all(
-        part.untyped_storage()._cdata == hollow.untyped_storage()._cdata for part in found.values()
-    )
+    storages = {part.untyped_storage()._cdata for part in found.values()}
+    views = not asked and storages <= {hollow.untyped_storage()._cdata}
     return _Tried(found, bool(asked) if own else None, task.mapping.megatron_to_hf, views, order)
-
-
-def _groups() -> SimpleNamespace:
-    alone = _Alone()
-    return SimpleNamespace(
-        pp=alone,
-        ep=alone,
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        expt_tp=parallel_state.get_expert_tensor_parallel_group(),
-    )
 
 
 def _with_settings(mapping: MegatronParamMapping[Any], settings: Settings) -> None:
@@ -263,8 +232,61 @@ def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
         for path, module in named_parts(chunk):
             passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
             buffers = {name: buffer for name, buffer in module._buffers.items() if name not in passing}
-            own = {**module._parameters, **buffers}
-            for attribute, tensor in own.items():
+            for attribute, tensor in {**module._parameters, **buffers}.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield stage, f"{path}.{attribute}" if path else attribute, module, attribute
+
+
+class Parcel:
+    """A bucket's tensors on this rank, and the conversions of the weights or shards that become them. Those that make
+    views of live weights, as most do, may be done before the bucket's turn: the weights are read in it.
+    """
+
+    def __init__(self, planned: Sequence[PlannedTensor], conversions: Sequence[Conversion]) -> None:
+        self.planned, self.conversions = planned, conversions
+        self._packing: Packing | None = None
+
+    def look(self) -> None:
+        """Make the views of live weights before the bucket's turn; inside `torch.no_grad`.
+
+        Raises:
+            SyncMismatch: a weight is not as it was planned.
+        """
+        if self._packing is None:
+            self._packing = Packing(self.planned)
+            for one in self.conversions:
+                if one.views:
+                    self._packing.add(one.convert(one.live))
+
+    def fill(self, arena: torch.Tensor, shards: Shards, positions: "Positions") -> None:
+        """Convert what is left, and write everything into the bucket's arena, (bytes,) uint8. Nothing of it is kept.
+
+        Raises:
+            SyncMismatch: a weight is not as it was planned.
+        """
+        self.look()
+        assert self._packing is not None
+        with gathered_by(shards.of), replaced(torch, arange=positions.arange):
+            for one in self.conversions:
+                if not one.views:
+                    self._packing.add(one.convert(one.live))
+        self._packing.write(arena)
+        self._packing = None
+
+
+class Positions:
+    """Row indices of mappings, which would make them for each weight: a dozen launches, longer than the rows take.
+    On the host it would have to be copied to the card, which waits for all that was launched before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._make = device, torch.arange
+        self._made: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def arange(self, *bounds: Any, **how: Any) -> torch.Tensor:
+        """As `torch.arange`, on the device of the model; the same for the same numbers, unless it was changed."""
+        asked = (*bounds, *map(type, bounds), *how.items())
+        if (made := self._made.get(asked)) is None or made._version:
+            made = self._made[asked] = self._make(*bounds, **{"device": self._device, **how})
+        return made

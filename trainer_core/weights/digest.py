@@ -1,24 +1,23 @@
-"""A digest of tensors that costs about one read of the memory and is the same on every device."""
+"""A digest of tensors that costs about one read of the memory and is the same on every device.
+
+Digests of an update are planned before it: while engines stand still, as little as possible is left.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_core.weights.packing import dtype_name, outlines, views
+from trainer_core.weights.packing import WORD, dtype_name, views
 from trainer_core.weights.plan import PlannedTensor
-
-if TYPE_CHECKING:
-    from trainer_core.weights.digest_kernel import Work
 
 if TYPE_CHECKING:
     from trainer_core.weights.digest_kernel import Rows
 
-_WORD = 8  # bytes
 _CHUNK = 1 << 15  # words; what is computed with stays in the processor's cache
 _K1 = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed word: spreads the positions
 _K2 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 of splitmix64 as a signed word: carries each bit into the higher ones
@@ -60,47 +59,46 @@ class PreparedDigests:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._heads = [head(tensor.shape, tensor.dtype) for tensor in self._tensors]
-        self._work = _work(self._tensors) if self._tensors and self._tensors[0].is_cuda else None
+        self._heads = [_head(tensor.shape, tensor.dtype) for tensor in self._tensors]
+        self._work = None
+        if self._tensors and self._tensors[0].is_cuda:
+            from trainer_core.weights.digest_kernel import Work  # imports Triton
+
+            self._work = Work(self._tensors)
 
     def begin(self) -> "BegunDigests":
         """Compute them; a card is not waited for."""
         if self._work is not None:
-            return BegunDigests(self._heads, bring(self._work.launch()).read)
+            return BegunDigests(self._heads, _bring(self._work.launch()).read)
         found = [_sum_on_cpu(tensor) for tensor in self._tensors]
         return BegunDigests(self._heads, lambda: found)
 
 
-def head(shape: Sequence[int], dtype: torch.dtype) -> str:
+def _head(shape: Sequence[int], dtype: torch.dtype) -> str:
     """Text of type and shape in a digest."""
     return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
 @dataclass(frozen=True)
-class Brought:
+class _Brought:
     """Sums on their way from a card, which may go on with other work behind them."""
 
     here: torch.Tensor
     """(T,) int64, on the host."""
     arrived: torch.cuda.Event
-    """Event of their arrival."""
 
     def read(self) -> list[int]:
         """The sums, as soon as they have arrived."""
         self.arrived.synchronize()
         return self.here.tolist()
 
-    def part(self, first: int, end: int) -> "Brought":
-        """Some of them."""
-        return Brought(self.here[first:end], self.arrived)
 
-
-def bring(sums: torch.Tensor) -> Brought:
+def _bring(sums: torch.Tensor) -> _Brought:
     """Begin to bring sums from a card, behind what its current stream does now."""
     here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(sums.device))
-    return Brought(here, arrived)
+    return _Brought(here, arrived)
 
 
 @dataclass(frozen=True)
@@ -122,12 +120,6 @@ class BegunDigests:
 @lru_cache(maxsize=1 << 15)  # what has landed is mostly what has arrived
 def _hashed(head: str, total: int) -> str:
     return hashlib.blake2b(f"{head} {total % 2**64:016x}".encode(), digest_size=16).hexdigest()
-
-
-def _work(tensors: list[torch.Tensor]) -> "Work":
-    from trainer_core.weights.digest_kernel import Work  # imports Triton
-
-    return Work(tensors)
 
 
 def _sum_on_cpu(tensor: torch.Tensor) -> int:
@@ -157,10 +149,9 @@ def _signed(word: int) -> int:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     octets = tensor.contiguous().reshape(-1).view(torch.uint8)  # (bytes,)
-    missing = -octets.numel() % _WORD
-    if missing:
+    if missing := -octets.numel() % WORD:
         octets = torch.nn.functional.pad(octets, (0, missing))
-    elif octets.storage_offset() % _WORD:
+    elif octets.storage_offset() % WORD:
         octets = octets.clone()  # a view as words must start at a whole word
     return octets.view(torch.int64)  # (bytes / 8,)
 
@@ -175,45 +166,29 @@ def mix(words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return mixed ^ (mixed >> 29)
 
 
-_WORD = 8  # bytes
-
-
-class Outline(Protocol):
-    """A tensor in a buffer that comes later, (bytes,) uint8."""
-
-    def head(self) -> str:
-        """Text of type and shape in its digest."""
-        ...
-
-    def rows(self) -> "Rows | None":
-        """The rows that a card's kernel reads, from the buffer's first byte; None if it must be copied or converted."""
-        ...
-
-    def at(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor in its buffer, converted."""
-        ...
-
-
 @dataclass(frozen=True)
 class Whole:
-    """All of a planned tensor, in the buffer of its bucket."""
+    """All of a planned tensor, in the buffer of its bucket, (bytes,) uint8, which comes later."""
 
     planned: PlannedTensor
 
     def head(self) -> str:
+        """Text of type and shape in its digest."""
         return f"{self.planned.dtype} {self.planned.shape}"
 
     def rows(self) -> "Rows | None":
-        return self.planned.offset, self.planned.nbytes, 0, int(self.planned.offset % _WORD == 0)
+        """The rows that a card's kernel reads, from the buffer's first byte; None if it must be copied or converted."""
+        return self.planned.offset, self.planned.nbytes, 0, int(self.planned.offset % WORD == 0)
 
     def at(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor in its buffer, converted."""
         ((_, found),) = views([self.planned], buffer)
         return found
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Part of a tensor, or one that is converted."""
+    """Part of a tensor in such a buffer, or one that is converted; with the functions of `Whole`."""
 
     of: torch.Tensor
     """A view of such a buffer on the device `meta`."""
@@ -221,7 +196,7 @@ class Cut:
     """Type to which it is converted first."""
 
     def head(self) -> str:
-        return head(self.of.shape, self.kind)
+        return _head(self.of.shape, self.kind)
 
     def rows(self) -> "Rows | None":
         from trainer_core.weights.digest_kernel import rows_in_buffer  # imports Triton
@@ -235,10 +210,12 @@ class Cut:
         return elements.as_strided(self.of.shape, self.of.stride(), first).to(self.kind)
 
 
+Outline = Whole | Cut
+
+
 def thought_of(planned: PlannedTensor) -> torch.Tensor:
     """A planned tensor as a view of the buffer of its bucket, on the device `meta`."""
-    ((_, found),) = outlines([planned])
-    return found
+    return Whole(planned).at(torch.empty(planned.offset + planned.nbytes, dtype=torch.uint8, device="meta"))
 
 
 def plan_digests(buckets: Mapping[int, Sequence[Outline]], device: torch.device) -> "PlannedDigests":
@@ -299,11 +276,11 @@ class _Direct:
         self._begun.append(number)
         return True
 
-    def brought(self) -> dict[int, Brought]:
+    def brought(self) -> dict[int, _Brought]:
         """The sums of what was begun; all on their way to the host at once."""
         if self._sums is None:
             return {}
-        brought, begun = bring(self._sums), self._begun
+        brought, begun = _bring(self._sums), self._begun
         self._sums, self._begun = None, []
-        parts = (brought.part(first, end) for first, end in pairwise(self._table.ends))
+        parts = (_Brought(brought.here[first:end], brought.arrived) for first, end in pairwise(self._table.ends))
         return {number: part for number, part in zip(self._numbers, parts, strict=True) if number in begun}

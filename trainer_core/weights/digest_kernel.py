@@ -1,7 +1,5 @@
 """The digest's sums of many tensors on a card at once. Imports Triton."""
 
-# Triton's language has no types that a checker knows
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -12,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-_WORD = 8  # bytes
+from trainer_core.weights.packing import WORD
+
 _BLOCK = 2048  # words that a program reads at a time
 _NARROW = 256  # words that it reads at a time byte by byte
 _SPAN = 32 * _BLOCK  # words of a program, 512 KiB
@@ -36,11 +35,7 @@ class Work:
         self._table = Table([[found or next(copied) for found in rows]], tensors[0].device)
 
     def launch(self) -> torch.Tensor:
-        """Begin to compute the sums on the current stream.
-
-        Returns:
-            (T,) int64, signed words, on the device.
-        """
+        """Begin to compute the sums on the current stream, (T,) int64, signed words, on the device."""
         for tensor, copy in self._copies:
             copy.copy_(tensor)
         sums = self._table.sums()
@@ -52,11 +47,9 @@ class Table:
     """Places of the words of tensors, in groups; made in advance, so that only a launch is left for each."""
 
     def __init__(self, groups: Sequence[Sequence[Rows]], device: torch.device) -> None:
-        """Args:
-        groups: rows of each tensor in each group.
-        """
+        """`groups` are the rows of each tensor in each group."""
         rows = np.array([row for group in groups for row in group], dtype=np.int64).reshape(-1, 4)  # (T, 4)
-        spans = -(-rows[:, 1] // (_SPAN * _WORD))  # (T,) programs of each tensor
+        spans = -(-rows[:, 1] // (_SPAN * WORD))  # (T,) programs of each tensor
         owner = np.repeat(np.arange(len(rows)), spans)  # (P,)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(spans) - spans, spans)  # (P,) which span of its tensor
         work = np.concatenate((rows.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
@@ -79,11 +72,7 @@ class Table:
         return self._rows.new_zeros(self.ends[-1])
 
     def add(self, sums: torch.Tensor, group: int, base: int) -> None:
-        """Begin to add the mixed words of a group's tensors, on the current stream.
-
-        Args:
-            base: is added to every address.
-        """
+        """Begin to add the mixed words of a group's tensors on the current stream; `base` is added to every address."""
         if self._programs[group]:
             with torch.cuda.device_of(sums):
                 grid = (self._programs[group],)
@@ -106,28 +95,24 @@ def _compiled(device: torch.device) -> None:
 
 
 def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device. Pinned, because any other memory would be copied only when all that was launched before has
-    ended.
-    """
+    """A copy on the device. Memory that is not pinned would be copied only when all earlier launches have ended."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _rows(tensor: torch.Tensor, address: int) -> Rows | None:
-    """A tensor's memory as the kernel reads it: rows of whole words, equally far apart, or one row of any length.
-
-    Args:
-        address: of its first byte.
+    """A tensor's memory from `address` on as the kernel reads it: rows of whole words, equally far apart, or one row of
+    any length.
 
     Returns:
         Address; bytes; words of a row, 0 if there is only one; bytes from row to row, or if there is only one whether
         it begins at a whole word. None if it is neither, and must be copied.
     """
     if tensor.is_contiguous():
-        return address, tensor.nbytes, 0, int(address % _WORD == 0)
+        return address, tensor.nbytes, 0, int(address % WORD == 0)
     length, stride = _equal_rows(tensor)
     row, stride = length * tensor.element_size(), stride * tensor.element_size()
-    if row and not (address % _WORD or row % _WORD or stride % _WORD):
-        return address, tensor.nbytes, row // _WORD, stride
+    if row and not (address % WORD or row % WORD or stride % WORD):
+        return address, tensor.nbytes, row // WORD, stride
     return None
 
 

@@ -26,11 +26,18 @@ def exchange(payload: bytes, mesh: Mesh) -> tuple[list[bytes], int]:
     own = len(payload).to_bytes(_HEAD, "little") + payload
     found, rounds = [b""] * world, 0
     while rounds == 0 or any(len(part) < _HEAD + _length(part) for part in found):
-        block = own[rounds * _BLOCK : (rounds + 1) * _BLOCK]
-        gathered = _gathered(block, world, mesh.device)  # (world, _BLOCK)
-        found = [part + bytes(row) for part, row in zip(found, gathered, strict=True)]
+        block = bytearray(own[rounds * _BLOCK : (rounds + 1) * _BLOCK].ljust(_BLOCK, b"\0"))
+        sent = torch.frombuffer(block, dtype=torch.uint8).to(mesh.device)
+        gathered = sent.new_empty(world * _BLOCK)
+        dist.all_gather_into_tensor(gathered, sent)
+        rows = gathered.cpu().view(world, _BLOCK)
+        found = [part + row.numpy().tobytes() for part, row in zip(found, rows, strict=True)]
         rounds += 1
     return [part[_HEAD : _HEAD + _length(part)] for part in found], rounds
+
+
+def _length(part: bytes) -> int:
+    return int.from_bytes(part[:_HEAD], "little")
 
 
 def agree(failure: RatchetError | None, mesh: Mesh) -> None:
@@ -47,18 +54,6 @@ def agree(failure: RatchetError | None, mesh: Mesh) -> None:
         raise failure
     if int(failed.item()):
         raise SyncMismatch("another trainer rank cannot send its weights, and says why; nothing was sent")
-
-
-def _gathered(block: bytes, world: int, device: torch.device) -> Sequence[memoryview]:
-    own = torch.zeros(_BLOCK, dtype=torch.uint8)
-    own[: len(block)] = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else own[:0]
-    gathered = torch.empty(world * _BLOCK, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, own.to(device))
-    return [memoryview(row.numpy()) for row in gathered.cpu().view(world, _BLOCK)]
-
-
-def _length(part: bytes) -> int:
-    return int.from_bytes(part[:_HEAD], "little")
 
 
 class Shards:

@@ -1,4 +1,8 @@
-"""megatron-bridge's mappings: those that are known, and the live settings and tensors that they read."""
+"""megatron-bridge's mappings: those that are known, the settings and tensors that they read, and their names.
+
+Names of Megatron's tensors in the whole model and by Hugging Face are the bridge's own answers. Names that differ in
+numbers alone, as those of layers and experts do, are asked for once. The answers are kept for one update.
+"""
 
 import contextlib
 import re
@@ -32,7 +36,6 @@ KNOWN: frozenset[type] = frozenset({
     maps.RowParallelMapping,
 })  # fmt: skip
 """Mappings that make whole tensors of the shards of the tensor-parallel ranks, and ask no other rank."""
-
 _KNOWN_HOOKS = frozenset({
     MegatronModelBridge.maybe_modify_converted_hf_weight,
     # both pass on `inv_freq` of the checkpoint that the model came from
@@ -40,6 +43,13 @@ _KNOWN_HOOKS = frozenset({
     LlamaBridge.maybe_modify_converted_hf_weight,
 })  # fmt: skip
 _UNCHANGED = ("build_conversion_tasks", "stream_weights_megatron_to_hf")
+_LAYER = re.compile(r"^([^\d]+?\.layers\.)(\d+)(\..*)$")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+"""The text that matches the wildcard `*` of the bridge's patterns."""
+_MARK = 7_000_001
+"""Numbers from here on stand for those of names, and are found again in what the bridge makes of them."""
+_TIED = "embedding.word_embeddings.weight"
+"""End of the name whose mapping the bridge asks for the name itself."""
 
 
 def is_known(bridge: MegatronModelBridge[Any, Any, Any], mapping: object) -> bool:
@@ -50,11 +60,10 @@ def is_known(bridge: MegatronModelBridge[Any, Any, Any], mapping: object) -> boo
 @lru_cache
 def _has_steps_of_its_own(kind: type[MegatronModelBridge[Any, Any, Any]]) -> bool:
     own = kind.maybe_modify_converted_hf_weight not in _KNOWN_HOOKS
-    return own or any(vars(MegatronModelBridge)[name] is not _inherited(kind, name) for name in _UNCHANGED)
-
-
-def _inherited(kind: type, name: str) -> object:
-    return next(vars(parent)[name] for parent in kind.__mro__ if name in vars(parent))
+    inherited = [next(vars(parent)[name] for parent in kind.__mro__ if name in vars(parent)) for name in _UNCHANGED]
+    return own or any(
+        vars(MegatronModelBridge)[name] is not one for name, one in zip(_UNCHANGED, inherited, strict=True)
+    )
 
 
 class Settings:
@@ -72,8 +81,8 @@ class Settings:
 
     def digest(self) -> str:
         """Digest of all plain values, by which ranks compare theirs."""
-        plain = {name: value for name, value in vars(self._of).items() if isinstance(value, str | int | float)}
-        return value_digest({name: repr(value) for name, value in plain.items()})
+        plain = {name: repr(value) for name, value in vars(self._of).items() if isinstance(value, str | int | float)}
+        return value_digest(plain)
 
 
 def absent(name: str, tensor: torch.Tensor) -> str | None:
@@ -94,15 +103,6 @@ def replaced(owner: object, **others: object) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(owner, name, original)
-
-
-_LAYER = re.compile(r"^([^\d]+?\.layers\.)(\d+)(\..*)$")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
-"""The text that matches the wildcard `*` of the bridge's patterns."""
-_MARK = 7_000_001
-"""Numbers from here on stand for those of names, and are found again in what the bridge makes of them."""
-_TIED = "embedding.word_embeddings.weight"
-"""End of the name whose mapping the bridge asks for the name itself."""
 
 
 class Known(NamedTuple):
@@ -168,20 +168,17 @@ class Names:
         """Know the rest of a name in other layers too, unless the bridge may say something else of it there."""
         whole = found.whole.removeprefix(f"{head}{layer}")
         _, templates = self._kinds.get(str(found.kind), (None, None))
-        if templates is None or "layers." in rest or whole == found.whole:
-            return
-        numbers = _NUMBER.findall(whole)
-        filled = tuple(template.format("{0}", *numbers) for template in templates)
-        self._rests[head, rest] = _Rest(whole, str(found.kind), found.mapping, filled)
+        if templates is not None and "layers." not in rest and whole != found.whole:
+            filled = tuple(template.format("{0}", *_NUMBER.findall(whole)) for template in templates)
+            self._rests[head, rest] = _Rest(whole, str(found.kind), found.mapping, filled)
 
     def _renumbered(self, stage: int, name: str) -> str:
         return _megatron_local_name_to_global(self._chunks, self._config, name, stage)
 
     def _asked(self, whole: str) -> Known:
-        kind = _NUMBER.sub("#", whole)
+        kind, numbers = _NUMBER.sub("#", whole), _NUMBER.findall(whole)
         mapping, templates = self._kinds.get(kind, (None, None))
         if templates is not None:
-            numbers = _NUMBER.findall(whole)
             return Known(whole, kind, mapping, tuple(template.format(*numbers) for template in templates))
         mapping = self._registry.megatron_to_hf_lookup(whole)
         if mapping is None:
@@ -199,7 +196,9 @@ class Names:
         asked = self._registry.megatron_to_hf_lookup(kind.replace("#", "{}").format(*marks))
         if type(asked) is not type(mapping):
             return None
-        templates = tuple(_with_places(found, marks) for found in names_of(asked))
+        templates = names_of(asked)
+        for place, mark in enumerate(marks):
+            templates = tuple(name.replace(mark, f"{{{place}}}") for name in templates)
         numbers = _NUMBER.findall(whole)
         return templates if tuple(one.format(*numbers) for one in templates) == names_of(mapping) else None
 
@@ -207,9 +206,3 @@ class Names:
 def names_of(mapping: Any) -> tuple[str, ...]:
     """The Hugging Face names of what a mapping makes."""
     return (mapping.hf_param,) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())
-
-
-def _with_places(name: str, marks: list[str]) -> str:
-    for place, mark in enumerate(marks):
-        name = name.replace(mark, f"{{{place}}}")
-    return name

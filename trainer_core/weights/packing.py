@@ -2,13 +2,27 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from storage.errors import SyncMismatch
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 
-_WORD = 8  # bytes
+WORD = 8  # bytes
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of an element type without torch's prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+def element_type(name: str) -> torch.dtype:
+    """The element type of that name, as `dtype_name` gives it."""
+    found = vars(torch)[name]
+    if not isinstance(found, torch.dtype):
+        raise SyncMismatch(f"{name!r} is no element type")
+    return found
 
 
 def tensors_of(plan: WeightPlan) -> dict[int, list[PlannedTensor]]:
@@ -29,24 +43,22 @@ def views(tensors: Sequence[PlannedTensor], arena: torch.Tensor) -> Iterator[tup
         yield tensor.name, next(found[tensor.dtype]).view(tensor.shape)
 
 
-def outlines(tensors: Sequence[PlannedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`views` of an arena that is only thought of, on the device `meta`."""
-    size = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
-    return views(tensors, torch.empty(size, dtype=torch.uint8, device="meta"))
-
-
 def _of_type(tensors: Sequence[PlannedTensor], arena: torch.Tensor, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """The elements of each, cut at once: what one slice costs is much for thousands of small tensors."""
+    """The elements of each, cut at once: the cost of a slice adds up over thousands of small tensors."""
     size = dtype.itemsize
-    cuts, end = list[int](), 0
     for tensor in tensors:
         if tensor.offset % size:
             raise SyncMismatch(f"tensor {tensor.name} does not begin at a whole {tensor.dtype} of its bucket")
-        count = math.prod(tensor.shape)
-        cuts += [tensor.offset // size - end, count]  # what lies before it, and itself
-        end = tensor.offset // size + count
+    counts, end = _counts([(tensor.offset // size, math.prod(tensor.shape)) for tensor in tensors])
     elements = arena[: arena.numel() // size * size].view(dtype)
-    return elements.split_with_sizes([*cuts, elements.numel() - end])[1::2]
+    return elements.split_with_sizes([*counts, elements.numel() - end])[1::2]
+
+
+def _counts(places: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """Sizes of the gap before each part of a row and of the part, given by its first element and size; and the end."""
+    ends = [0, *(first + count for first, count in places)]
+    gaps = ((first - end, count) for (first, count), end in zip(places, ends, strict=False))
+    return list(chain.from_iterable(gaps)), ends[-1]
 
 
 class Packing:
@@ -57,13 +69,9 @@ class Packing:
     def __init__(self, planned: Sequence[PlannedTensor]) -> None:
         self._planned = {tensor.name: tensor for tensor in planned}
         self._sources: dict[str, torch.Tensor] = {}
-        whole = [tensor for tensor in planned if not tensor.nbytes % _WORD]
+        whole = [tensor for tensor in planned if not tensor.nbytes % WORD]
         self._whole = [tensor.name for tensor in whole]
-        ends = [0, *((tensor.offset + tensor.nbytes) // _WORD for tensor in whole)]
-        cuts = [
-            (tensor.offset // _WORD - end, tensor.nbytes // _WORD) for tensor, end in zip(whole, ends, strict=False)
-        ]
-        self._cuts, self._end = [count for pair in cuts for count in pair], ends[-1]
+        self._counts, self._end = _counts([(tensor.offset // WORD, tensor.nbytes // WORD) for tensor in whole])
 
     def add(self, found: Mapping[str, torch.Tensor]) -> None:
         """Tensors by name; what is not planned is left out. Views of live weights are read by `write`.
@@ -79,7 +87,7 @@ class Packing:
                     f"{name} is {dtype_name(tensor.dtype)} {list(tensor.shape)} now, but was planned as "
                     f"{planned.dtype} {list(planned.shape)}: the model changed after the update was planned"
                 )
-            self._sources[name] = tensor if planned.nbytes % _WORD else _words(tensor)
+            self._sources[name] = tensor if planned.nbytes % WORD else _words(tensor)
 
     def write(self, arena: torch.Tensor) -> None:
         """Write all tensors to their places in an arena, (bytes,) uint8, without a change of type.
@@ -90,10 +98,10 @@ class Packing:
         if missing := [name for name in self._planned if name not in self._sources]:
             raise SyncMismatch(f"{missing[0]} was planned, but this rank has nothing that becomes it")
         if self._whole:
-            words = arena[: arena.numel() // _WORD * _WORD].view(torch.int64)
-            places = words.split_with_sizes([*self._cuts, words.numel() - self._end])[1::2]
+            words = arena[: arena.numel() // WORD * WORD].view(torch.int64)
+            places = words.split_with_sizes([*self._counts, words.numel() - self._end])[1::2]
             torch._foreach_copy_(list(places), [self._sources[name] for name in self._whole])  # pyright: ignore[reportPrivateImportUsage]
-        others = [tensor for name, tensor in self._planned.items() if tensor.nbytes % _WORD]
+        others = [tensor for tensor in self._planned.values() if tensor.nbytes % WORD]
         for name, place in views(others, arena):
             place.copy_(self._sources[name])
 
@@ -101,7 +109,7 @@ class Packing:
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor of whole words, (words,) int64: a view of it where it is in one piece."""
     flat = tensor.reshape(-1)
-    aligned = flat if not flat.storage_offset() * flat.element_size() % _WORD else flat.clone()
+    aligned = flat if not flat.storage_offset() * flat.element_size() % WORD else flat.clone()
     return aligned.view(torch.int64)
 
 
@@ -113,7 +121,12 @@ def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[st
     """
     arena = torch.zeros(bucket.nbytes, dtype=torch.uint8)
     places = dict(views(planned, arena))
-    _same_names(places, tensors, bucket)
+    missing, unknown = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())
+    if missing or unknown:
+        raise SyncMismatch(
+            f"bucket {bucket.number} of a weight update: {missing or 'nothing'} missing, {unknown or 'nothing'} was "
+            "sent without being planned"
+        )
     for name, place in places.items():
         tensor = tensors[name]
         if (tensor.dtype, tensor.shape) != (place.dtype, place.shape):
@@ -123,25 +136,3 @@ def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[st
             )
         place.copy_(tensor)
     return arena
-
-
-def _same_names(planned: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], bucket: Bucket) -> None:
-    missing, unknown = sorted(planned.keys() - sent.keys()), sorted(sent.keys() - planned.keys())
-    if missing or unknown:
-        raise SyncMismatch(
-            f"bucket {bucket.number} of a weight update: {missing or 'nothing'} missing, {unknown or 'nothing'} was "
-            "sent without being planned"
-        )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name of an element type without torch's prefix."""
-    return str(dtype).removeprefix("torch.")
-
-
-def element_type(name: str) -> torch.dtype:
-    """The element type of that name, as `dtype_name` gives it."""
-    found = vars(torch)[name]
-    if not isinstance(found, torch.dtype):
-        raise SyncMismatch(f"{name!r} is no element type")
-    return found

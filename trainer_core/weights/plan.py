@@ -1,6 +1,6 @@
-"""Plan of one weight update: every tensor by its Hugging Face name, its sender, its bucket and its place there.
-
-A plan is made for each update from the live model, and forgotten with it. Imports without torch.
+"""Plan of one weight update, which every rank makes of the tables of all ranks: every tensor by its Hugging Face name,
+its sender, its bucket and its place there. Made for each update from the live model, and forgotten with it. Imports
+without torch.
 """
 
 import hashlib
@@ -17,27 +17,17 @@ from trainer_core.frozen import Frozen
 
 ALIGNMENT = 256
 """Bytes; every tensor begins at a multiple of it in its bucket, so that kernels and copies are aligned."""
-
 _SIZES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float64": 8,
-    "int64": 8,
-    "int32": 4,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+_LAYER = re.compile(r"^(?P<part>\w+)\.layers\.(?P<layer>\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc\d\.(?:weight|bias)(\d+)$)")
+_PARTS = ("embedding", "decoder", "", "mtp")
+"""The order in which a model is sent; what belongs to no layer (final norm, output layer) comes after the decoder."""
 
 
-def size_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor."""
-    return _SIZES[dtype] * math.prod(shape)
-
-
-class PlannedTensor(Frozen):
-    """One tensor of an update."""
+class Named(Frozen):
+    """One Hugging Face tensor."""
 
     name: str
     """Hugging Face name."""
@@ -45,15 +35,20 @@ class PlannedTensor(Frozen):
     """Element type as torch spells it, without the prefix: float32, bfloat16."""
     shape: tuple[int, ...]
     """Shape of the whole, unsharded tensor, without rows that only pad the vocabulary."""
-    bucket: int
-    """Number of the bucket that carries it."""
-    offset: int
-    """First byte in the bucket, a multiple of `ALIGNMENT`."""
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return size_of(self.dtype, self.shape)
+        return _SIZES[self.dtype] * math.prod(self.shape)
+
+
+class PlannedTensor(Named):
+    """One tensor of an update."""
+
+    bucket: int
+    """Number of the bucket that carries it."""
+    offset: int
+    """First byte in the bucket, a multiple of `ALIGNMENT`."""
 
 
 class Bucket(Frozen):
@@ -102,17 +97,6 @@ def text_digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class Named(Frozen):
-    """One Hugging Face tensor."""
-
-    name: str
-    """Hugging Face name."""
-    dtype: str
-    """Element type as torch spells it, without the prefix."""
-    shape: tuple[int, ...]
-    """Shape of the whole, unsharded tensor, without rows that only pad the vocabulary."""
-
-
 class Row(Frozen):
     """One parameter or buffer of Megatron's."""
 
@@ -156,12 +140,14 @@ _ROWS: TypeAdapter[Rows] = TypeAdapter(Rows)
 
 
 class Table(Frozen):
-    """Table that one rank sends to the others."""
+    """What one rank tells the others: its place, its parameters and buffers."""
 
     place: Place
-    """The rank."""
     rows: Rows
-    """Its parameters and buffers."""
+
+    def of(self, expert: bool) -> list[Row]:
+        """Rows of experts, or those of everything else."""
+        return [row for row in self.rows if row.expert == expert]
 
 
 def encode(place: Place, rows: Sequence[Row]) -> bytes:
@@ -186,12 +172,6 @@ def decode(tables: Sequence[bytes], own: bytes = b"", rows: Rows = ()) -> list[T
     return found
 
 
-_LAYER = re.compile(r"^(?P<part>\w+)\.layers\.(?P<layer>\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc\d\.(?:weight|bias)(\d+)$)")
-_PARTS = ("embedding", "decoder", "", "mtp")
-"""The order in which a model is sent; what belongs to no layer (final norm, output layer) comes after the decoder."""
-
-
 def plan_of(tables: Sequence[Table], exported: Sequence[Named] = ()) -> WeightPlan:
     """One update from what the ranks hold, the same for every rank that has the same tables.
 
@@ -208,18 +188,22 @@ def plan_of(tables: Sequence[Table], exported: Sequence[Named] = ()) -> WeightPl
     for sender, layer in _layers(_owned(tables)):
         packer.add(sender, layer)
     order = packer.turns()
-    packer.close()
+    packer.open.clear()  # what is exported goes into new buckets
     packer.add(0, exported)
     order += range(len(order), len(packer.sizes))
-    tensors = packer.planned(order)
-    _check_names(tensors)
+    tensors, seen = packer.planned(order), set[str]()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise SyncMismatch(f"{tensor.name} is the Hugging Face name of two weights of the model; nothing was sent")
+        seen.add(tensor.name)
+    buckets = (
+        Bucket(number=number, sender=packer.senders[packed], nbytes=packer.sizes[packed])
+        for number, packed in enumerate(order)
+    )
     return WeightPlan(
         version=place.version,
         tensors=tuple(tensors),
-        buckets=tuple(
-            Bucket(number=number, sender=packer.senders[packed], nbytes=packer.sizes[packed])
-            for number, packed in enumerate(order)
-        ),
+        buckets=tuple(buckets),
         arena_bytes=max(packer.sizes, default=0),
         config=place.config,
     )
@@ -241,11 +225,10 @@ def _owned(tables: Sequence[Table]) -> Iterator[tuple[int, Row]]:
     """Each row once, with the rank that sends it: of replicas the first, of pipeline stages the lowest."""
     seen: dict[str, Row] = {}
     for expert in (False, True):
-        for group in _groups(tables, expert):
-            first = group[0]
-            for other in group[1:]:
+        for first, *others in _groups(tables, expert):
+            for other in others:
                 _check_equal(first, other, expert)
-            for row in _rows(first.rows, expert):
+            for row in first.of(expert):
                 if row.name not in seen:
                     seen[row.name] = row
                     yield first.place.rank, row
@@ -255,76 +238,57 @@ def _owned(tables: Sequence[Table]) -> Iterator[tuple[int, Row]]:
 
 def _groups(tables: Sequence[Table], expert: bool) -> list[list[Table]]:
     """The ranks that must tell the same, by pipeline stage (and share of the experts); the one that sends first."""
-    found: dict[tuple[int, ...], list[Table]] = {}
-    for table in tables:
-        found.setdefault(_share(table.place, expert), []).append(table)
-    return [sorted(found[key], key=lambda table: _turn(table.place, expert)) for key in sorted(found)]
 
+    def turn(table: Table) -> tuple[int, ...]:
+        at = table.place
+        return (*((at.expert_replica, at.expert_tensor) if expert else (at.replica, at.tensor)), at.rank)
 
-def _share(place: Place, expert: bool) -> tuple[int, ...]:
-    return (place.stage, place.expert) if expert else (place.stage,)
-
-
-def _turn(place: Place, expert: bool) -> tuple[int, ...]:
-    turn = (place.expert_replica, place.expert_tensor) if expert else (place.replica, place.tensor)
-    return (*turn, place.rank)
-
-
-def _rows(rows: Rows, expert: bool) -> Iterable[Row]:
-    return (row for row in rows if row.expert == expert)
+    found: dict[tuple[int, int], list[Table]] = {}
+    for table in sorted(tables, key=turn):
+        found.setdefault((table.place.stage, table.place.expert if expert else 0), []).append(table)
+    return [found[key] for key in sorted(found)]
 
 
 def _check_equal(first: Table, other: Table, expert: bool) -> None:
     if first.rows is other.rows:
         return
-    one, two = ({row.name: row for row in _rows(table.rows, expert)} for table in (first, other))
-    ranks = f"ranks {first.place.rank} and {other.place.rank}"
+    one, two = ({row.name: row for row in table.of(expert)} for table in (first, other))
     for name in sorted(one.keys() | two.keys()):
         if one.get(name) != two.get(name):
-            raise _differ(name, one.get(name), two.get(name), ranks)
+            raise _differ(name, one.get(name), two.get(name), f"ranks {first.place.rank} and {other.place.rank}")
 
 
 def _differ(name: str, one: Row | None, two: Row | None, who: str) -> SyncMismatch:
+    held = [
+        "nothing" if row is None else str([f"{part.name} {part.dtype} {list(part.shape)}" for part in row.tensors])
+        for row in (one, two)
+    ]
     return SyncMismatch(
-        f"{who} of the trainer do not hold the same {name}: {_held(one)} and {_held(two)}; nothing was sent. Start the "
+        f"{who} of the trainer do not hold the same {name}: {held[0]} and {held[1]}; nothing was sent. Start the "
         "trainer again from the last state, and report this if it comes back"
     )
 
 
-def _held(row: Row | None) -> str:
-    if row is None:
-        return "nothing"
-    return str([f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in row.tensors])
-
-
 def _layers(owned: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, list[Named]]]:
     """Tensors that each rank sends of each layer, in the order of layers; those that are fused are adjacent."""
-    found: dict[tuple[int, bool, tuple[int, int]], list[Row]] = {}
+    found: dict[tuple[tuple[int, int], bool, int], list[Row]] = {}
     for sender, row in owned:
-        found.setdefault((sender, row.expert, _layer(row.name)), []).append(row)
-    for key in sorted(found, key=lambda key: (key[2], key[1], key[0])):
+        found.setdefault((_layer(row.name), row.expert, sender), []).append(row)
+    for key in sorted(found):
         rows = sorted(found[key], key=lambda row: (_expert(row.name), row.name))
-        yield key[0], [tensor for row in rows for tensor in row.tensors]
+        yield key[-1], [tensor for row in rows for tensor in row.tensors]
 
 
 def _layer(name: str) -> tuple[int, int]:
     numbered = _LAYER.match(name)
     if numbered and numbered["part"] in _PARTS:
         return _PARTS.index(numbered["part"]), int(numbered["layer"])
-    return (_PARTS.index("embedding") if name.startswith("embedding.") else _PARTS.index("")), 0
+    return _PARTS.index("embedding" if name.startswith("embedding.") else ""), 0
 
 
 def _expert(name: str) -> int:
     numbered = _EXPERT.search(name)
     return int(numbered.group(1) or numbered.group(2)) if numbered else -1
-
-
-def _check_names(tensors: Iterable[PlannedTensor]) -> None:
-    seen: set[str] = set()
-    for tensor in tensors:
-        if tensor.name in seen:
-            raise SyncMismatch(f"{tensor.name} is the Hugging Face name of two weights of the model; nothing was sent")
-        seen.add(tensor.name)
 
 
 @dataclass
@@ -333,26 +297,30 @@ class _Packer:
 
     limit: int
     senders: list[int] = field(default_factory=list)
-    """Values by bucket."""
+    """Sender of each bucket."""
     sizes: list[int] = field(default_factory=list)
-    """Values by bucket."""
-    _held: list[list[tuple[Named, int]]] = field(default_factory=list)
+    """Bytes of each bucket."""
+    held: list[list[tuple[Named, int]]] = field(default_factory=list)
     """Tensors of each bucket and their first bytes in it."""
-    _open: dict[int, int] = field(default_factory=dict)
+    open: dict[int, int] = field(default_factory=dict)
+    """Number of the open bucket of each sender."""
 
     def add(self, sender: int, layer: Sequence[Named]) -> None:
         """Place a layer: in the open bucket if it fits, else in a new one, or in several if it fits in none."""
-        rooms = [_room(tensor) for tensor in layer]
+        rooms = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in layer]
         together = sum(rooms)
-        used = self.sizes[self._open[sender]] if sender in self._open else 0
+        used = self.sizes[self.open[sender]] if sender in self.open else 0
         if together <= self.limit < used + together:
-            del self._open[sender]
+            del self.open[sender]
         for tensor, room in zip(layer, rooms, strict=True):
-            self._place(sender, tensor, room)
-
-    def close(self) -> None:
-        """Close all buckets: later tensors go into new ones."""
-        self._open.clear()
+            if sender not in self.open or self.sizes[self.open[sender]] + room > self.limit:
+                self.open[sender] = len(self.sizes)
+                self.senders.append(sender)
+                self.sizes.append(0)
+                self.held.append([])
+            number = self.open[sender]
+            self.held[number].append((tensor, self.sizes[number]))
+            self.sizes[number] += room
 
     def turns(self) -> list[int]:
         """The buckets in an order in which senders take turns: while one's is read, the others fill theirs."""
@@ -364,20 +332,5 @@ class _Packer:
         return [
             PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, bucket=number, offset=offset)
             for number, packed in enumerate(order)
-            for tensor, offset in self._held[packed]
+            for tensor, offset in self.held[packed]
         ]
-
-    def _place(self, sender: int, tensor: Named, room: int) -> None:
-        if sender not in self._open or self.sizes[self._open[sender]] + room > self.limit:
-            self._open[sender] = len(self.sizes)
-            self.senders.append(sender)
-            self.sizes.append(0)
-            self._held.append([])
-        number = self._open[sender]
-        self._held[number].append((tensor, self.sizes[number]))
-        self.sizes[number] += room
-
-
-def _room(tensor: Named) -> int:
-    """Bytes with those that align the next one."""
-    return -(-size_of(tensor.dtype, tensor.shape) // ALIGNMENT) * ALIGNMENT

@@ -1,6 +1,6 @@
 """One update of the engines' weights, from the trainer's side: planned once, sent once, then dropped."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,23 +13,12 @@ from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.conversion import Conversion, conversions
-from trainer_core.weights.digest import PlannedDigests, Whole, plan_digests
+from trainer_core.weights.conversion import Conversion, Parcel, Positions, conversions
+from trainer_core.weights.digest import Whole, plan_digests
 from trainer_core.weights.exchange import Shards, exchange, group_of
 from trainer_core.weights.packing import Packing, tensors_of
-from trainer_core.weights.plan import (
-    Bucket,
-    Place,
-    PlannedTensor,
-    Row,
-    Table,
-    WeightPlan,
-    decode,
-    encode,
-    plan_of,
-    text_digest,
-)
-from trainer_core.weights.sending import BucketSender, Parcel, Positions
+from trainer_core.weights.plan import Bucket, Place, WeightPlan, decode, encode, plan_of, text_digest
+from trainer_core.weights.sending import BucketSender
 from trainer_core.weights.whole import Exported, WholeExport
 
 
@@ -42,30 +31,25 @@ class Update:
         Raises:
             SyncMismatch: on every rank, if one cannot send its weights or ranks do not hold the same.
         """
-        self._model, self._mesh = model, mesh
+        self._mesh = mesh
         _settle(mesh)
-        found, others, rows, problem = _found(model)
+        found, self._others, problem = _found(model)
         place = _place(mesh, config, version, arena_bytes, problem)
-        mine = tuple(sorted(rows, key=lambda row: row.name))
+        mine = tuple(sorted((one.row for one in (*found, *self._others)), key=lambda row: row.name))
         told, self.exchanges = exchange(own := encode(place, mine), mesh)
         tables = decode(told, own, mine)
         self._whole = WholeExport(model, tables)
-        more = self._whole.outlines() if _has_more(tables) else []
+        lacking = any(not row.tensors for table in tables for row in table.rows)
+        more = self._whole.outlines() if lacking and all(table.place.problem is None for table in tables) else []
         self.plan: WeightPlan = plan_of(tables, more)
         self.text = self.plan.model_dump_json()
         self.digest = text_digest(self.text)
         self._exported = frozenset(tensor.name for tensor in more)
-        self._others = others
         self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}
         self._planned = tensors_of(self.plan)
-        self._digests = self._outlined()
+        sent = [bucket.number for bucket in self.plan.buckets if bucket.sender == mesh.rank]
+        self._digests = plan_digests({number: list(map(Whole, self._planned[number])) for number in sent}, mesh.device)
         self._positions = Positions(mesh.device)
-
-    def _outlined(self) -> PlannedDigests:
-        """Digests of what this rank sends."""
-        own = [bucket.number for bucket in self.plan.buckets if bucket.sender == self._mesh.rank]
-        found = {number: [Whole(tensor) for tensor in self._planned[number]] for number in own}
-        return plan_digests(found, self._mesh.device)
 
     def problem(self) -> str | None:
         """The reason why the live model no longer fits the plan; None if it does."""
@@ -82,21 +66,19 @@ class Update:
             RatchetError: what failed first on this rank.
         """
         _settle(self._mesh)
-        planned = self._planned
-        whole = [bucket for bucket in self.plan.buckets if planned[bucket.number][0].name in self._exported]
-        parcels = {
-            bucket.number: self._parcel(bucket) for bucket in self.plan.buckets[: len(self.plan.buckets) - len(whole)]
-        }
-        own = [number for number in parcels if self.plan.buckets[number].sender == self._mesh.rank]
+        buckets = self.plan.buckets
+        whole = [bucket for bucket in buckets if self._planned[bucket.number][0].name in self._exported]
+        parcels = {bucket.number: self._parcel(bucket) for bucket in buckets[: len(buckets) - len(whole)]}
+        own = [number for number in parcels if buckets[number].sender == self._mesh.rank]
         with BucketSender(channel, self.plan, self._mesh, self._digests) as sender, torch.no_grad():
             for number, parcel in parcels.items():
                 if own[channel.arenas : channel.arenas + 1] == [number]:  # engines have hardly begun to read
                     with sender.noted():
                         for later in own[channel.arenas :]:
                             parcels[later].look()
-                self._carry(sender, self.plan.buckets[number], parcel)
+                self._carry(sender, buckets[number], parcel)
             if whole:
-                self._carry_exported(sender, whole, planned)
+                self._carry_exported(sender, whole)
             sender.finish()
             return sender
 
@@ -116,31 +98,29 @@ class Update:
         if bucket.sender == self._mesh.rank:
             sender.send(bucket, parcel.planned, lambda arena: parcel.fill(arena, shards, self._positions))
 
-    def _carry_exported(
-        self, sender: BucketSender, buckets: Sequence[Bucket], planned: Mapping[int, Sequence[PlannedTensor]]
-    ) -> None:
+    def _carry_exported(self, sender: BucketSender, buckets: Sequence[Bucket]) -> None:
         """Export the weights that only the bridge converts, and send them from rank 0."""
         waiting = list(buckets)
         held: dict[str, torch.Tensor] = {}
 
         def send() -> None:
             bucket = waiting.pop(0)
+            packing = Packing(self._planned[bucket.number])
+
+            def fill(arena: torch.Tensor) -> None:
+                packing.add(held)
+                packing.write(arena)
+
             if bucket.sender == self._mesh.rank:
-                sender.send(bucket, planned[bucket.number], lambda arena: _packed(planned[bucket.number], held, arena))
+                sender.send(bucket, self._planned[bucket.number], fill)
             held.clear()
 
         for name, tensor in self._whole.exported():
             held[name] = tensor
-            if waiting and name == planned[waiting[0].number][-1].name:
+            if waiting and name == self._planned[waiting[0].number][-1].name:
                 send()
         while waiting:  # its last tensor did not come, which `send` tells
             send()
-
-
-def _packed(planned: Sequence[PlannedTensor], held: Mapping[str, torch.Tensor], arena: torch.Tensor) -> None:
-    packing = Packing(planned)
-    packing.add(held)
-    packing.write(arena)
 
 
 def _settle(mesh: Mesh) -> None:
@@ -149,19 +129,12 @@ def _settle(mesh: Mesh) -> None:
         torch.cuda.synchronize(mesh.device)
 
 
-def _found(model: Model) -> tuple[list[Conversion], list[Exported], list[Row], str | None]:
+def _found(model: Model) -> tuple[list[Conversion], list[Exported], str | None]:
     try:
         with quietly(), torch.no_grad():
-            found, others = conversions(model)
-            return found, others, [one.row for one in (*found, *others)], None
+            return *conversions(model), None
     except SyncMismatch as error:
-        return [], [], [], str(error)
-
-
-def _has_more(tables: Iterable[Table]) -> bool:
-    """True if there is something that only the bridge's export converts, and no rank has a problem."""
-    lacking = any(not row.tensors for table in tables for row in table.rows)
-    return lacking and all(table.place.problem is None for table in tables)
+        return [], [], str(error)
 
 
 def _place(mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int, problem: str | None) -> Place:

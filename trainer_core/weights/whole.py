@@ -25,17 +25,30 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Exported:
-    """One parameter or buffer of this rank that only the export converts."""
+class Held:
+    """One parameter or buffer of this rank."""
 
     row: Row
-    """The tensor as the other ranks know it: its name."""
+    """The tensor as the other ranks know it."""
     module: torch.nn.Module
     """Module that owns the tensor."""
     attribute: str
     """The tensor's name there."""
     tensor: torch.Tensor
     """The live parameter or buffer."""
+
+    def changed(self) -> str | None:
+        """The reason why the live tensor is not the one that was planned; None if it is."""
+        live = getattr(self.module, self.attribute)
+        if live is not self.tensor:
+            return f"{self.row.name} was replaced by another tensor after the update was planned"
+        return absent(self.row.name, live)
+
+
+@dataclass(frozen=True)
+class Exported(Held):
+    """One parameter or buffer of this rank that only the export converts; its row has only the name."""
+
     planned: Named
     """Its type and shape in the plan."""
 
@@ -47,23 +60,17 @@ class Exported:
         return cls(row, cast(torch.nn.Module, task.megatron_module), attribute, tensor, named(name, tensor))
 
     def changed(self) -> str | None:
-        """The reason why the live tensor is not the one that was planned; None if it is."""
-        live, name = getattr(self.module, self.attribute), self.row.name
-        if live is not self.tensor:
-            return f"{name} was replaced by another tensor after the update was planned"
-        if (now := named(name, live)) != self.planned:
-            was = f"{self.planned.dtype} {list(self.planned.shape)}"
-            return absent(name, live) or f"{name} is {now.dtype} {list(now.shape)} now, but was planned as {was}"
-        return absent(name, live)
+        was, now = self.planned, named(self.row.name, self.tensor)
+        if (problem := super().changed()) is not None or now == was:
+            return problem
+        return f"{was.name} is {now.dtype} {list(now.shape)} now, but was planned as {was.dtype} {list(was.shape)}"
 
 
 class WholeExport:
     """The export of such weights. Nothing of it is kept from one call to the next."""
 
     def __init__(self, model: Model, tables: Sequence[Table]) -> None:
-        """Args:
-        tables: of all ranks.
-        """
+        """`tables` are those of all ranks."""
         self._model = model
         self._config = Settings(model.config).digest()
         stages = set(dist.get_process_group_ranks(cast(Any, parallel_state.get_pipeline_model_parallel_group())))

@@ -9,11 +9,10 @@ def filled(_rank, _world, _store):
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from trainer_core.weights.conversion import Conversion
+    from trainer_core.weights.conversion import Conversion, Parcel, Positions
     from trainer_core.weights.exchange import Shards
     from trainer_core.weights.packing import tensors_of, views
     from trainer_core.weights.plan import Row
-    from trainer_core.weights.sending import Parcel, Positions
 
     converted, made = [], []
 
@@ -54,7 +53,7 @@ def rows_twice(_rank, _world, _store):
     """Positions requested in a row, and again after the first were changed in place."""
     import torch
 
-    from trainer_core.weights.sending import Positions
+    from trainer_core.weights.conversion import Positions
 
     positions = Positions(torch.device("cpu"))
     asked = [(8,), (8.0,), (0, 8, 2), (1, 8, 2), (0, 8, 4)]
