@@ -25,7 +25,7 @@ from trainer_core.trainer import Trainer
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import dtype_name
 from trainer_core.weights.plan import WeightPlan
-from trainer_core.weights.transports.shared import make_arenas
+from trainer_core.weights.transports.shared import SharedArenas
 from trainer_core.weights.update import Update
 
 _SPREAD = 0.02  # standard deviation of the weights
@@ -101,7 +101,7 @@ class SyncRank(Trainer, SyncRankProtocol):
     def show_arenas(self, channel: Channel, plan: WeightPlan) -> None:
         """See `SyncRankProtocol.show_arenas`."""
         if self._device.type == "cpu":
-            make_arenas(channel, plan, self._mesh.rank)
+            SharedArenas(channel, plan, self._mesh.rank, new=True)
             return
         from trainer_core.weights.transports.card import export_arenas
 

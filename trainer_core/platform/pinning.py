@@ -28,10 +28,8 @@ class Pinning:
     """Waits until what was copied is there."""
 
     def pin(self, memory: torch.Tensor, file: Path) -> bool:
-        """Pin the memory that a file is mapped to.
-
-        Returns:
-            False if it cannot be pinned, as that of a file on a disk: the kernel does not let a device write to it.
+        """Pin the memory that a file is mapped to. False if it cannot be pinned, as that of a file on a disk: the kernel
+        does not let a device write to it.
 
         Raises:
             WorkerLost: the device does not work, or the memory is pinned already.
@@ -47,11 +45,7 @@ class Pinning:
         return not code
 
     def release(self, memory: torch.Tensor) -> None:
-        """Release memory that was pinned.
-
-        Raises:
-            WorkerLost: as `pin`.
-        """
+        """Release memory that was pinned; raises as `pin`."""
         code = self.unregister(memory.data_ptr())
         if code:
             raise WorkerLost(
@@ -63,21 +57,23 @@ def pinning_of(device: torch.device) -> Pinning | None:
     """Functions that pin memory for a device; None for a CPU, which needs none."""
     if device.type != "cuda":
         return None
-    runtime = _runtime()
+    runtime: Any = torch.cuda.cudart()
+
+    def forget() -> None:  # torch has no call for it, but asks for the runtime's last error at the launch of a kernel
+        with contextlib.suppress(torch.AcceleratorError):
+            torch.ones(1, device=device)
+
     return Pinning(
         register=lambda address, count: int(runtime.cudaHostRegister(address, count, 0)),
         unregister=lambda address: int(runtime.cudaHostUnregister(address)),
-        forget=lambda: _launch(device),
+        forget=forget,
         wait=torch.cuda.synchronize,
     )
 
 
 def pin(memory: torch.Tensor) -> bool:
-    """Lock the pages of contiguous host memory that is in no file. It takes exactly its size: torch's own allocator of
-    pinned memory takes the next power of two.
-
-    Returns:
-        False if they cannot be locked: copies then only take longer.
+    """Lock the pages of contiguous host memory that is in no file; False if they cannot be locked: copies then only take
+    longer. It takes exactly its size: torch's own allocator of pinned memory takes the next power of two.
 
     Raises:
         WorkerLost: the device does not work, or the memory is pinned already.
@@ -88,14 +84,4 @@ def pin(memory: torch.Tensor) -> bool:
 
 def unpin(address: int) -> None:
     """Undo `pin` of the memory that begins there, before it is given back."""
-    torch.cuda.check_error(_runtime().cudaHostUnregister(address))
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
-
-
-def _launch(device: torch.device) -> None:
-    """Launch a kernel: torch then asks the runtime for its last error, which ends it; torch has no call for that."""
-    with contextlib.suppress(torch.AcceleratorError):
-        torch.ones(1, device=device)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

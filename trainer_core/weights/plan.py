@@ -140,7 +140,7 @@ _ROWS: TypeAdapter[Rows] = TypeAdapter(Rows)
 
 
 class Table(Frozen):
-    """What one rank tells the others: its place, its parameters and buffers."""
+    """Table that one rank sends to the others: its place, its parameters and buffers."""
 
     place: Place
     rows: Rows

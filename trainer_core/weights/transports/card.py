@@ -23,7 +23,6 @@ from trainer_core.weights.plan import WeightPlan
 
 _HANDLE_BYTES = 64
 _OPEN = runtime.cudaIpcMemLazyEnablePeerAccess
-
 _exported: dict[tuple[int, int, int], list[int]] = {}
 """Addresses of this process's arenas, by device, size and number; of one channel at a time."""
 _replaced: list[int] = []
@@ -67,13 +66,9 @@ class CardOpener:
         self._handles: set[bytes] = set()
 
     def open(self, sender: int) -> tuple[list[torch.Tensor], bool]:
-        """The arenas of a sender, and whether they lie on the card of this process; otherwise each reading crosses the
-        link between two cards.
-
-        Raises:
-            StorageUnavailable: they cannot be opened from this card.
-        """
-        index, shown = _index(self._device), _shown(self._channel, sender)
+        """As `Opener`: False if the arenas lie on another card, so that each reading crosses the link."""
+        index = _index(self._device)
+        shown = Shown.model_validate_json(_path(self._channel, sender).read_text(encoding="utf-8"))
         card, handles = _card(index), [bytes.fromhex(handle) for handle in shown.handles]
         with _on(index):
             addresses = [_address(handle, _opening(shown.card, card)) for handle in handles]
@@ -157,10 +152,6 @@ def _address(handle: bytes, opening: str) -> int:
         ctypes.memmove(theirs.getPtr(), handle, _HANDLE_BYTES)
         _opened[handle] = int(_done(runtime.cudaIpcOpenMemHandle(theirs, _OPEN), opening))
     return _opened[handle]
-
-
-def _shown(channel: Channel, sender: int) -> Shown:
-    return Shown.model_validate_json(_path(channel, sender).read_text(encoding="utf-8"))
 
 
 def _done(answer: tuple[Any, ...], what: str, or_else: str = "") -> Any:

@@ -25,7 +25,6 @@ class BroadcastGroup:
         Raises:
             SyncMismatch: a process has failed or did not come.
         """
-        self._signals = signals
         met = signals.met[signals.place[sender]]  # (1 + R,)
         met[rank] = 1
         signals.wait(lambda: met.all(), f"trainer rank {sender} and all engines to meet")
@@ -43,14 +42,6 @@ class BroadcastGroup:
     def close(self) -> None:
         """End the group, whether or not everything was sent: an update that failed may have broadcasts under way."""
         self._group.abort()
-
-    def wait(self, done: Callable[[], bool], what: str) -> None:
-        """Return once a broadcast is done.
-
-        Raises:
-            SyncMismatch: a process has failed, or the deadline has passed.
-        """
-        self._signals.wait(done, what)
 
 
 def _connected(signals: Signals, make: Callable[[], Any], what: str) -> Any:
@@ -126,7 +117,7 @@ class CollectiveSender:
 
     def _settle(self, place: int) -> None:
         if place in self._under_way:
-            self._group.wait(self._under_way.pop(place), f"engines to receive what rank {self._rank} sent")
+            self._signals.wait(self._under_way.pop(place), f"engines to receive what rank {self._rank} sent")
 
 
 class CollectiveReceiver:
@@ -136,17 +127,17 @@ class CollectiveReceiver:
         self._channel, self._number, self._device = channel, number, device
         self._signals = Signals(channel, plan)
         self._groups: dict[int, BroadcastGroup] = {}
-        self._senders = sorted({bucket.sender for bucket in plan.buckets})
         self._buffer = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)  # (arena_bytes,)
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
         if not self._groups:  # all in one order: each of them waits for every receiver
-            for sender in self._senders:
-                rank = 1 + self._number
-                self._groups[sender] = BroadcastGroup(self._channel, self._signals, sender, rank, self._device)
+            for sender in self._signals.place:
+                group = BroadcastGroup(self._channel, self._signals, sender, 1 + self._number, self._device)
+                self._groups[sender] = group
         self._signals.published(bucket)
-        arena, group = self._buffer[: bucket.nbytes], self._groups[bucket.sender]
-        group.wait(group.broadcast(arena), f"bucket {bucket.number} from trainer rank {bucket.sender}")
+        arena = self._buffer[: bucket.nbytes]
+        done = self._groups[bucket.sender].broadcast(arena)
+        self._signals.wait(done, f"bucket {bucket.number} from trainer rank {bucket.sender}")
         return arena
 
     def release(self, bucket: Bucket) -> None:

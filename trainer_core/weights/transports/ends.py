@@ -12,7 +12,19 @@ from trainer_core.weights.transports.files import FilesReceiver, FilesSender
 from trainer_core.weights.transports.shared import HostOpener, SharedReceiver, SharedSender, host_sender
 
 
-class Sender(Protocol):
+class End(Protocol):
+    """Either end of a channel. Tensors from `arena` must not be used after `close`."""
+
+    def fail(self, reason: str) -> None:
+        """Stop all other ends: this update will not be completed."""
+        ...
+
+    def close(self) -> None:
+        """Release what this end holds."""
+        ...
+
+
+class Sender(End, Protocol):
     """The end of a channel at a trainer rank. It sends its own buckets, in the order of the plan."""
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
@@ -24,10 +36,8 @@ class Sender(Protocol):
         ...
 
     def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = ...) -> None:
-        """Let the receivers read a bucket, once the device has written it.
-
-        Args:
-            meanwhile: is called once, while the device writes, or while the receivers read.
+        """Let the receivers read a bucket, once the device has written it. `meanwhile` is called once, while the device
+        writes, or while the receivers read.
 
         Raises:
             StorageUnavailable: a file of it cannot be written.
@@ -35,23 +45,11 @@ class Sender(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until every receiver has read everything.
-
-        Raises:
-            SyncMismatch: another end has failed, or does not answer until the deadline.
-        """
-        ...
-
-    def fail(self, reason: str) -> None:
-        """Stop all other ends: this update will not be completed."""
-        ...
-
-    def close(self) -> None:
-        """Release what this end holds. Tensors from `arena` must not be used afterwards."""
+        """Wait until every receiver has read everything; raises as `arena`."""
         ...
 
 
-class Receiver(Protocol):
+class Receiver(End, Protocol):
     """The end of a channel at a worker of an engine. It reads all buckets, in the order of the plan."""
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
@@ -68,14 +66,6 @@ class Receiver(Protocol):
 
     def release(self, bucket: Bucket) -> None:
         """Let the sender use the arena again, once the device has read it."""
-        ...
-
-    def fail(self, reason: str) -> None:
-        """Stop all other ends: this update will not be completed."""
-        ...
-
-    def close(self) -> None:
-        """Release what this end holds. Tensors from `arena` must not be used afterwards."""
         ...
 
 
@@ -104,12 +94,7 @@ def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.dev
 
 
 def open_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> Receiver:
-    """The end of a channel at a worker.
-
-    Args:
-        number: of this worker among `channel.receivers`.
-        device: of the model.
-    """
+    """The end of a channel at worker `number` among `channel.receivers`, whose model is on that device."""
     match channel.transport:
         case "memory":
             return SharedReceiver(channel, plan, number, device, HostOpener(channel, plan, device))

@@ -20,28 +20,26 @@ _PAUSE_S = 0.05  # an object store is asked twenty times a second
 class _BucketFiles:
     """The files of one update, from either end."""
 
-    def __init__(self, channel: Channel, plan: WeightPlan) -> None:
+    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
         fs, folder = fsspec.core.url_to_fs(channel.folder)
         self._fs: Any = fs
-        self._folder, self._deadline_s = str(folder), channel.deadline_s
+        self._folder, self._deadline_s, self._device = str(folder), channel.deadline_s, device
         self._planned = tensors_of(plan)
         self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
     def _check(self) -> None:
-        """Raise if the other end has failed.
-
-        Raises:
-            SyncMismatch: with its reason.
-        """
+        """Raise SyncMismatch if the other end has failed, with its reason."""
         if self._fs.exists(f"{self._folder}/{FAILED}"):
             raise SyncMismatch(self._fs.cat_file(f"{self._folder}/{FAILED}").decode() or UNKNOWN)
 
     def fail(self, reason: str) -> None:
-        """Stop the other ends: this update will not be completed."""
         if self._local:
             fail(self._folder, reason)
         else:
             self._put(f"{self._folder}/{FAILED}", reason.encode())
+
+    def close(self) -> None:
+        pass
 
     def _put(self, path: str, content: bytes) -> None:
         """Let a file appear whole."""
@@ -65,7 +63,7 @@ class FilesSender(_BucketFiles):
     """Writes each bucket as a file. Nobody waits for the readers: they cannot be seen from here."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
-        super().__init__(channel, plan)
+        super().__init__(channel, plan, device)
         self._arena = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)  # (arena_bytes,)
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
@@ -87,26 +85,19 @@ class FilesSender(_BucketFiles):
 class FilesReceiver(_BucketFiles):
     """Reads the file of each bucket once it is there. Files stay, for other engines."""
 
-    def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
-        super().__init__(channel, plan)
-        self._device = device
-
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        self._check()
         end = time.monotonic() + self._deadline_s
+        self._check()
         while not self._fs.exists(self._path(bucket)):
-            self._check()
             if time.monotonic() > end:
                 raise SyncMismatch(
                     f"{self._path(bucket)} did not appear within {self._deadline_s:g} s: the trainer rank "
                     f"{bucket.sender} that writes it has died or hangs. Sync the weights again"
                 )
             time.sleep(_PAUSE_S)
+            self._check()
         tensors = load(self._fs.cat_file(self._path(bucket)))
         return packed(bucket, self._planned[bucket.number], tensors).to(self._device)
 
     def release(self, bucket: Bucket) -> None:
-        pass
-
-    def close(self) -> None:
         pass

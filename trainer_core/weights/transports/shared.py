@@ -16,12 +16,28 @@ from trainer_core.weights.plan import Bucket, WeightPlan
 
 
 class SharedArenas:
-    """The arenas of one sender, as seen from one end."""
+    """The arenas of one sender in shared memory of the host, as seen from one end."""
 
-    def __init__(self, path: Path, file: mmap.mmap, arena_bytes: int) -> None:
-        self._path = path
-        self._whole = torch.frombuffer(file, dtype=torch.uint8)  # keeps the mapping
-        self.buffers = list(self._whole.split(arena_bytes))  # (arena_bytes,) each
+    def __init__(self, channel: Channel, plan: WeightPlan, sender: int, new: bool = False) -> None:
+        """Make the arenas as the sender if they are `new`, else open those that it has made.
+
+        Raises:
+            StorageUnavailable: there is no room in shared memory.
+        """
+        self._path, size = Path(channel.folder, f"arenas-{sender}"), channel.arenas * plan.arena_bytes
+        handle = os.open(self._path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
+        try:
+            if new:
+                os.posix_fallocate(handle, 0, size)  # or a later write would end the process
+            self._whole = torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)  # keeps the mapping
+        except OSError as error:
+            raise StorageUnavailable(
+                f"{channel.arenas} arenas of {plan.arena_bytes >> 20} MiB for a weight update do not fit into "
+                f"{channel.folder}: {error}; free shared memory there or lower sync.arena_mib"
+            ) from error
+        finally:
+            os.close(handle)
+        self.buffers = list(self._whole.split(plan.arena_bytes))  # (arena_bytes,) each
         self._pinning: Pinning | None = None
 
     def pin(self, device: torch.device) -> None:
@@ -35,50 +51,11 @@ class SharedArenas:
             self._pinning = pinning
 
     def close(self) -> None:
-        """Forget the mapping, which ends with the last tensor that shows some of it.
-
-        Raises:
-            WorkerLost: as `pin`.
-        """
+        """Forget the mapping, which ends with the last tensor that shows some of it; raises as `pin`."""
         self.buffers = []
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
             pinning.release(self._whole)
-
-
-def make_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas:
-    """New arenas of a sender.
-
-    Raises:
-        StorageUnavailable: there is no room in shared memory.
-    """
-    size = channel.arenas * plan.arena_bytes
-    path = _path(channel, sender)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(handle, 0, size)  # or a later write would end the process
-        return SharedArenas(path, mmap.mmap(handle, size), plan.arena_bytes)
-    except OSError as error:
-        raise StorageUnavailable(
-            f"{channel.arenas} arenas of {plan.arena_bytes >> 20} MiB for a weight update do not fit into "
-            f"{channel.folder}: {error}; free shared memory there or lower sync.arena_mib"
-        ) from error
-    finally:
-        os.close(handle)
-
-
-def open_arenas(channel: Channel, plan: WeightPlan, sender: int) -> SharedArenas:
-    """The arenas that a sender has made."""
-    path = _path(channel, sender)
-    handle = os.open(path, os.O_RDWR)
-    try:
-        return SharedArenas(path, mmap.mmap(handle, channel.arenas * plan.arena_bytes), plan.arena_bytes)
-    finally:
-        os.close(handle)
-
-
-def _path(channel: Channel, sender: int) -> Path:
-    return Path(channel.folder, f"arenas-{sender}")
 
 
 class SharedSender:
@@ -94,8 +71,7 @@ class SharedSender:
         staging: torch.Tensor | None = None,
     ) -> None:
         """Args:
-        buffers: the arenas, (arena_bytes,) uint8 each.
-        close: releases them.
+        buffers: the arenas, (arena_bytes,) uint8 each, which `close` releases.
         staging: (arena_bytes,) on the card of the weights, if the arenas are in memory of the host.
         """
         self._signals, self._rank = Signals(channel, plan), rank
@@ -135,16 +111,14 @@ class SharedSender:
 
 def host_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
     """A sender through shared memory of the host."""
-    arenas = make_arenas(channel, plan, rank)
-    if device.type == "cpu":
-        return SharedSender(channel, plan, rank, arenas.buffers, arenas.close)
+    arenas = SharedArenas(channel, plan, rank, new=True)
     arenas.pin(device)
-    staging = torch.empty_like(arenas.buffers[0], device=device)
+    staging = None if device.type == "cpu" else torch.empty_like(arenas.buffers[0], device=device)
     return SharedSender(channel, plan, rank, arenas.buffers, arenas.close, staging)
 
 
 Seen = tuple[list[torch.Tensor], bool]
-"""Arenas of a sender, (arena_bytes,) uint8 each; and whether they lie in the memory that the model is in, so that
+"""Arenas of a sender, (arena_bytes,) uint8 each; and True if they lie in the memory that the model is in, so that
 loaders may read them as often as they like."""
 
 
@@ -172,7 +146,7 @@ class HostOpener:
         self._arenas: list[SharedArenas] = []
 
     def open(self, sender: int) -> Seen:
-        self._arenas.append(arenas := open_arenas(self._channel, self._plan, sender))
+        self._arenas.append(arenas := SharedArenas(self._channel, self._plan, sender))
         arenas.pin(self._device)
         return arenas.buffers, self._device.type == "cpu"
 
