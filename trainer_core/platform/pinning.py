@@ -28,8 +28,8 @@ class Pinning:
     """Waits until what was copied is there."""
 
     def pin(self, memory: torch.Tensor, file: Path) -> bool:
-        """Pin the memory that a file is mapped to. False if it cannot be pinned, as that of a file on a disk: the kernel
-        does not let a device write to it.
+        """Pin the memory that a file is mapped to. False if it cannot be pinned: the kernel does not let a device write
+        to a file on a disk.
 
         Raises:
             WorkerLost: the device does not work, or the memory is pinned already.
@@ -72,7 +72,7 @@ def pinning_of(device: torch.device) -> Pinning | None:
 
 
 def pin(memory: torch.Tensor) -> bool:
-    """Lock the pages of contiguous host memory that is in no file; False if they cannot be locked: copies then only take
+    """Lock the pages of contiguous host memory that is in no file; False if that is refused: copies then only take
     longer. It takes exactly its size: torch's own allocator of pinned memory takes the next power of two.
 
     Raises:
@@ -84,4 +84,5 @@ def pin(memory: torch.Tensor) -> bool:
 
 def unpin(address: int) -> None:
     """Undo `pin` of the memory that begins there, before it is given back."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostUnregister(address))
