@@ -206,8 +206,8 @@ OBJECTIVES = (
         "objective-source-not-recorded",
         "the source of an objective is no part of a run's meaning",
         "tasks/config/document.py",
-        "    return _with_sources(placed(document, (RunConfig,), lambda",
-        "    return (placed(document, (RunConfig,), lambda",
+        "    return _with_sources(placed(document, (RunConfig,), change, NONE))\n",
+        "    return placed(document, (RunConfig,), change, NONE)\n",
         ("tests/tasks/config/test_objective.py",),
     ),
     Mutant(

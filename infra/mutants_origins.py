@@ -196,7 +196,7 @@ ORIGINS = (
     Mutant(
         "printed-without-a-table",
         "tables within tables are missing in a printed configuration",
-        "tasks/config/written.py",
+        "tasks/config/document.py",
         "        yield from written(value, (*path, key))\n",
         "        yield from () if path else written(value, (*path, key))\n",
         ("tests/tasks/config/test_written.py",),
@@ -204,9 +204,9 @@ ORIGINS = (
     Mutant(
         "printed-as-json",
         "a printed text has the escapes of JSON, pairs of surrogates among them",
-        "tasks/config/written.py",
-        "ensure_ascii=False",
-        "ensure_ascii=True",
+        "tasks/config/document.py",
+        "value, ensure_ascii=False",
+        "value, ensure_ascii=True",
         ("tests/tasks/config/test_written.py",),
     ),
     Mutant(

@@ -101,7 +101,7 @@ UPKEEP = (
     Mutant(
         "form-for-secrets",
         "the form of a flow run asks for a secret, which the server would store",
-        "tasks/config/form.py",
+        "tasks/config/reference.py",
         "or mark.secret or",
         "or",
         ("tests/flows/deployments/test_new_run.py",),
@@ -109,7 +109,7 @@ UPKEEP = (
     Mutant(
         "untouched-switches",
         "a switch of the form that nobody has touched turns a setting off",
-        "tasks/config/form.py",
+        "tasks/config/reference.py",
         "        found = _CHOICE\n",
         "        pass\n",
         ("tests/flows/deployments/test_new_run.py",),

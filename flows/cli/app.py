@@ -25,10 +25,9 @@ from storage.errors import InputError, RatchetError, told
 from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting, shown_text
-from tasks.config.document import load_config
+from tasks.config.document import load_config, written
 from tasks.config.environment import prepare_process, without_secrets
 from tasks.config.run import RunConfig
-from tasks.config.written import written
 from tasks.workers.scratch import check_folders
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"

@@ -13,7 +13,7 @@ from storage.backends.root import open_root
 from storage.errors import StageFailed
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
-from tasks.config.numbers import COLDEST
+from tasks.config.section import COLDEST
 from tasks.export.choice import choose
 from tasks.export.target import ExportFolder, local_or_url
 from trainer_core.config import Precision

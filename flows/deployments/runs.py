@@ -25,7 +25,7 @@ from storage.upkeep.catalog import names
 from storage.upkeep.redoing import Wanted
 from tasks.config.credentials import shown_setting
 from tasks.config.document import apply_overrides, config_of_tables, load_config, parse_config
-from tasks.config.form import section_form
+from tasks.config.reference import section_form
 from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by, record_config, stored_config
 

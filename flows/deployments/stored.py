@@ -33,7 +33,7 @@ from storage.upkeep.redoing import choose
 from storage.upkeep.verify import Verification, verify
 from tasks.config.credentials import shown_text
 from tasks.config.evaluation import EvaluationSettings
-from tasks.config.numbers import COLDEST
+from tasks.config.section import COLDEST
 from tasks.config.stored import ConfigRecord, begun_by, forked_config
 from tasks.export.choice import BEST
 from tasks.export.choice import choose as choose_weights

@@ -76,11 +76,9 @@ def literal_secrets(value: JsonValue, path: str, secret: bool = False) -> Iterat
 
 @functools.lru_cache(maxsize=1024)
 def secret_texts(name: str, value: str) -> tuple[str, ...]:
-    """The texts by which a variable of the environment would give a secret away; none if it does not look like one.
-
-    It does if its name says so and the value is no folder, number or word, if the value has a form of keys or is
-    random, or if it has credentials in a URL.
-    """
+    """The texts by which a variable of the environment would give a secret away; none if it does not look like one. It
+    does if its name says so and the value is no folder, number or word, if the value has a form of keys or is random,
+    or if it has credentials in a URL."""
     inner = [text for found in _USER_INFO.finditer(value) if (text := (found["password"] or "")[1:])]
     inner += [unquote(text) for text in inner]
     inner += [text for text in value.split("/") if "://" in value and _RANDOM.fullmatch(text)]

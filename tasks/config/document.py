@@ -1,10 +1,11 @@
-"""The document that defines a run: TOML in, frozen models out, all errors in one message."""
+"""The document that defines a run: TOML in, frozen models out, all errors in one message; and as TOML again."""
 
 import difflib
 import glob
 import json
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer_core.user_code import located_function
 
 _NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
 
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _FORMS = ("text", "list")
 """Names of the forms that a setting may have, which pydantic puts into the place of an error."""
 
@@ -88,14 +90,8 @@ def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where:
 
 
 def completed(document: dict[str, Any], overrides: Sequence[str], folder: Path | None, where: str) -> RunConfig:
-    """A configuration of a parsed document, into which overrides and absolute paths of local files are put.
-
-    Args:
-        folder: of the configuration; None if that is no local file.
-
-    Raises:
-        InputError: as `parse_config`.
-    """
+    """A configuration of a parsed document, into which overrides and absolute paths of local files are put; `folder` is
+    that of the configuration, if it is a local file. Raises InputError: as `parse_config`."""
     apply_overrides(document, overrides)
     return parse_config(_located(document, folder), where)
 
@@ -132,13 +128,9 @@ def _decides(path: str) -> bool:
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:
-    """Put `section.key=value` into a parsed document.
-
-    Another type of a table removes the keys of the one it had, and a 0 that switches something off its settings.
-
-    Raises:
-        InputError: it has another form, or names a value as a section.
-    """
+    """Put `section.key=value` into a parsed document. Another type of a table removes the keys of the one it had, and a
+    0 that switches something off its settings. Raises InputError: it has another form, or names a value as a
+    section."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
@@ -159,23 +151,18 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     table[keys[-1]] = value
 
 
-def _located(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    return _with_sources(placed(document, (RunConfig,), lambda text, mark, key: _place(text, mark, key, folder), NONE))
-
-
 def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     """A parsed document with absolute paths of functions' files, and digests of the sources of objectives and engine.
+    Raises InputError: there is no such file, beside the configuration is another one than in the working directory, or
+    the source of an objective or of the engine has another digest than the document gives."""
+    return _located(document, folder, files=False)
 
-    Args:
-        folder: of the configuration; None if that is no local file.
 
-    Raises:
-        InputError: there is no such file, beside the configuration is another one than in the working directory, or the
-            source of an objective or of the engine has another digest than the document gives.
-    """
-
+def _located(document: dict[str, Any], folder: Path | None, files: bool = True) -> dict[str, Any]:
     def change(text: str, mark: Mark, key: str) -> str:
-        return located_function(text, folder, key) if mark.place == "function" else text
+        if mark.place == "function":
+            return located_function(text, folder, key)
+        return located(text, folder) if files else text
 
     return _with_sources(placed(document, (RunConfig,), change, NONE))
 
@@ -203,17 +190,13 @@ def folder_of(configuration: str) -> Path | None:
 
 
 def located(name: str, folder: Path | None) -> str:
-    """`name` as an absolute path if it names local files, by path or by pattern; else as it is.
-
-    So a run is the same from whatever folder it is started. Files beside the configuration come before those in the
-    working directory; what exists in neither may be a URL, a reference (`env:NAME`) or an id of the hub.
-    """
+    """`name` as an absolute path if it names local files, by path or by pattern; else as it is. So a run is the same
+    from whatever folder it is started. Files beside the configuration come before those in the working directory; what
+    exists in neither may be a URL, a reference (`env:NAME`) or an id of the hub."""
     if "://" in name or referenced(name) is not None:
         return name
-    places = (
-        [Path(name).expanduser()] if folder is None else [folder / Path(name).expanduser(), Path(name).expanduser()]
-    )
-    found = next((place for place in places if _is_there(place)), None)
+    file = Path(name).expanduser()
+    found = next((place for place in ([] if folder is None else [folder / file]) + [file] if _is_there(place)), None)
     return name if found is None else str(found.absolute())
 
 
@@ -224,17 +207,14 @@ def _is_there(place: Path) -> bool:
         return False
 
 
-def _place(text: str, mark: Mark, key: str, folder: Path | None) -> str:
-    return located_function(text, folder, key) if mark.place == "function" else located(text, folder)
-
-
 def _explain(item: dict[str, Any]) -> str:
     item["loc"] = tuple(step for step in item["loc"] if step not in _FORMS)
     place = ".".join(str(step) for step in _without_types(_keys(item))) or "document"
     if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
         known, given = item["ctx"].get("expected_tags"), dict(item["input"]).get("type")
         said = "this key is required" if given is None else f"{shown(given, 'type')!r} is not known"
-        return f"{place}.type: {said}; use one of {known or ', '.join(_types_at(item['loc']))}"
+        types = [repr(type_of(model)) for model in _models_at(item["loc"])]
+        return f"{place}.type: {said}; use one of {known or ', '.join(types)}"
     if item["type"] == "extra_forbidden":
         return f"{place}: unknown key; {_repair(item['loc'])}"
     if item["type"] == "missing":
@@ -252,19 +232,11 @@ def _keys(item: dict[str, Any]) -> Sequence[str | int]:
 
 
 def _repair(location: Sequence[str | int]) -> str:
-    known = _names_at(location[:-1])
+    known = list(_models_at(location[:-1])[0].model_fields)
     near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=_NEAR)
     if near:
         return f"did you mean {'.'.join([*map(str, _without_types(location[:-1])), *near])!r}?"
     return f"remove it, or use one of {', '.join(known)}"
-
-
-def _names_at(location: Sequence[str | int]) -> list[str]:
-    return list(_models_at(location)[0].model_fields)
-
-
-def _types_at(location: Sequence[str | int]) -> list[str]:
-    return [repr(type_of(model)) for model in _models_at(location)]
 
 
 def _models_at(location: Sequence[str | int]) -> Models:
@@ -285,3 +257,30 @@ def _without_types(location: Sequence[str | int]) -> list[str | int]:
         for number, step in enumerate(location)
         if len(before := _models_at(location[:number])) == 1 or str(step) not in [type_of(model) for model in before]
     ]
+
+
+def written(document: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of a document of plain types: of each table first its own keys, then the tables in it. A key without a
+    value is left out, as it is in a file."""
+    given = {key: value for key, value in document.items() if value is not None}
+    tables = {key: value for key, value in given.items() if isinstance(value, Mapping) and value}
+    own = [f"{_key(key)} = {toml(value)}" for key, value in given.items() if key not in tables]
+    if own:
+        yield from [f"[{'.'.join(map(_key, path))}]", *own, ""] if path else [*own, ""]
+    for key, value in tables.items():
+        yield from written(value, (*path, key))
+
+
+def toml(value: Any) -> str:
+    """A value as TOML, on one line."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(key)} = {toml(one)}' for key, one in value.items() if one is not None)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, str):  # JSON escapes what TOML does, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value) if isinstance(value, float) else json.dumps(value)
+
+
+def _key(key: str) -> str:
+    return key if _BARE.fullmatch(key) else toml(key)

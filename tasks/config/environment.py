@@ -136,14 +136,9 @@ class Settings:
 
 
 def prepare_process(offline: bool = True) -> None:
-    """Give this process and its children the defaults they need. Call it before Prefect or Ray is imported.
-
-    Values that the user has set are kept. A proxy is used for other hosts only, by Prefect's client, by Ray and by what
-    they start.
-
-    Args:
-        offline: keep this process from contacting a hub; a notebook may want to until a run starts.
-    """
+    """Give this process and its children the defaults they need, but keep the user's values. Call it before Prefect or
+    Ray is imported. They, and their processes, use a proxy for other hosts only. With `offline` this process contacts
+    no hub, which a notebook may want to until a run starts."""
     for name, value in {**_OFFLINE_AND_SILENT, **_ORCHESTRATION}.items():
         if offline or not name.endswith("_OFFLINE"):
             os.environ.setdefault(name, value)
@@ -160,20 +155,18 @@ def prefect_home() -> Path:
 
 
 def resolve(value: JsonValue, place: str) -> JsonValue:
-    """A value of the configuration with each `env:NAME` in it replaced by that variable. Use it, never store it.
-
-    Args:
-        place: its key, for the message.
-
-    Raises:
-        InputError: a variable is not set, or is empty.
-    """
+    """A value of the configuration, whose key is `place`, with each `env:NAME` in it replaced by that variable. Use it,
+    never store it. Raises InputError: a variable is not set, or is empty."""
     if isinstance(value, dict):
         return {key: resolve(inner, f"{place}.{key}") for key, inner in value.items()}
     if isinstance(value, list):
         return [resolve(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
-    variable = referenced(value)
-    return value if variable is None else _secret(variable, place)
+    if (variable := referenced(value)) is None:
+        return value
+    if not (found := os.environ.get(variable)):
+        raise InputError(f"{place} is env:{variable}, but {variable} is not set: export it before starting")
+    _resolved.add(found)
+    return found
 
 
 def without_secrets(text: str) -> str:
@@ -188,11 +181,9 @@ def without_secrets(text: str) -> str:
 
 
 def ensure_ray_token() -> None:
-    """Set a new token for a Ray that is started here, unless the user set one.
-
-    Ray switches token authentication on for a Ray it starts, unless RAY_AUTH_MODE says otherwise. Without a token in
-    the environment it would store one permanently in the home directory.
-    """
+    """Set a new token for a Ray that is started here, unless the user set one. Ray switches token authentication on for
+    a Ray it starts, unless RAY_AUTH_MODE says otherwise. Without a token in the environment it would store one
+    permanently in the home directory."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
@@ -245,15 +236,9 @@ def is_of_a_site() -> bool:
 
 
 def site_environment(folder: Path, home: Path, api: str, auth: str, database: str | None = None) -> dict[str, str]:
-    """The whole environment for the server and the worker of a site, which is also that of its flow runs.
-
-    Args:
-        folder: of the site.
-        home: Prefect's home folder.
-        api: URL of the server's API.
-        auth: the auth string that the server requires and its clients send.
-        database: URL of the server's database; None is SQLite in `home`.
-    """
+    """The whole environment for the server and the worker of a site, which is also that of its flow runs: with
+    Prefect's home folder, the URL of the server's API, the auth string that the server requires and its clients send,
+    and the URL of the server's database, which by default is SQLite in `home`."""
     inherited = {name: value for name, value in child_python_path().items() if not name.startswith("PREFECT_")}
     own = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_WORKER_")}
     return {
@@ -279,14 +264,6 @@ def with_faults(folder: Path) -> dict[str, str]:
 def _for_scoring(name: str, value: str) -> bool:
     known = name == _SITE_FOLDER or _SCORING.fullmatch(name) is not None
     return known and not (is_secret(name) or has_credentials(value))
-
-
-def _secret(variable: str, place: str) -> str:
-    value = os.environ.get(variable)
-    if not value:
-        raise InputError(f"{place} is env:{variable}, but {variable} is not set: export it before starting")
-    _resolved.add(value)
-    return value
 
 
 def _trainer_on_cuda(ranks: int, deterministic: bool) -> dict[str, str]:

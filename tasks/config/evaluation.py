@@ -6,8 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from storage.errors import InputError
-from tasks.config.numbers import COLDEST
-from tasks.config.section import Section
+from tasks.config.section import COLDEST, Section
 
 PREFIX = "evaluation-"
 """Prefix of the stage names of evaluations; letters that stand for a digest follow."""

@@ -72,11 +72,8 @@ def touches(key: str, stage: str) -> bool:
 
 
 def unchangeable(settings: Mapping[str, JsonValue], behind: Sequence[str]) -> list[str]:
-    """Settings that cannot change when a stage is done again: stages that are not behind it have read them.
-
-    Args:
-        behind: the stage, and those of the same iteration that are made from it.
-    """
+    """Settings that cannot change when a stage is done again: stages that are not `behind`, which holds the stage and
+    those of the same iteration that are made from it, have read them."""
     before = [stage for stage in STAGES if stage not in (*behind, *_ONCE)]
     fixed = (*FIXED_BY_PREPARE, "engine")
     return [key for key in settings if key.startswith(fixed) or any(is_read(key, stage) for stage in before)]

@@ -90,11 +90,8 @@ def decided(document: Mapping[str, JsonValue], models: Models, stage: str | None
 
 
 def placed(value: Any, models: Models, change: Callable[[str, Mark, str], str], mark: Mark, path: str = "") -> Any:
-    """A document, before it is validated, in which `change` has replaced each text that names files or a function.
-
-    Args:
-        change: given the text, the key's mark, and `section.key`.
-    """
+    """A document, before it is validated, in which `change`, given the text, the key's mark and `section.key`, has
+    replaced each text that names files or a function."""
     if isinstance(value, list):
         return [placed(one, models, change, mark, path) for one in value]
     if isinstance(value, dict):

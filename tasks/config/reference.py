@@ -1,7 +1,7 @@
-"""Every key of a run's configuration, read from the models: as a page, for a terminal, and as a commented example."""
+"""Every key of a run's configuration, read from the models: as a page, a commented example, and a form."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, get_args, get_origin
@@ -10,9 +10,9 @@ import annotated_types
 from pydantic import BaseModel, JsonValue, RootModel
 from pydantic.fields import FieldInfo
 
+from tasks.config.document import toml
 from tasks.config.keys import choices, key_at
 from tasks.config.run import RunConfig
-from tasks.config.written import toml
 
 MEANING, RUNTIME = "meaning", "runtime"
 TYPE = "type"
@@ -36,6 +36,15 @@ _FORMS = {
     "true": "true",
 }
 _WIDTH = 118
+_SIMPLE = ("string", "integer", "number", "boolean")
+_KEPT = (
+    "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "pattern",
+)  # fmt: skip
+_TRIED = "generate"
+"""Tables of models and data for trying things, which are left out too."""
+_CHOICE = {"type": "string", "enum": ["true", "false"]}
+"""In place of a switch, which Prefect's page sends as false if nobody has touched it."""
+_FIXED = "Fixed once the run has begun."
 
 _HEAD = """\
 # Configuration
@@ -64,7 +73,6 @@ class Key:
     """One setting."""
 
     name: str
-    """Name within its table."""
     path: str
     """`section.key`."""
     kind: str
@@ -78,7 +86,6 @@ class Key:
     stages: tuple[str, ...]
     """Stages whose result it decides."""
     text: str
-    """Its docstring."""
 
 
 @dataclass(frozen=True)
@@ -238,12 +245,11 @@ def _limits(field: FieldInfo) -> Iterator[str]:
 
 
 def _section(table: Table) -> str:
-    return "".join([_written(table, f"## `[{table.path}]`"), *map(_other_form, table.instead)])
-
-
-def _other_form(table: Table) -> str:
-    own = replace(table, keys=tuple(key for key in table.keys if key.name != TYPE))
-    return _written(own, f"### `[{table.path}]` with `type = {table.tag}`")
+    text = _written(table, f"## `[{table.path}]`")
+    for other in table.instead:
+        own = replace(other, keys=tuple(key for key in other.keys if key.name != TYPE))
+        text += _written(own, f"### `[{other.path}]` with `type = {other.tag}`")
+    return text
 
 
 def _written(table: Table, title: str) -> str:
@@ -286,3 +292,47 @@ def _form(kind: str) -> str:
 
 def _comment(text: str) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(text, _WIDTH)]
+
+
+def section_form(section: str) -> dict[str, Any]:
+    """The JSON schema of a table of the configuration, for a form in which every setting may be left empty: titles,
+    texts, types and limits. A setting that takes a table of any keys or a list of tables belongs into a file."""
+    whole = RunConfig.model_json_schema()
+    made = _property(whole["properties"][section], (section,), whole["$defs"])
+    assert made is not None
+    return made
+
+
+def _property(schema: Mapping[str, Any], path: tuple[str, ...], known: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The form of a setting or table; None if it has none."""
+    key = key_at(RunConfig, ".".join(path))
+    assert key is not None
+    text, mark = _text(schema.get("description")), key.mark
+    found = _resolved(schema, known)
+    # of a secret a person would type the value itself, which Prefect would store
+    if found is None or mark.secret or path[-1] == _TRIED:
+        return None
+    text = text or _text(found.get("description"))
+    common = {"title": ".".join(path), "description": text}
+    if "properties" in found:
+        inner = {name: _property(one, (*path, name), known) for name, one in found["properties"].items()}
+        fields = {name: one for name, one in inner.items() if one is not None}
+        return {**common, "type": "object", "properties": fields, "additionalProperties": False}
+    if found["type"] == "boolean":
+        found = _CHOICE
+    default = schema.get("default")
+    notes = [] if default in (None, "") else [f"Default: {default}."]
+    notes += [_FIXED] if mark.stages else []
+    return {**common, "description": " ".join([text, *notes]), **{key: found[key] for key in _KEPT if key in found}}
+
+
+def _resolved(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema that this one refers to, or the first of its alternatives that a person can type."""
+    if "$ref" in schema:
+        return _resolved(known[schema["$ref"].rpartition("/")[2]], known)
+    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
+        if alternatives is not None:
+            return next((one for each in alternatives if (one := _resolved(each, known)) is not None), None)
+    if schema.get("type") in _SIMPLE or "properties" in schema:
+        return schema
+    return None

@@ -9,11 +9,10 @@ from storage.ids import check_run_name
 from tasks.config.data import DataSection
 from tasks.config.keys import NONE, decided
 from tasks.config.model import ModelSection
-from tasks.config.numbers import COLDEST, unusable_numbers
 from tasks.config.report import ReportSection
 from tasks.config.retrain import RetrainSection
 from tasks.config.reward import RewardSection
-from tasks.config.section import Section
+from tasks.config.section import COLDEST, Section, unusable_numbers
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 from trainer_core.effects import Unused, without_effect
 from trainer_core.marks import FUNCTION, RUNTIME, decides
@@ -251,11 +250,8 @@ class RunConfig(Section):
         return {**document, "evaluate": {**evaluate, "every": 0}}
 
     def meaning(self) -> dict[str, JsonValue]:
-        """The part that decides the result; a run can be continued only with an equal one.
-
-        Runtime settings are left out (`tasks.config.identity`). Data given by URL is identified by the digests of the
-        `prepare` stage instead.
-        """
+        """The part that decides the result; a run can be continued only with an equal one. Runtime settings are left
+        out (`tasks.config.identity`). Data given by URL is identified by the digests of the `prepare` stage instead."""
         return decided(self.model_dump(mode="json"), (RunConfig,), None, NONE)
 
 

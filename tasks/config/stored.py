@@ -78,12 +78,8 @@ class StoredConfig:
 
 def read_config(root: Root, run: str, revisions: Revisions | None = None) -> StoredConfig:
     """The configuration that a run was started with, and with the settings that its head, or another revision, changed.
-
-    Raises:
-        DigestMismatch: its text is not what was written.
-        InputError: there is no such run.
-        SchemaMismatch: this version cannot read it.
-    """
+    Raises DigestMismatch (its text is not what was written), InputError (there is no such run) or SchemaMismatch (this
+    version cannot read it)."""
     document, where = _document(root, run)
     former = document.get("former")
     document = {key: value for key, value in document.items() if key not in _ABOUT}
@@ -154,24 +150,13 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
 def record_config(
     root: Root, run: str, config: RunConfig, fence: Fence | None = None, request: str | None = None
 ) -> str:
-    """Record the configuration of a run, or check that it is continued unchanged.
-
-    A record binds the run once a manifest was made under it. Until then the holder of the lease may replace it: nothing
-    was made from it, because the start that wrote it failed. Later it may correct what no stage has read
-    (`corrections`).
-
-    Args:
-        fence: the run's lease. Without one an existing record is never replaced.
-        request: identity of the flow run that begins the run.
-
-    Returns:
-        The digest that its manifests carry: that of the record made when the run was started.
-
-    Raises:
-        InputError: the run was started with other settings that decide its result, or something else has left manifests
-            under its name.
-        LeaseLost: from the fence; nothing was replaced.
-    """
+    """Record the configuration of a run, or check that it is continued unchanged; returns the digest that its manifests
+    carry: that of the record made when the run was started. A record binds the run once a manifest was made under it.
+    Until then the holder of the lease may replace it: nothing was made from it, because the start that wrote it failed.
+    Later it may correct what no stage has read (`corrections`). Without the lease as `fence` an existing record is
+    never replaced. `request` is the identity of the flow run that begins the run. Raises InputError (the run was
+    started with other settings that decide its result, or something else has left manifests under its name) or
+    LeaseLost (from the fence; nothing was replaced)."""
     record, key = _record(run, config, request), layout.run_config_key(run)
     _is_there(root, run)
     if records.publish(root, key, record):
@@ -190,10 +175,8 @@ def record_config(
 
 
 def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
-    """Settings that continuing a run with a configuration would correct in place, as lines with both values.
-
-    None if nothing differs, or if anything that differs was read by a stage that is committed or has begun.
-    """
+    """Settings that continuing a run with a configuration would correct in place, as lines with both values. None if
+    nothing differs, or if anything that differs was read by a stage that is committed or has begun."""
     revisions = read_revisions(root, run)
     stored, given = read_config(root, run, revisions).config.meaning(), config.meaning()
     lines = changed_meaning(stored, given)
@@ -229,13 +212,9 @@ def _record(run: str, config: RunConfig, request: str | None = None) -> ConfigRe
 
 
 def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
-    """True if no manifest was made under the stored record, so that `record` may take its place.
-
-    The record of imported samples never gives way: it is refused.
-
-    If a holder that has lost the lease replaces the record of its successor, the successor's manifests show it: then
-    the record that they were made under may return.
-    """
+    """True if no manifest was made under the stored record, so that `record` may take its place. The record of imported
+    samples never gives way: it is refused. If a holder that has lost the lease replaces the record of its successor,
+    the successor's manifests show it: then the record that they were made under may return."""
     _document(root, run)
     made = {load(root, key).config_digest for key in names(root, run, 0).manifests if not layout.revision_of(key)}
     if not made:  # iteration 0 is committed first, but it may be lost

@@ -26,17 +26,9 @@ class Share:
 def draw(
     rows: int, cursor: int, count: int, seed: int, shuffle: bool, shares: Sequence[Share] = ()
 ) -> NDArray[np.int64]:
-    """Row numbers of the next `count` prompts of an endless stream over a table of `rows` rows.
-
-    Each pass has its own order, derived from `seed` and the number of the pass, so the cursor alone is the state.
-
-    Args:
-        cursor: how many prompts were drawn before.
-        shares: the sources of a mixture, each with passes of its own; none for passes over the whole table.
-
-    Returns:
-        (count,) int64.
-    """
+    """Row numbers of the next `count` prompts of an endless stream over a table of `rows` rows. Each pass has its own
+    order, derived from `seed` and the number of the pass, so the cursor, the number of prompts drawn before, alone is
+    the state. Of a mixture each share has passes of its own. Returns (count,) int64."""
     positions = np.arange(cursor, cursor + count)
     if len(shares) < 2:
         return _in_passes(rows, positions, [seed], shuffle)
@@ -65,11 +57,8 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def repetitions(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Earlier occurrences of each entry of `rows`: where two passes meet, a draw may contain a prompt twice.
-
-    Returns:
-        (count,) int64.
-    """
+    """Earlier occurrences of each entry of `rows`, (count,) int64: where two passes meet, a draw may contain a prompt
+    twice."""
     order = np.argsort(rows, kind="stable")
     places, found = np.arange(len(rows)), np.empty(len(rows), dtype=np.int64)
     starts = np.r_[True, rows[order][1:] != rows[order][:-1]] if len(rows) else np.empty(0, dtype=bool)
@@ -87,10 +76,8 @@ def _in_passes(rows: int, positions: NDArray[np.int64], seed: Sequence[int], shu
 
 
 def _mixed(positions: NDArray[np.int64], counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The source of each position of the stream, and how many earlier positions are of the same source.
-
-    A pattern with `counts[i]` places of source i, spread evenly, is repeated for ever.
-    """
+    """The source of each position of the stream, and how many earlier positions are of the same source. A pattern with
+    `counts[i]` places of source i, spread evenly, is repeated for ever."""
     places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     sources = np.repeat(np.arange(len(counts)), counts)
     pattern = sources[np.lexsort((sources, places))]

@@ -83,17 +83,10 @@ def model_config(spec: GeneratedModel) -> dict[str, object]:
 
 
 def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[Record]]:
-    """Prompts such as `47+38=` with answers such as `085`, and demonstrations for the warm-up.
-
-    A sum and its commuted twin are in the same split, so no held-out prompt is seen in training in either order. A
-    share of the demonstrations forgets to carry: `47+38=` is shown as `075`.
-
-    Returns:
-        Records of the tables train, held_out and, if requested, warmup.
-
-    Raises:
-        InputError: the held-out sums leave none for training.
-    """
+    """Prompts such as `47+38=` with answers such as `085`, and demonstrations for the warm-up. A sum and its commuted
+    twin are in the same split, so no held-out prompt is seen in training in either order. A share of the demonstrations
+    forgets to carry: `47+38=` is shown as `075`. Returns the records of train, held_out and, if requested, warmup.
+    Raises InputError: the held-out sums leave none for training."""
     rng = random.Random(f"addition {seed}")
     operands = range(section.min_operand, section.max_operand + 1)
     pairs = list(itertools.combinations_with_replacement(operands, 2))

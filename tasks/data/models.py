@@ -152,14 +152,8 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
 
 
 def count_parameters(section: ModelSection, facts: Mapping[str, Any]) -> int:
-    """The number of weights.
-
-    Args:
-        facts: the fields of the model's config.json.
-
-    Raises:
-        InputError: its files cannot be listed.
-    """
+    """The number of weights; `facts` are the fields of the model's config.json. Raises InputError: its files cannot be
+    listed."""
     if section.generate is not None:
         return sum(math.prod(shape) for _, shape in shapes(section.generate))
     kind = str(facts.get("dtype") or facts.get("torch_dtype") or "float32").removeprefix("torch.")

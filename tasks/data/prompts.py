@@ -50,14 +50,8 @@ def mapped(batches: Iterable[pa.RecordBatch]) -> pa.Table:
 def prompt_batches(
     records: Iterable[Read], renderer: Renderer, room: Room, qualifier: str = ""
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of one source, without those that `room` drops.
-
-    Args:
-        qualifier: goes before every id.
-
-    Raises:
-        InputError: naming the record: its prompt is missing, empty, too long or of tokens that the model lacks.
-    """
+    """The rows of one source, without those that `room` drops; the qualifier goes before every id. Raises InputError,
+    naming the record: its prompt is missing, empty, too long or of tokens that the model lacks."""
     numbered = enumerate(records, 1)
     for some in itertools.batched(numbered, _ROWS):
         rendered = [renderer.render(read.values, read.place) for _, read in some]
@@ -71,11 +65,8 @@ def prompt_batches(
 
 
 def id_of(read: Read, field: str, number: int) -> str:
-    """The id of a record's prompt, or `number` if it has none.
-
-    Raises:
-        InputError: it is neither a text nor an integer.
-    """
+    """The id of a record's prompt, or `number` if it has none. Raises InputError: it is neither a text nor an
+    integer."""
     found = read.values.get(field)
     text = str(number) if found is None or found == "" else text_of(found)
     if text is None:
@@ -93,16 +84,9 @@ def twice(table: pa.Table) -> str | None:
 
 
 def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Table, NDArray[np.bool_]]:
-    """Split `count` prompts off a table, so that no text is in both parts.
-
-    Which ones follows from `seed` and the texts alone. Of equal texts one is held out, and none is left.
-
-    Returns:
-        What is left, what was split off, and for each row of the table whether it is left.
-
-    Raises:
-        InputError: nothing would be left.
-    """
+    """Split `count` prompts off a table, so that no text is in both parts. The choice follows from `seed` and the texts
+    alone. Of equal texts one is held out, and none is left. Returns the table that is left, the one that was split off,
+    and True for each row that is left. Raises InputError: nothing would be left."""
     texts, first, which = np.unique(_keys(table["prompt"]), return_index=True, return_inverse=True)
     if count >= len(texts):
         raise InputError(
@@ -118,14 +102,8 @@ def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Tabl
 def check_lengths(
     table: pa.Table, context: int, max_tokens: int, where: str, setting: str = "rollout.max_tokens"
 ) -> None:
-    """Refuse a stored table with prompts that leave no room for a response.
-
-    Args:
-        setting: what limits a response, for the message.
-
-    Raises:
-        InputError: naming the first.
-    """
+    """Refuse a stored table with prompts that leave no room for a response, which `setting` limits. Raises InputError:
+    naming the first."""
     lengths, room = _lengths(table["prompt_tokens"].combine_chunks()), Room(context, max_tokens)
     if (lengths + max_tokens > context).any():
         row = int((lengths + max_tokens > context).argmax())
@@ -247,12 +225,8 @@ def _chosen(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:
 def _targets(
     codec: TextCodec, prompts: Sequence[str], tokens: Sequence[list[int]], turns: Sequence[Turn | None]
 ) -> Iterator[list[int] | InputError | None]:
-    """For each prompt the tokens of its turn, None if it has none, or why it cannot be trained.
-
-    Args:
-        prompts: N texts.
-        tokens: their N rows of token ids, without what goes before a plain text.
-    """
+    """For each of N prompts the tokens of its turn, None if it has none, or the reason why it cannot be trained;
+    `tokens` are the N rows of token ids of the prompts, without those that go before a plain text."""
     there = [row for row, turn in enumerate(turns) if turn is not None]
     texts = {row: _text(codec, turns[row]) for row in there}  # pyright: ignore[reportArgumentType]
     wholes = dict(zip(there, codec.encode_batch([prompts[row] + texts[row] for row in there]), strict=True))

@@ -84,14 +84,8 @@ class Renderer:
         object.__setattr__(self, "template", Template(self.codec))
 
     def render(self, record: Record, place: str) -> Rendered:
-        """The prompt of a record.
-
-        Args:
-            place: where the record stands, for messages.
-
-        Raises:
-            InputError: it has no prompt, or one that the chat template refuses.
-        """
+        """The prompt of a record, which stands at `place`. Raises InputError: it has no prompt, or one that the chat
+        template refuses."""
         try:
             return self._render(record, self._say(place))
         except InputError as error:

@@ -56,17 +56,10 @@ class TextCodec:
         stop_tokens: Sequence[int | str] | None = None,
         left_out: Collection[int] | None = (),
     ) -> "TextCodec":
-        """The tokenizer of a directory, read once per process.
-
-        Args:
-            stop_tokens: texts or ids that end a response, instead of all that the directory names: `eos_token_id` of
-                config.json and of generation_config.json, and the tokenizer's.
-            left_out: tokens that the texts of responses lack, beside stop, padding and BOS tokens; None for all
-                special ones.
-
-        Raises:
-            InputError: a file is missing or cannot be used, or there is no stop token.
-        """
+        """The tokenizer of a directory, read once per process. `stop_tokens` are texts or ids that end a response,
+        instead of all that the directory names: `eos_token_id` of config.json and of generation_config.json, and the
+        tokenizer's. The texts of responses lack `left_out`, or all special tokens if it is None, beside stop, padding
+        and BOS tokens. Raises InputError: a file is missing or cannot be used, or there is no stop token."""
         digests = {name: bytes_digest((directory / name).read_bytes()) for name in _present(directory)}
         identity = value_digest(digests)
         if identity not in _read:
@@ -106,14 +99,8 @@ class TextCodec:
         return tokens if tuple(tokens[:count]) == self.begin else [*self.begin, *tokens]
 
     def render(self, chat: Chat, answering: bool) -> str:
-        """Messages as text, by the chat template.
-
-        Args:
-            answering: whether the text ends where the assistant's turn begins.
-
-        Raises:
-            InputError: there is no chat template, or it refuses the messages.
-        """
+        """Messages as text, by the chat template; with `answering` up to where the assistant's turn begins. Raises
+        InputError: there is no chat template, or it refuses the messages."""
         return self.backend.render(chat, answering)
 
     def closed(self, tokens: list[int]) -> list[int]:
@@ -126,10 +113,8 @@ class TextCodec:
         return self.backend.decode([[int(token)] for token in tokens])
 
     def decode_batch(self, rows: Iterable[TokenRow]) -> list[str]:
-        """Texts of rows of token ids, without those that are left out.
-
-        The tokenizer requires lists; these never hold more than `_BATCH_TOKENS` tokens at once, or one row.
-        """
+        """Texts of rows of token ids, without those that are left out. The tokenizer requires lists; these never hold
+        more than `_BATCH_TOKENS` tokens at once, or one row."""
         return [
             text
             for batch in _batches(rows)

@@ -194,11 +194,8 @@ class Scored:
 def score_in_processes(
     order: ScoringOrder, responses: Sequence[Response], processes: int, allowed: int | None = None
 ) -> Scored:
-    """Score all responses, in so many processes at a time; a batch in one.
-
-    After `allowed` failures no more are scored; None scores all. Raises StageFailed: the function cannot be imported,
-    or its file has changed meanwhile.
-    """
+    """Score all responses, in so many processes at a time; a batch in one. After `allowed` failures no more are scored;
+    None scores all. Raises StageFailed: the function cannot be imported, or its file has changed meanwhile."""
     work = _Work(order, responses, allowed)
     count = 1 if order.batch else max(1, min(processes, len(responses)))
     with ThreadPoolExecutor(count) as threads:

@@ -75,11 +75,9 @@ _UNUSED = (Unused("deadline_s", _in_process), Unused("start_deadline_s", _in_pro
 
 def call_reward(section: RewardSection, prompts: pa.Table, codec: TextCodec) -> list[Call]:
     """Call the reward on a few records, with the record's own answer and with a wrong one; none if it is left out.
-
     `prompts` has the columns `prompt_id`, `answer` and `record` of the prompt schema; `codec` is for functions that
     look at tokens. Raises InputError: more calls than `reward.max_failures` have no score, or the function cannot be
-    used.
-    """
+    used."""
     if not section.tried:
         return []
     rows = sorted({int(row) for row in np.linspace(0, len(prompts) - 1, _RECORDS)})

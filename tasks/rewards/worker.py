@@ -123,10 +123,8 @@ class Keeper:
         self._allowance_s, self._needed_s = order["start_deadline_s"] if order["lazy"] else 0.0, 0.0
 
     def answer(self, deadline_s: float, line: bytes) -> bytes:
-        """The answer to one line. A death counts only in a fresh process: it may be due to an earlier sample.
-
-        A time-out counts only in one that had time for loading, unless that has often not been enough.
-        """
+        """The answer to one line. A death counts only in a fresh process: it may be due to an earlier sample. A
+        time-out counts only in one that had time for loading, unless that has often not been enough."""
         while True:
             current = self.started()
             fresh, cold, begun = current.fresh, current.cold, time.monotonic()

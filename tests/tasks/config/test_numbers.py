@@ -6,7 +6,7 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.document import apply_override, parse_config
-from tasks.config.numbers import LARGEST
+from tasks.config.section import LARGEST
 from tests.tasks.config.test_run import MINIMAL
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tasks.config import reference
-from tasks.config.document import load_config, parse_config
+from tasks.config.document import load_config, parse_config, written
 from tasks.config.run import RunConfig
-from tasks.config.written import written
 from tests.small.config import small_config
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "infra" / "examples"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError
-from tasks.config.numbers import COLDEST
+from tasks.config.section import COLDEST
 from tasks.model_checks.architectures import CPU_HEAD_SIZES, KNOWN_TO_BOTH, LLAMA_LIKE, check_numbers, check_parallel
 from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import ParallelConfig
