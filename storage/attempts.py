@@ -3,19 +3,14 @@
 from datetime import UTC, datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage import layout, records
 from storage.backends.root import Root
 
 
-class Attempt(BaseModel):
-    """Record that a process began to work on a stage.
-
-    For people: nothing is decided by it, so it is not flushed.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Attempt(BaseModel, frozen=True, extra="forbid"):
+    """Record that a process began to work on a stage. For people: nothing is decided by it, so it is not flushed."""
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""

@@ -33,10 +33,8 @@ class StorageUnavailable(StorageError, InputError):
 
 
 class StorageInterrupted(StorageError):
-    """The store did not answer during all retries of an operation; the same operation may succeed later.
-
-    An outage, a refused connection, an overloaded server. Whether the operation took effect is not known.
-    """
+    """The store did not answer during all retries of an operation; the same operation may succeed later. An outage, a
+    refused connection, an overloaded server. Whether the operation took effect is not known."""
 
 
 class NotCommitted(StorageError):

@@ -84,10 +84,8 @@ def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:
 
 
 def parse_condition(text: str, schema: pa.Schema, keys: str | None = None) -> Condition:
-    """The condition `text` over columns of `schema`.
-
-    Numbers that are compared with a float32 column are rounded to float32 first, as the column's own values were.
-    Arithmetic is that of float64.
+    """The condition `text` over columns of `schema`. Numbers that are compared with a float32 column are rounded to
+    float32 first, as the column's own values were. Arithmetic is that of float64.
 
     Args:
         keys: the column of `schema` whose keys may be written as columns.

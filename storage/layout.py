@@ -285,10 +285,8 @@ def is_temporary(key: str) -> bool:
 
 
 def is_stray(key: str) -> bool:
-    """True if nothing of a run has such a key: put there by something else, and read by nothing.
-
-    Whatever is in the folders of parts and of derived files counts as a part, or as such a file, if its name is a text.
-    """
+    """True if nothing of a run has such a key: put there by something else, and read by nothing. Whatever is in the
+    folders of parts and of derived files counts as a part, or as such a file, if its name is a text."""
     if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
         return True
     name = key.partition("/")[2]

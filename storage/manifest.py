@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Protocol, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    ConfigDict,
     Field,
     FiniteFloat,
     JsonValue,
@@ -72,10 +71,8 @@ def _is_finite(value: JsonValue) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-class Origin(BaseModel):
+class Origin(BaseModel, frozen=True, extra="forbid"):
     """The manifest that a forked run has taken over."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: RunName
     """Run that did the work."""
@@ -85,10 +82,8 @@ class Origin(BaseModel):
     """Configuration the work was done under."""
 
 
-class Part(BaseModel):
+class Part(BaseModel, frozen=True, extra="forbid"):
     """A write-once object that a manifest names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """Name within the stage, such as `groups-00000.arrow` or `state/weights.0.safetensors`."""
@@ -111,10 +106,8 @@ class Part(BaseModel):
         return self
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True, extra="forbid"):
     """The result of one stage. Published once; without it the stage did not happen."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""
@@ -199,10 +192,9 @@ class Manifest(BaseModel):
 
 
 def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manifest:
-    """Publish `manifest`, or adopt the equal one that another writer published first.
-
-    A holder that lost its lease between the fence's check and the write can still publish: then its result is the
-    truth, and the process that took over finds it here.
+    """Publish `manifest`, or adopt the equal one that another writer published first. A holder that lost its lease
+    between the fence's check and the write can still publish: then its result is the truth, and the process that took
+    over finds it here.
 
     Raises:
         Overtaken: the stage was committed with other content by the process that drove the run before.

@@ -113,11 +113,9 @@ class PartWriter:
         each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
 
     def _adopted(self, part: Part) -> bool:
-        """True if the part that an earlier attempt left under the key can be used as it is.
-
-        It gets the age of a new part: until the manifest is published, nothing else protects it from gc. The content
-        is compared after that, because gc may have been faster.
-        """
+        """True if the part that an earlier attempt left under the key can be used as it is. It gets the age of a new
+        part: until the manifest is published, nothing else protects it from gc. The content is compared after that,
+        because gc may have been faster."""
         return self.root.touch(part.key) and is_intact(self.root, part)
 
     def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
@@ -191,9 +189,8 @@ def open_table(data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[s
 def materialize(
     root: Root, manifest: Manifest, folder: Path, prefix: str = "", wanted: Callable[[str], bool] | None = None
 ) -> Path:
-    """Fetch the parts whose name starts with `prefix` into `folder` under their names without it, verified.
-
-    A part that is already there with the right digest is not fetched again; a symbolic link is replaced.
+    """Fetch the parts whose name starts with `prefix` into `folder` under their names without it, verified. A part that
+    is already there with the right digest is not fetched again; a symbolic link is replaced.
 
     Args:
         wanted: whether a name (without the prefix) is needed; by default all are.

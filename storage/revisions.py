@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cached_property, partial
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, JsonValue, NonNegativeInt, PositiveInt
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -29,10 +29,8 @@ _READERS = 8
 _COPY_BACK, _RESTORE = "Copy {}", "Restore what was there from a copy of the root"
 
 
-class Rerun(BaseModel):
+class Rerun(BaseModel, frozen=True, extra="forbid"):
     """Record that a finished stage is to be done again, written first: the next process that drives the run does it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""
@@ -74,10 +72,8 @@ class Rerun(BaseModel):
         return (self.later and iteration > self.iteration) or (iteration == self.iteration and stage in self.behind)
 
 
-class Choice(BaseModel):
+class Choice(BaseModel, frozen=True, extra="forbid"):
     """Record that a revision became the head."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict, RootModel
+from pydantic import BaseModel, RootModel
 
 from storage.backends.root import Root
 from storage.errors import StorageError
@@ -27,10 +27,8 @@ OFFERED = pa.schema([field for field in SELECTION if field.name not in ("source"
 """Columns of a sample that a filter may name."""
 
 
-class Source(BaseModel):
+class Source(BaseModel, frozen=True, extra="forbid"):
     """One rollout of which samples were selected."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str | None
     """URL of its storage root; None is the root of the selection."""
@@ -86,9 +84,7 @@ def read_sources(root: Root, selection: Manifest) -> list[Source]:
 
 def write_prompts(writer: PartWriter, prepare: str, prompts: pa.Table) -> Part:
     """Store the selected ones of the prompts of a manifest `prepare`, so that no other run is needed to score answers.
-
-    The part counts no rows: the tables with rows are the samples.
-    """
+    The part counts no rows: the tables with rows are the samples."""
     part = writer.write_table(_prompts_name(prepare), prompts, PROMPTS)
     return part.model_copy(update={"rows": None})
 

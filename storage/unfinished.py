@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -11,10 +11,8 @@ from storage.manifest import Part
 from storage.parts import PartWriter
 
 
-class PieceRecord(BaseModel):
+class PieceRecord(BaseModel, frozen=True, extra="forbid"):
     """Record that a part of a stage in progress is done."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""

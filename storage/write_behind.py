@@ -28,16 +28,12 @@ def never_again(_error: RatchetError, _attempts: int) -> None:
 
 
 class WriteBehind:
-    """Does jobs one after another in its own thread.
-
-    A train state is stored here, then its manifest is published, then the manifests of what was made from it meanwhile.
-    The order is the promise: nothing is published before everything that was added earlier. A job that fails is done
-    again if `repeat` says so, while later ones wait. After its last failure, no later job is done.
-
-    As a context manager it does all jobs before it ends, even if the block fails: what a stage has begun to store is
-    worth storing. If the block is interrupted, or has lost its lease, it drops the jobs that have not begun and waits
-    for the one in progress for a limited time.
-    """
+    """Does jobs one after another in its own thread. A train state is stored here, then its manifest is published, then
+    the manifests of what was made from it meanwhile. The order is the promise: nothing is published before everything
+    that was added earlier. A job that fails is done again if `repeat` says so, while later ones wait. After its last
+    failure, no later job is done. As a context manager it does all jobs before it ends, even if the block fails: what a
+    stage has begun to store is worth storing. If the block is interrupted, or has lost its lease, it drops the jobs
+    that have not begun and waits for the one in progress for a limited time."""
 
     def __init__(self, linger: float = LINGER_SECONDS) -> None:
         self._linger = linger

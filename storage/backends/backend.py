@@ -30,14 +30,11 @@ class Upload(NamedTuple):
 
 
 class Backend(ABC):
-    """A store of objects under keys, such as `run/manifests/000001/train.r0.json`. Subclass it.
-
-    The first six methods are required; the others are made from them, and a store that can do better replaces them.
-    Several threads and processes use one store at once, and each sees at once what another has written.
-    `python -m storage.backends.conformance URL` checks all of it.
-
-    A method raises FileNotFoundError for an object that is not there, and OSError or one of `failures` if it fails.
-    """
+    """A store of objects under keys, such as `run/manifests/000001/train.r0.json`. Subclass it. The first six methods
+    are required; the others are made from them, and a store that can do better replaces them. Several threads and
+    processes use one store at once, and each sees at once what another has written. `python -m
+    storage.backends.conformance URL` checks all of it. A method raises FileNotFoundError for an object that is not
+    there, and OSError or one of `failures` if it fails."""
 
     failures: tuple[type[Exception], ...] = ()
     """Exceptions of the store's client besides OSError."""

@@ -146,10 +146,8 @@ class LocalFiles(Backend):
             self.full(prefix).rmdir()
 
     def flush_recent(self, prefix: str) -> None:
-        """Flush names in a folder and in its folders: the process that linked them may have died before it did.
-
-        Of the folders in it those count that changed lately: what is older, the kernel has written by itself.
-        """
+        """Flush names in a folder and in its folders: the process that linked them may have died before it did. Of the
+        folders in it those count that changed lately: what is older, the kernel has written by itself."""
         folder = self.full(prefix)
         inside = [entry for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
         if inside or folder.is_dir():
@@ -183,10 +181,8 @@ class LocalFiles(Backend):
             return _link(temporary, target)
 
     def _make_folders(self, folder: Path) -> None:
-        """Make missing folders; a root that is made here, and what is above it, is this user's alone.
-
-        Folders in it follow the umask, so that `chmod` of the root alone shares all of it, or closes it.
-        """
+        """Make missing folders; a root that is made here, and what is above it, is this user's alone. Folders in it
+        follow the umask, so that `chmod` of the root alone shares all of it, or closes it."""
         missing = []
         while not folder.exists():
             missing.append(folder)
@@ -295,11 +291,9 @@ def _flush_all_names(folder: Path) -> None:
 
 
 def _flush_names(folder: Path) -> None:
-    """Flush the name of a folder and of those above it: a file in a folder that a power cut forgets is lost too.
-
-    An existing folder may have been made by a process that was killed before it flushed the name, so this is done once
-    for each folder, up to the mount point.
-    """
+    """Flush the name of a folder and of those above it: a file in a folder that a power cut forgets is lost too. An
+    existing folder may have been made by a process that was killed before it flushed the name, so this is done once for
+    each folder, up to the mount point."""
     with _flushing:
         done = []
         for one in (folder, *folder.parents):

@@ -84,10 +84,8 @@ class Root:
             return self._retried(lambda: self.backend.put_if_absent(key, memoryview(data), durable))
 
     def put_file_if_absent(self, key: str, source: Path) -> bool:
-        """Like `put_if_absent`, with the content of a local file; a large one is streamed.
-
-        The file is handed over: on local storage a hard link may make it the stored one. Never write to it again.
-        """
+        """Like `put_if_absent`, with the content of a local file; a large one is streamed. The file is handed over: on
+        local storage a hard link may make it the stored one. Never write to it again."""
         if not source.stat().st_size:
             raise StorageError(f"{key}: refusing to write an empty object; {source} is empty")
         with _explained(self, key):
@@ -131,10 +129,8 @@ class Root:
         self._read(prefix, lambda: self.backend.remove_empty(prefix))
 
     def touch(self, key: str) -> bool:
-        """Give an object the age of a new one, so that gc counts it as in use; False if that was not possible.
-
-        That is so if the object is gone or belongs to another user: then write it again.
-        """
+        """Give an object the age of a new one, so that gc counts it as in use; False if that was not possible. That is
+        so if the object is gone or belongs to another user: then write it again."""
         try:
             self._read(key, lambda: self.backend.touch(key))
         except (FileNotFoundError, StorageUnavailable):
@@ -162,10 +158,8 @@ class Root:
         self._read(prefix, lambda: self.backend.flush_recent(prefix))
 
     def uploads(self, prefix: str) -> list[Upload]:
-        """Multipart uploads below `prefix` that were neither finished nor aborted, sorted by key.
-
-        None, with a warning, if the store does not list them, which takes a permission of its own.
-        """
+        """Multipart uploads below `prefix` that were neither finished nor aborted, sorted by key. None, with a warning,
+        if the store does not list them, which takes a permission of its own."""
         with _explained(self, prefix):
             try:
                 return sorted(self._retried(lambda: list(self.backend.uploads(prefix))))
@@ -208,7 +202,6 @@ class Root:
 
     def seconds_ahead(self) -> float:
         """Seconds by which the store's clock is ahead of this machine's, negative if behind; 0 if that is not known.
-
         Cleaning compares the ages of objects, which are times of the store, with this machine's clock.
 
         Raises:
@@ -274,10 +267,8 @@ def _absence_explained(root: Root, key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]:
-    """Turn an error of the operating system or the store into one with a repair.
-
-    When reading, FileNotFoundError passes through; when writing, it means that the bucket is missing.
-    """
+    """Turn an error of the operating system or the store into one with a repair. When reading, FileNotFoundError passes
+    through; when writing, it means that the bucket is missing."""
     try:
         with measured():
             yield

@@ -13,11 +13,8 @@ class Interruption(KeyboardInterrupt):
 
 
 class Interruptible:
-    """A block that `end_with` ends from another thread, as Ctrl-C would; it then raises the given error.
-
-    The block must run in the main thread, which alone executes Python's signal handlers; elsewhere `end_with` has no
-    effect.
-    """
+    """A block that `end_with` ends from another thread, as Ctrl-C would; it then raises the given error. The block must
+    run in the main thread, which alone executes Python's signal handlers; elsewhere `end_with` has no effect."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None

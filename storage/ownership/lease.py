@@ -208,10 +208,8 @@ class Watch:
 
     @classmethod
     def going_on(cls, before: "Watch | None", entry: Entry, asked: float, answered: float) -> "Watch":
-        """The same watch, or a new one that begins with this look.
-
-        A slow look means that the store was away. The holder could not renew either, so it gets another period.
-        """
+        """The same watch, or a new one that begins with this look. A slow look means that the store was away. The
+        holder could not renew either, so it gets another period."""
         slow = answered - asked > entry.seconds / _RENEWALS
         return cls(entry, answered) if before is None or slow else before
 
@@ -222,10 +220,9 @@ class Watch:
 
 @contextmanager
 def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> Iterator[Lease]:
-    """Hold the lease of `run` for a block of code, renewing it from its own thread.
-
-    If another process takes it over, a block in the main thread ends with LeaseLost as soon as that is noticed. In
-    another thread, `check()`, `lost` or `on_lost` report the loss.
+    """Hold the lease of `run` for a block of code, renewing it from its own thread. If another process takes it over, a
+    block in the main thread ends with LeaseLost as soon as that is noticed. In another thread, `check()`, `lost` or
+    `on_lost` report the loss.
 
     Raises:
         LeaseHeld: another process drives the run.

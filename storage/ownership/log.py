@@ -9,7 +9,7 @@ without gaps, and no number counts twice.
 from datetime import datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, NonNegativeInt
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -25,10 +25,8 @@ _PRUNED_AT_ONCE = 1024
 _REMOVERS = 8
 
 
-class Entry(BaseModel):
+class Entry(BaseModel, frozen=True, extra="forbid"):
     """One entry of a lease's log."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""

@@ -10,16 +10,15 @@ from datetime import UTC, datetime
 from enum import Enum, auto
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 _PROC = Path("/proc")
 _START_TIME = 19  # among the fields of /proc/PID/stat after the name in parentheses; proc(5) counts it as field 22
 
 
-class Owner(BaseModel):
-    """The process that drives a run."""
+from pydantic import BaseModel
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class Owner(BaseModel, frozen=True, extra="forbid"):
+    """The process that drives a run."""
 
     name: str
     """For people: the command, the flow run."""

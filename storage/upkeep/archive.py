@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage import layout
 from storage.backends.root import Root
@@ -47,10 +47,8 @@ def without_texts(samples: pa.Table) -> tuple[pa.Array, pa.Array]:
     return pa.nulls(samples.num_rows, pa.string()), pa.nulls(samples.num_rows, pa.string())
 
 
-class Archive(BaseModel):
+class Archive(BaseModel, frozen=True, extra="forbid"):
     """A Parquet file that was written."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     key: str
@@ -65,9 +63,8 @@ class Archive(BaseModel):
 
 
 def compact(root: Root, workflow: Workflow, run: str, texts: Texts = without_texts) -> Archive:
-    """Write the archive of all iterations that have a rollout, and remove those that it replaces.
-
-    The same content gives the same file.
+    """Write the archive of all iterations that have a rollout, and remove those that it replaces. The same content
+    gives the same file.
 
     Raises:
         InputError: the run is not there, or has no rollout.

@@ -26,9 +26,8 @@ _BATCH = 16  # objects that are deleted between two looks
 
 
 def collect_beside(root: Root, workflow: Workflow, run: str, now: datetime | None = None) -> Collection:
-    """Delete what neither the run nor the process that drives it needs; without the run's lease.
-
-    Train states are not retired: the process that drives the run does that.
+    """Delete what neither the run nor the process that drives it needs; without the run's lease. Train states are not
+    retired: the process that drives the run does that.
 
     Returns:
         What was deleted; `applied` is True.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -29,10 +29,8 @@ from storage.unfinished import read_piece
 _READERS = 8
 
 
-class Unreadable(BaseModel):
+class Unreadable(BaseModel, frozen=True, extra="forbid"):
     """A record that cannot be read, so what it names is not known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     """The run it belongs to."""
@@ -47,10 +45,8 @@ class Unreadable(BaseModel):
         return cls(run=layout.run_of(key), key=key, reason=str(error))
 
 
-class Retired(BaseModel):
+class Retired(BaseModel, frozen=True, extra="forbid"):
     """Record that retention has deleted the parts of one manifest, or is about to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""
@@ -64,10 +60,8 @@ class Retired(BaseModel):
     """The reason, in words."""
 
 
-class Removal(BaseModel):
+class Removal(BaseModel, frozen=True, extra="forbid"):
     """Record that a run is being removed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     """Version of this record's own format."""
@@ -154,10 +148,8 @@ class Contents:
         return whole | {part.key for part in self.unfinished.values()}
 
 
-class RunSummary(BaseModel):
+class RunSummary(BaseModel, frozen=True, extra="forbid"):
     """A run in one line."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     """Id of the run."""
@@ -336,10 +328,8 @@ def _retirement(root: Root, key: str, manifest: Manifest | None) -> Retired:
 
 
 def summaries(root: Root) -> list[RunSummary]:
-    """All runs of a root, sorted by name. Reads the manifests of the first stage and last iteration of each.
-
-    Runs whose removal was begun are among them.
-    """
+    """All runs of a root, sorted by name. Reads the manifests of the first stage and last iteration of each. Runs whose
+    removal was begun are among them."""
     found = _folders(root)
     there, others = ([name for name, is_run in found.items() if is_run is wanted] for wanted in (True, False))
     left = each(lambda name: root.exists(layout.removal_key(name)), others, _READERS)

@@ -25,7 +25,6 @@ def compact_new(
     root: Root, workflow: Workflow, run: str, texts: Callable[[], Texts] = lambda: without_texts, size: int = CHUNK
 ) -> tuple[Archive, ...]:
     """Write the chunks that are missing or behind, and remove those that they replace. May be done at any time.
-
     Iterations that are not scored yet are left out.
 
     Args:

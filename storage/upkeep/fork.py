@@ -10,7 +10,7 @@ deletes meanwhile is retired in the new run too, unless it is the one to continu
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -25,10 +25,8 @@ from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, 
 _COPIERS = 8
 
 
-class Forked(BaseModel):
+class Forked(BaseModel, frozen=True, extra="forbid"):
     """The beginning of a new run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     """The new run."""
@@ -98,9 +96,7 @@ def branch(
     announce: Announce = lambda _: None,
 ) -> Forked:
     """Make run `run` of `root` from the model, the prompts and one state of `parent`; repeated, it completes that.
-
-    Arguments and errors are those of `fork`; the parent may be in another root.
-    """
+    Arguments and errors are those of `fork`; the parent may be in another root."""
     require_run(source, parent)
     prepared = find(source, parent, 0, workflow.prepares)
     state = find(source, parent, iteration, workflow.holds_state)
@@ -114,9 +110,8 @@ def branch(
 
 
 def check_unused(root: Root, run: str) -> None:
-    """Refuse a new run whose name already has manifests: it would continue from those of another configuration.
-
-    Parts alone do no harm: a fork or a start that was killed has left them, and a stage compares what it finds.
+    """Refuse a new run whose name already has manifests: it would continue from those of another configuration. Parts
+    alone do no harm: a fork or a start that was killed has left them, and a stage compares what it finds.
 
     Raises:
         InputError: a fork under this name was interrupted before it became a run, or its `run.json` was removed.
@@ -132,9 +127,8 @@ def check_unused(root: Root, run: str) -> None:
 
 
 def check_past(root: Root, run: str, known: Collection[str]) -> None:
-    """Refuse a run that would continue from manifests of another configuration.
-
-    What is under a run's name by mistake begins with iteration 0, as a fork does, so iteration 0 is checked.
+    """Refuse a run that would continue from manifests of another configuration. What is under a run's name by mistake
+    begins with iteration 0, as a fork does, so iteration 0 is checked.
 
     Args:
         known: digests of the configurations that the run has had: what it was started with, and those of its revisions.
@@ -306,10 +300,8 @@ def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration:
 
 
 def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:
-    """The manifests that a fork takes over; evaluations only of weights of this past.
-
-    An evaluation of weights stays when a stage before it is done again; it is of the weights that were there first.
-    """
+    """The manifests that a fork takes over; evaluations only of weights of this past. An evaluation of weights stays
+    when a stage before it is done again; it is of the weights that were there first."""
     there = {one.digest for one in past.newest}
     return [one for one in past.newest if one.stage in workflow.behind or set(one.inputs.values()) <= there]
 

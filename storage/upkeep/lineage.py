@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage.backends.root import Root
 from storage.errors import InputError, StorageError
@@ -19,10 +19,8 @@ from storage.selection import SHARE, Source, read_sources
 from storage.upkeep.catalog import contents, names_of, require_run, runs, survey
 
 
-class Step(BaseModel):
+class Step(BaseModel, frozen=True, extra="forbid"):
     """One stage in a chain of origin."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     iteration: int
@@ -45,10 +43,8 @@ class Step(BaseModel):
     """The run that did the work, if this one was forked."""
 
 
-class WeightsLineage(BaseModel):
+class WeightsLineage(BaseModel, frozen=True, extra="forbid"):
     """Everything that weights were made from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     version: int
@@ -67,10 +63,8 @@ class WeightsLineage(BaseModel):
     """The rollouts, of any run, that their training samples were selected from; empty if they were not selected."""
 
 
-class SampleLineage(BaseModel):
+class SampleLineage(BaseModel, frozen=True, extra="forbid"):
     """One stored sample, what made it and what was trained on it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     iteration: int
@@ -211,10 +205,8 @@ def _before(root: Root, workflow: Workflow, ancestors: Sequence[Manifest]) -> li
 
 
 def _users(root: Root, workflow: Workflow, rollout: Manifest, prompt_id: str, sample_id: int) -> Iterator[Step]:
-    """Training steps on a sample in any run of the root, as far as runs can be read.
-
-    They are made from its rollout, from a fork's copy of it, or from a selection that holds it.
-    """
+    """Training steps on a sample in any run of the root, as far as runs can be read. They are made from its rollout,
+    from a fork's copy of it, or from a selection that holds it."""
     there = [tuple(survey(root, run)[0].manifests.values()) for run in runs(root)]  # of all revisions
     samples = [one for every in there for one in every if one.stage == workflow.samples]
     same = {one.digest for one in samples if _source(one) == _source(rollout)}

@@ -145,10 +145,8 @@ def _rerun(workflow: Workflow, wanted: Wanted, recorded: Names) -> Rerun:
 
 
 def _goes_on(root: Root, run: str, seen: Revisions) -> int:
-    """An earlier revision in which the repeated stage has the same digest: what is behind it is done there already.
-
-    The parent if it is one; otherwise the one that was the head last.
-    """
+    """An earlier revision in which the repeated stage has the same digest: what is behind it is done there already. The
+    parent if it is one; otherwise the one that was the head last."""
     number = seen.current
     if number == 0 or any(choice.revision == number for choice in seen.choices):
         return seen.goes_on(number)

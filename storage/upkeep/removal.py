@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import batched
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage import layout, records
 from storage.backends.backend import Stored
@@ -24,10 +24,8 @@ from storage.upkeep.retention import abort_uploads
 _BATCH, _REMOVERS = 64, 8
 
 
-class Removed(BaseModel):
+class Removed(BaseModel, frozen=True, extra="forbid"):
     """Result of a removal."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     objects: int

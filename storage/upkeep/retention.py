@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import batched, groupby
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, computed_field
 
 from storage import layout, records
 from storage.backends.backend import Stored, Upload
@@ -35,10 +35,8 @@ ORPHAN_AGE = timedelta(days=1)
 """A younger object that nothing names may belong to a stage in progress."""
 
 
-class Retention(BaseModel):
+class Retention(BaseModel, frozen=True, extra="forbid"):
     """Train states that are kept, besides those of iteration 0, of the newest served weights, and newer ones."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     newest: int | None = None
     """Keep this many of the newest; by default all."""
@@ -59,10 +57,8 @@ class Retention(BaseModel):
 KEEP_ALL = Retention()
 
 
-class Garbage(BaseModel):
+class Garbage(BaseModel, frozen=True, extra="forbid"):
     """One object that may be deleted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
     """Key below the storage root."""
@@ -74,10 +70,8 @@ class Garbage(BaseModel):
     """Id of the upload, if it is one that was never finished."""
 
 
-class Collection(BaseModel):
+class Collection(BaseModel, frozen=True, extra="forbid"):
     """Result of gc."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     applied: bool
@@ -130,11 +124,10 @@ def catch_up(
     fence: Fence | None = None,
     revisions: Revisions | None = None,
 ) -> Collection:
-    """Delete the train states that earlier processes left, or that an earlier configuration kept.
-
-    Like `collect`, but only for the train states of committed stages. It reads the manifests of those that have parts
-    and uses only the names of all other records, so a run can wait for it. What an uncommitted stage has left is kept
-    for the next attempt. Raises as `collect`.
+    """Delete the train states that earlier processes left, or that an earlier configuration kept. Like `collect`, but
+    only for the train states of committed stages. It reads the manifests of those that have parts and uses only the
+    names of all other records, so a run can wait for it. What an uncommitted stage has left is kept for the next
+    attempt. Raises as `collect`.
 
     Args:
         revisions: those of the run; by default they are read.
@@ -165,10 +158,9 @@ def give_up(
     fence: Fence | None = None,
     revisions: Revisions | None = None,
 ) -> Collection:
-    """Delete the train states of the one iteration that newly served weights push out of retention.
-
-    Does for one iteration what `catch_up` does for all, with some ten requests, however many iterations and reruns
-    there are. Arguments and errors are the same.
+    """Delete the train states of the one iteration that newly served weights push out of retention. Does for one
+    iteration what `catch_up` does for all, with some ten requests, however many iterations and reruns there are.
+    Arguments and errors are the same.
 
     Args:
         served: iteration of the newest served weights.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, computed_field
 from pydantic_core import from_json
 
 from storage import layout, records
@@ -53,10 +53,8 @@ class Problem(StrEnum):
 _HARMLESS = (Problem.ORPHANED, Problem.SOURCE_GONE, Problem.UNCOPIED, Problem.STRAY)
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, frozen=True, extra="forbid"):
     """One object that is not as it should be."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     fault: Problem
     key: str
@@ -70,10 +68,8 @@ class Finding(BaseModel):
         return self.fault in _HARMLESS
 
 
-class Verification(BaseModel):
+class Verification(BaseModel, frozen=True, extra="forbid"):
     """Result of a verification."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     manifests: int
