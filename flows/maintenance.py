@@ -13,10 +13,9 @@ from storage.backends.root import Root
 from storage.errors import LeaseHeld, RatchetError, StorageInterrupted
 from storage.manifest import find
 from storage.ownership.lease import hold
-from storage.upkeep.archive import Texts, without_texts
+from storage.upkeep.archive import Texts, compact_new, without_texts
 from storage.upkeep.beside import collect_beside, verify_beside
 from storage.upkeep.catalog import require_run, runs
-from storage.upkeep.chunks import compact_new
 from storage.upkeep.retention import Collection, collect
 from tasks.config.environment import without_secrets
 from tasks.data.tokenizer import StoredTexts

@@ -31,9 +31,9 @@ from storage.errors import InputError, PartMissing, RatchetError
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.revisions import read_revisions
+from storage.upkeep.archive import compact_new
 from storage.upkeep.beside import collect_beside
 from storage.upkeep.catalog import contents, names, runs
-from storage.upkeep.chunks import compact_new
 from storage.upkeep.redoing import Wanted, choose
 from storage.upkeep.retention import collect
 from storage.upkeep.verify import verify

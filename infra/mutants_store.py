@@ -224,7 +224,7 @@ STORE = (
     Mutant(
         "chunks-of-a-former-head",
         "chunks of iterations that the head does not have stay",
-        "storage/upkeep/chunks.py",
+        "storage/upkeep/archive.py",
         "        if _number(one, size) not in numbers:",
         "        if _number(one, size) is None:",
         _CHUNKS,

@@ -52,7 +52,7 @@ UPKEEP = (
     Mutant(
         "archive-of-the-past",
         "of two archivers the slower one removes what the other has written",
-        "storage/upkeep/chunks.py",
+        "storage/upkeep/archive.py",
         "    recorded = names(root, run)\n",
         "    recorded = names(root, run)\n"
         "    there = [one for one in root.stored(layout.archive_folder(run)) if _span(one)]\n",
@@ -61,7 +61,7 @@ UPKEEP = (
     Mutant(
         "archive-is-never-behind",
         "a stage that is committed again is not archived again",
-        "storage/upkeep/chunks.py",
+        "storage/upkeep/archive.py",
         " and one.modified > max([place.changed(committed), *chosen])",
         "",
         _CHUNKS,

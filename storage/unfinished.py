@@ -1,5 +1,10 @@
-"""Pieces: parts that are durable before the whole stage is, so that a crash costs only the piece in progress."""
+"""Stages in progress: attempts at them, and pieces, which are durable before the whole stage is.
 
+So a crash costs only the piece in progress.
+"""
+
+from datetime import UTC, datetime
+from itertools import count
 from typing import Literal
 
 from pydantic import BaseModel
@@ -44,3 +49,25 @@ def read_piece(root: Root, key: str) -> Part:
 
 def _key(writer: PartWriter, name: str) -> str:
     return layout.piece_key(writer.run, writer.iteration, writer.stage, writer.revision, name)
+
+
+class Attempt(BaseModel, frozen=True, extra="forbid"):
+    """Record that a process began to work on a stage. For people: nothing is decided by it, so it is not flushed."""
+
+    format_version: Literal[1] = 1
+    """Version of this record's own format."""
+    writer: str
+    """Host and process."""
+    time: datetime
+    """Time of its beginning (UTC)."""
+
+
+def begin(root: Root, run: str, iteration: int, stage: str, writer: str, revision: int = 0) -> int:
+    """Record that `writer` begins to work on a stage; returns how many attempts at it came before."""
+    attempt = Attempt(writer=writer, time=datetime.now(UTC))
+    for number in count():
+        key = layout.attempt_key(run, iteration, stage, revision, number)
+        # compared as bytes: the answer to our own write may have been lost, and a damaged record does no harm
+        if records.publish(root, key, attempt, durable=False) or records.is_there(root, key, attempt):
+            return number
+    raise AssertionError("it counts until it returns")

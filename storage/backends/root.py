@@ -11,16 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_all, stop_before_delay
+from tenacity import wait_random_exponential as wait_random
 
 from storage import layout
 from storage.backends.backend import Backend, Stored, Upload
-from storage.backends.retrying import LARGE_ATTEMPTS, PATIENCE_SECONDS, retried
 from storage.backends.stores import open_store
 from storage.errors import NotCommitted, StorageError, StorageInterrupted, StorageUnavailable
 from storage.meter import measured
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 60.0
+"""Limit on the time for which an operation is retried while the store is busy or does not answer."""
+
+LARGE_ATTEMPTS = 4
+"""Least number of attempts at a transfer, which may itself take longer than PATIENCE_SECONDS."""
+
+_LONGEST_PAUSE = 5.0
+_SILENT_S = 5.0  # shorter outages are not logged
 CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
 
 
@@ -242,7 +251,17 @@ class Root:
             return self._retried(call)
 
     def _retried[T](self, call: Callable[[], T], attempts: int = 1) -> T:
-        return retried(call, self.backend.is_temporary, self.patience, attempts)
+        """The result of `call`, repeated with growing random pauses while the store is busy or away."""
+        for attempt in Retrying(
+            retry=retry_if_exception(self.backend.is_temporary),
+            stop=stop_all(stop_after_attempt(attempts), stop_before_delay(self.patience)),
+            wait=wait_random(multiplier=0.05, max=_LONGEST_PAUSE),
+            before_sleep=_OutageSaid(self.patience),
+            reraise=True,
+        ):
+            with attempt:
+                return call()
+        raise AssertionError("tenacity returns or raises")
 
 
 def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
@@ -294,3 +313,18 @@ def _failure(root: Root, key: str, error: Exception) -> str:
             "free space and start the same command again"
         )
     return f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
+
+
+class _OutageSaid:
+    """Says once that an operation waits for the store."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience, self._said = patience, False
+
+    def __call__(self, state: RetryCallState) -> None:
+        """Called before each pause."""
+        if self._said or state.outcome is None or (state.seconds_since_start or 0.0) < _SILENT_S:
+            return
+        self._said = True
+        cause = type(state.outcome.exception()).__name__
+        logger.warning("the store does not answer (%s): waiting for it, up to %g s", cause, self._patience)

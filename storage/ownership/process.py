@@ -10,11 +10,10 @@ from datetime import UTC, datetime
 from enum import Enum, auto
 from pathlib import Path
 
+from pydantic import BaseModel
+
 _PROC = Path("/proc")
 _START_TIME = 19  # among the fields of /proc/PID/stat after the name in parentheses; proc(5) counts it as field 22
-
-
-from pydantic import BaseModel
 
 
 class Owner(BaseModel, frozen=True, extra="forbid"):

@@ -1,11 +1,13 @@
-"""The archive of a run: one Parquet file with every scored sample, for people and their tools.
+"""The archive of a run: every scored sample in one Parquet file, or in one for each chunk of iterations.
 
 zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLIT, which puts bytes of equal
 significance side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,17 +16,20 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel
 
 from storage import layout
-from storage.backends.root import Root
+from storage.backends.root import Root, Stored
 from storage.digest import file_digest
 from storage.errors import InputError
 from storage.ids import Workflow
-from storage.manifest import Manifest
+from storage.manifest import Manifest, load
 from storage.ownership.scratch import scratch
 from storage.reader import read_stored_table
 from storage.schema import REWARD, ROLLOUT
-from storage.upkeep.catalog import contents, require_run
+from storage.upkeep.catalog import Names, contents, names, require_run
 
 TABLE = "samples"
+CHUNK = 100
+"""Iterations in a file of `compact_new`."""
+CHUNKS = "chunk"
 _FLOATS = ("logprobs",)
 _SCORES = [name for name in REWARD.names if name not in ROLLOUT.names]
 _TEXTS = [
@@ -135,3 +140,88 @@ def _names(table: pa.Table) -> pa.Array:
     ids = table["sample_id"].cast(pa.string())
     joined = pc.binary_join_element_wise(table["prompt_id"], ids, "/")  # pyright: ignore[reportAttributeAccessIssue]
     return joined.combine_chunks()
+
+
+def compact_new(
+    root: Root, workflow: Workflow, run: str, texts: Callable[[], Texts] = lambda: without_texts, size: int = CHUNK
+) -> tuple[Archive, ...]:
+    """Write the chunks that are missing or behind, and remove those that they replace. May be done at any time. Each
+    chunk is one file, whose name has its iterations; it is behind if it has more iterations by now, or if one of its
+    stages was committed later than the file.
+    Iterations that are not scored yet are left out.
+
+    Args:
+        texts: makes what turns tokens into texts; called only if there is something to write.
+        size: iterations in a chunk.
+
+    Raises:
+        DigestMismatch, PartMissing, SchemaMismatch: what a chunk is made from cannot be read.
+    """
+    # the archive first: what another process has written is not longer than what this one sees committed
+    there = [one for one in root.stored(layout.archive_folder(run)) if _span(one)]
+    recorded = names(root, run)
+    committed = {one.key: one.modified for one in root.stored(layout.manifest_folder(run))}
+    revisions = {one.key: one.modified for one in root.stored(layout.revision_folder(run))}
+    _, choices = layout.revision_numbers(revisions)
+    chosen = [revisions[key] for key in choices.values()]  # an older chunk is of another head
+    written: list[Archive] = []
+    places = list(_places(recorded, workflow, size))
+    numbers = {place.number for place in places}
+    for one in there:
+        if _number(one, size) not in numbers:  # of a former head, which had more iterations
+            root.remove(one.key)
+    for place in places:
+        own = [one for one in there if place.number == _number(one, size)]
+        current = [
+            one for one in own if _span(one) == place.span and one.modified > max([place.changed(committed), *chosen])
+        ]
+        if not current:
+            pairs = [(load(root, key), load(root, place.rewards[at])) for at, key in place.rollouts.items()]
+            written.append(store_archive(root, run, CHUNKS, pairs, texts()))
+        kept = current[-1].key if current else written[-1].key
+        for one in own:  # as listed before: another process may have written a newer one since
+            if one.key != kept:
+                root.remove(one.key)
+    return tuple(written)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The scored iterations of one chunk."""
+
+    number: int
+    rollouts: Mapping[int, str]
+    """Key of the manifest of each iteration's samples, in order."""
+    rewards: Mapping[int, str]
+    """That of their scores."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First and last iteration."""
+        iterations = list(self.rollouts)
+        return iterations[0], iterations[-1]
+
+    def changed(self, committed: Mapping[str, datetime]) -> datetime:
+        """Time of the last commit of one of its stages."""
+        return max(committed[key] for key in (*self.rollouts.values(), *self.rewards.values()))
+
+
+def _places(recorded: Names, workflow: Workflow, size: int) -> Iterator[_Place]:
+    newest = recorded.newest
+    both = sorted(
+        iteration for iteration, stage in newest if stage == workflow.samples and (iteration, workflow.scores) in newest
+    )
+    for number, some in itertools.groupby(both, lambda iteration: (iteration - 1) // size):
+        chosen = list(some)
+        rollouts = {iteration: newest[iteration, workflow.samples] for iteration in chosen}
+        yield _Place(number, rollouts, {iteration: newest[iteration, workflow.scores] for iteration in chosen})
+
+
+def _span(one: Stored) -> tuple[int, int] | None:
+    found = layout.archive_span(one.key)
+    return found[1:] if found is not None and found[0] == CHUNKS else None
+
+
+def _number(one: Stored, size: int) -> int | None:
+    span = _span(one)
+    return None if span is None else (span[0] - 1) // size

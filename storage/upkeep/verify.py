@@ -8,7 +8,6 @@ from pydantic import BaseModel, computed_field
 from pydantic_core import from_json
 
 from storage import layout, records
-from storage.attempts import Attempt
 from storage.backends.root import Root, open_root
 from storage.digest import bytes_digest
 from storage.errors import (
@@ -26,6 +25,7 @@ from storage.parallel import each
 from storage.parts import is_intact, read_part_buffer
 from storage.revisions import FIRST, Revisions, uncopied
 from storage.selection import SOURCES, Source, read_sources
+from storage.unfinished import Attempt
 from storage.upkeep.catalog import Contents, names, survey
 
 _READERS = 4

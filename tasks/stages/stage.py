@@ -17,12 +17,12 @@ from typing import Concatenate, cast
 from pydantic import JsonValue
 
 from storage import kill_points, layout, meter
-from storage.attempts import begin
 from storage.backends.root import Root
 from storage.errors import CommitConflict, RatchetError
 from storage.kill_points import Point
 from storage.manifest import Fence, Manifest, Part, commit, finite_or_null
 from storage.parts import PartWriter
+from storage.unfinished import begin
 from tasks.config.code_version import code_version
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext

@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 
 from storage import layout
-from storage.attempts import begin
 from storage.backends.root import Root
+from storage.unfinished import begin
 from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root
 

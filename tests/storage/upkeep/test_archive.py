@@ -12,8 +12,7 @@ from storage.errors import InputError
 from storage.ownership.scratch import sweep
 from storage.reader import read_stored_table
 from storage.schema import ROLLOUT
-from storage.upkeep.archive import SAMPLES, compact
-from storage.upkeep.chunks import compact_new
+from storage.upkeep.archive import SAMPLES, compact, compact_new
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_iteration, make_run, put
 from tests.storage.tables import rollout_table
@@ -89,7 +88,7 @@ from storage import kill_points
 from storage.backends.root import open_root
 from storage.upkeep.archive import compact
 from storage.upkeep.fork import branch
-from storage.upkeep.chunks import compact_new
+from storage.upkeep.archive import compact_new
 from tasks.stages.names import WORKFLOW
 from tests.storage.runs import DOCUMENT
 folder = sys.argv[2]

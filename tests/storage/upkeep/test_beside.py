@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from storage import attempts, layout
+from storage import layout, unfinished
 from storage.manifest import commit
 from storage.ownership.lease import acquire, unlock
 from storage.ownership.process import this_process
@@ -32,7 +32,7 @@ def test_what_a_stage_in_progress_may_find_stays(root, by):
     acquire(root, "run", this_process("the driver"))
     finished, waiting, begun = left(root, 3), left(root, 4), left(root, 2)
     if by == "attempt":
-        attempts.begin(root, "run", 2, Stage.EVALUATE, "the driver")
+        unfinished.begin(root, "run", 2, Stage.EVALUATE, "the driver")
     else:  # the record of the attempt is not flushed, and may be lost
         writer = PartWriter(root, "run", 2, Stage.EVALUATE)
         keep_piece(writer, "00000", writer.write_bytes("samples.arrow", b"some"))
@@ -97,7 +97,7 @@ def test_a_part_that_is_found_again_beside_the_cleaning_stays():
         for _ in range(steps):
             stepper.step()
         finished = stepper.ended
-        attempts.begin(root, "run", 2, Stage.TRAIN, "the driver")
+        unfinished.begin(root, "run", 2, Stage.TRAIN, "the driver")
         part = PartWriter(root, "run", 2, Stage.TRAIN).write_bytes("0.distcp", b"content")
         commit(root, manifest(Stage.TRAIN, 2, (part,)))
         while not stepper.ended:

@@ -10,7 +10,7 @@ from storage.errors import DigestMismatch
 from storage.manifest import commit, need
 from storage.revisions import Choice, read_revisions, record_choice
 from storage.schema import ROLLOUT
-from storage.upkeep.chunks import compact_new
+from storage.upkeep.archive import compact_new
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import age, make_iteration, make_run, put

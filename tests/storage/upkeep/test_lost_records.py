@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from storage import layout
-from storage.attempts import begin
 from storage.backends.root import Root, open_root
 from storage.errors import DigestMismatch, SchemaMismatch, WrongRecord
 from storage.manifest import commit, need
@@ -17,7 +16,7 @@ from storage.ownership.process import this_process
 from storage.parts import PartWriter
 from storage.records import unseal
 from storage.revisions import keep_copies, read_revisions, record_choice, record_rerun, uncopied
-from storage.unfinished import keep_piece
+from storage.unfinished import begin, keep_piece
 from storage.upkeep.catalog import names, summaries
 from storage.upkeep.redoing import Wanted, ask, choose
 from storage.upkeep.retention import Retention, collect

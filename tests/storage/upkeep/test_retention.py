@@ -5,14 +5,13 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from storage import layout, records
-from storage.attempts import begin
 from storage.backends.root import open_root
 from storage.errors import PartMissing
 from storage.manifest import find, need
 from storage.ownership.lease import acquire, newest
 from storage.ownership.process import this_process
 from storage.parts import PartWriter, materialize
-from storage.unfinished import keep_piece
+from storage.unfinished import begin, keep_piece
 from storage.upkeep.beside import collect_beside
 from storage.upkeep.catalog import Retired, contents
 from storage.upkeep.fork import fork

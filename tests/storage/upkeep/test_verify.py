@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from storage import layout
-from storage.attempts import begin
 from storage.ownership.lease import acquire
 from storage.ownership.process import this_process
 from storage.parts import PartWriter
-from storage.unfinished import keep_piece
+from storage.unfinished import begin, keep_piece
 from storage.upkeep.archive import compact
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import Problem, verify
