@@ -8,6 +8,7 @@ replaced. On a GPU this module is never imported.
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("tensor", "zeros", "ones")
 
 
 @contextlib.contextmanager
@@ -25,16 +25,10 @@ def installed() -> Iterator[None]:
     with torch.device("cpu"):
         torch.empty(0)  # torch.device() as a context knows factories by identity, and records them on first use
     with contextlib.ExitStack() as undo:
-        for owner, name, value in _torch_replacements():
-            _replace(undo, owner, name, value)
-        for owner, name, value in _megatron_replacements():
-            _replace(undo, owner, name, value)
+        for owner, name, value in itertools.chain(_torch_replacements(), _megatron_replacements()):
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: object) -> None:
-    undo.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
 
 
 def _torch_replacements() -> Iterator[tuple[Any, str, object]]:
@@ -54,7 +48,7 @@ def _torch_replacements() -> Iterator[tuple[Any, str, object]]:
         yield owner, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
         yield owner, "manual_seed", lambda seed: torch.manual_seed(seed)  # dynamo refuses two names for one function
     # literals device="cuda" of the optimizers, schedules and checkpoints
-    for name in _FACTORIES:
+    for name in ("tensor", "zeros", "ones"):
         yield torch, name, _on_cpu(getattr(torch, name))
     yield torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor
     # string comparisons with 'torch.cuda.FloatTensor' in clip_grads.py and distrib_optimizer.py
@@ -72,11 +66,9 @@ def _megatron_replacements() -> Iterator[tuple[Any, str, object]]:
     yield dispatcher, "maybe_move_tensor_to_cpu", _counts_on_host
     # gloo exchanges tensors of equal sizes alone, and experts get as many tokens as were chosen for them
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    for name, uneven in (
-        ("_gather_along_first_dim", _gather_uneven),
-        ("_reduce_scatter_along_first_dim", _reduce_scatter_uneven),
-    ):
-        yield mappings, name, _where_uneven(getattr(mappings, name), uneven)
+    uneven = {"_gather_along_first_dim": _gather_uneven, "_reduce_scatter_along_first_dim": _reduce_scatter_uneven}
+    for name, exchange in uneven.items():
+        yield mappings, name, _where_uneven(getattr(mappings, name), exchange)
 
 
 class _Stream:
@@ -85,14 +77,10 @@ class _Stream:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def wait_stream(self, stream: object) -> None:
-        """No-op: nothing runs concurrently with the caller."""
+    def synchronize(self, other: object = None) -> None:
+        """Do nothing: nothing runs concurrently with the caller."""
 
-    def wait_event(self, event: object) -> None:
-        """No-op: nothing runs concurrently with the caller."""
-
-    def synchronize(self) -> None:
-        """No-op: nothing runs concurrently with the caller."""
+    wait_stream = wait_event = synchronize
 
     def record_event(self) -> "_Stream":
         """An event that has happened: like a stream, it has nothing to wait for."""
@@ -136,14 +124,11 @@ def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -
     return function if function is not None else lambda decorated: decorated
 
 
-def _is_cuda(device: object) -> bool:
-    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
-
-
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _is_cuda(kwargs.get("device")):
+        device = kwargs.get("device")
+        if isinstance(device, str | torch.device) and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)  # which speeds up copies to a GPU, and needs its driver
         return factory(*args, **kwargs)

@@ -1,7 +1,9 @@
 """Transformer layers made of megatron-core's own modules, used where Transformer Engine is absent.
 
 Parameters have the names that Transformer Engine's fused modules give them (`linear_qkv.layer_norm_weight`), because
-megatron-bridge's parameter mappings are written for them.
+megatron-bridge's parameter mappings are written for them. Attention is causal within the segments of a flat batch, by
+torch's scaled_dot_product_attention. Context-parallel ranks gather keys and values of the whole sequences, and each
+attends with its own queries.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +35,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from numpy.typing import NDArray
 
 from trainer_core.context_parallel import Context
@@ -47,9 +48,8 @@ def rms_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_
 
 
 class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm and column-parallel linear in one module, as `TELayerNormColumnParallelLinear`.
-
-    megatron-bridge recognises the kind of a module by this part of its class name.
+    """RMSNorm and column-parallel linear in one module, as `TELayerNormColumnParallelLinear`. megatron-bridge
+    recognises the kind of a module by this part of its class name.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
@@ -65,18 +65,6 @@ class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
         normed = torch.nn.functional.rms_norm(input_, input_.shape[-1:], self.layer_norm_weight, self.eps)
         return super().forward(normed, *args, **kwargs)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """Weight and bias are split over tensor ranks along their first axis; the norm is replicated."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        groups: dict[str, Any] = {
-            "tp_group": self.tp_group,
-            "dp_cp_group": metadata["dp_cp_group"] if metadata else None,
-        }
-        split_axes = {"weight": 0, "bias": 0}
-        return make_sharded_tensors_for_checkpoint(state, prefix, split_axes, sharded_offsets, **groups)
-
 
 class _Backend(LocalSpecProvider):
     def fuse_layernorm_and_linear(self) -> bool:
@@ -87,10 +75,9 @@ class _Backend(LocalSpecProvider):
 
 
 def local_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Spec of a decoder block for `GPTModelProvider.transformer_layer_spec`.
-
-    Norms are root mean squares; attention is that of Qwen3 and Llama or multi-latent (DeepSeek-V3); feed-forward layers
-    are dense, or mixtures of experts with Megatron's own router and dispatcher.
+    """Spec of a decoder block for `GPTModelProvider.transformer_layer_spec`. Norms are root mean squares; attention is
+    that of Qwen3 and Llama or multi-latent (DeepSeek-V3); feed-forward layers are dense, or mixtures of experts with
+    Megatron's own router and dispatcher.
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
@@ -188,8 +175,7 @@ def local_segments(
     Args:
         lengths: (S,) positions of each that this rank holds; they sum to T.
         positions: (T,) int64 on the model's device, place of each in its segment, from 0.
-        context: which share of each segment this rank holds.
-        group: the ranks that hold the others, if there are any.
+        context: share of each segment that this rank holds; `group` are the ranks that hold the others, if any.
     """
     order = np.argsort(np.repeat(lengths, lengths), kind="stable")
     found, counts = np.unique(lengths[lengths > 0], return_counts=True)
@@ -236,30 +222,16 @@ class LocalSelfAttention(SelfAttention):
     """megatron-core's self-attention, in which positions count from the beginning of each segment."""
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor,
-        *args: Any,
-        rotary_pos_emb: torch.Tensor,
-        packed_seq_params: LocalSegments | None = None,
-        **kwargs: Any,
+        self, *args: Any, rotary_pos_emb: torch.Tensor, packed_seq_params: LocalSegments | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(T, 1, H) -> (T, 1, H); `rotary_pos_emb` (L, 1, 1, D) holds the angles of the first L places of a segment.
-
         Every position brings its own angles. With the format "thd" megatron-core would rotate one segment after
         another. Without segments each row of (S, B, H) is one.
         """
         if packed_seq_params is not None:
             rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]  # (T, 1, 1, D)
             packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
-        return super().forward(
-            hidden_states,
-            attention_mask,
-            *args,
-            rotary_pos_emb=rotary_pos_emb,
-            packed_seq_params=packed_seq_params,
-            **kwargs,
-        )
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class LocalLatentAttention(MLASelfAttention):
@@ -276,11 +248,10 @@ class LocalLatentAttention(MLASelfAttention):
         }
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents of queries, and of keys and values with the rotated part of keys, (T / tp, 1, R) each.
-
-        Every rank's heads use the rotated part, so its gradient is the sum over ranks. Upstream gathers it by an
-        operation whose backward pass takes this rank's columns of this rank's gradient alone. With the positions
-        divided, as `check_layout` demands, it gathers the rotated part along them, and sums.
+        """Latents of queries, and of keys and values with the rotated part of keys, (T / tp, 1, R) each. Every rank's
+        heads use the rotated part, so its gradient is the sum over ranks. Upstream gathers it by an operation whose
+        backward pass takes this rank's columns of this rank's gradient alone. With the positions divided, as
+        `check_layout` demands, it gathers the rotated part along them, and sums.
         """
         queries, combined = super()._qkv_down_projection(hidden_states)
         if combined.size(-1) == self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
@@ -309,9 +280,8 @@ class LocalDotProductAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         **_: Any,
     ) -> torch.Tensor:
-        """Query (T, 1, heads / tp, D), key and value with the key-value heads -> (T, 1, heads / tp * D).
-
-        The axis of length 1 may be left out. Without segments each row of (S, B, heads / tp, D) is one.
+        """Query (T, 1, heads / tp, D), key and value with the key-value heads -> (T, 1, heads / tp * D). The axis of
+        length 1 may be left out. Without segments each row of (S, B, heads / tp, D) is one.
         """
         if query.ndim == 3:
             parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
@@ -320,7 +290,7 @@ class LocalDotProductAttention(MegatronModule):
             return self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
         segments = cast(LocalSegments, packed_seq_params)
         if segments.gathered is not None:
-            return self._attend_over_ranks(query, key, value, segments, segments.gathered)
+            return self._attend_over_ranks(query, key, value, segments)
         if len(segments.blocks) == 1:  # nothing to sort
             rows = (tensor.unflatten(0, segments.blocks[0]).squeeze(2) for tensor in (query, key, value))
             return self._attend(*rows).flatten(0, 1).unsqueeze(1)
@@ -333,16 +303,12 @@ class LocalDotProductAttention(MegatronModule):
         return torch.cat(mixed)[segments.inverse].unsqueeze(1)
 
     def _attend_over_ranks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: LocalSegments,
-        gathered: torch.Tensor,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: LocalSegments
     ) -> torch.Tensor:
         """The same where ranks divide each segment: their keys and values together, this rank's queries alone."""
         both = torch.cat((key, value), -1)  # (T, 1, heads / tp, D + D of values)
         everyones = gather_from_sequence_parallel_region(both, group=segments.cp_group)  # (T * ranks, 1, ...)
+        gathered = cast(torch.Tensor, segments.gathered)
         sizes = [count * length for count, length in segments.blocks]
         queries = query.squeeze(1)[segments.order].split(sizes)
         ranks = len(gathered) // len(query)
@@ -356,18 +322,12 @@ class LocalDotProductAttention(MegatronModule):
         return torch.cat(mixed)[segments.inverse].unsqueeze(1)
 
     def _attend(self, *parts: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-        """Query, key and value of n sequences of equal length, (n, L, heads, D) -> (n, L, heads * D).
-
-        With `visible`, (L, K) bool, there are K keys and values, of which it says which ones a query attends to.
+        """Query, key and value of n sequences of equal length, (n, L, heads, D) -> (n, L, heads * D). With `visible`,
+        (L, K) bool, there are K keys and values, of which it says which ones a query attends to.
         """
         query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, D)
+        grouped = query.shape[1] != key.shape[1]
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=self.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self.scale, enable_gqa=grouped
         )
         return mixed.transpose(1, 2).flatten(2)

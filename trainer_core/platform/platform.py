@@ -34,23 +34,19 @@ class Platform:
 
 
 def prepare(device: Device, local_rank: int = 0) -> Platform:
-    """Import Megatron so that it runs on `device`; call it once, before anything imports megatron.
-
-    Raises:
-        InputError: if a GPU is requested and there is none, or another kind of device was prepared before.
+    """Import Megatron so that it runs on `device`; call it once, before anything imports megatron. Raises InputError if
+    a GPU is requested and there is none, or another kind of device was prepared before.
     """
     if device in _prepared:
         return _prepared[device]
     if _prepared:
         raise InputError(f"this process already trains on {next(iter(_prepared))}; use another process for {device}")
-    platform = _prepare_cuda(local_rank) if device == "cuda" else _prepare_cpu()
-    _prepared[device] = platform
-    return platform
+    _prepared[device] = _prepare_cuda(local_rank) if device == "cuda" else _prepare_cpu()
+    return _prepared[device]
 
 
 def use_deterministic_kernels() -> None:
     """Restrict torch in this process to kernels whose results do not depend on timing; operations without one raise.
-
     cuBLAS, NCCL and Transformer Engine take this setting from the environment, Megatron from the model's configuration.
     """
     torch.use_deterministic_algorithms(True)

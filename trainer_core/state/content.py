@@ -31,14 +31,12 @@ class Identifier:
     def identity(
         self, shards: list[Shard], facts: StateFacts, generators: str, rank: int, device: torch.device
     ) -> StateIdentity:
-        """Identify the state that the shards of all ranks make up. Collective.
+        """Identify the state that the shards of all ranks make up. Collective. Raises RatchetError if the shards do not
+        make up the whole tensors, or the padding of the vocabulary is not zero.
 
         Args:
             generators: digest of this rank's random generators.
             device: where sums are exchanged.
-
-        Raises:
-            RatchetError: the shards do not make up the whole tensors, or the padding of the vocabulary is not zero.
         """
         if self._kinds is None:
             self._kinds = _all_kinds(shards)

@@ -87,11 +87,7 @@ class StateComparison(Frozen):
 
 
 def read_facts(directory: Path) -> StateFacts:
-    """Facts of the state in `directory`.
-
-    Raises:
-        StorageError: if there is no such state, or its facts cannot be read.
-    """
+    """Facts of the state in `directory`. Raises StorageError if there is no such state, or its facts cannot be read."""
     path = Path(directory, FACTS_FILE)
     try:
         return StateFacts.model_validate(json.loads(path.read_text(encoding="utf-8")))
@@ -110,11 +106,7 @@ def generators_file(rank: int) -> str:
 
 
 def read_generators(directory: Path, rank: int) -> dict[str, Any]:
-    """The random generators of a rank when the state was saved.
-
-    Raises:
-        StorageError: the file cannot be read.
-    """
+    """The random generators of a rank when the state was saved. Raises StorageError if the file cannot be read."""
     path = Path(directory, generators_file(rank))
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -128,10 +120,9 @@ def needed_for_weights(name: str) -> bool:
 
 
 def check_modules(directory: Path, facts: StateFacts, transformer_engine: bool) -> None:
-    """Refuse a state saved by the other kind of modules than the trainer's, which `transformer_engine` gives.
-
-    Both use the same names for weights, but Transformer Engine's norms and attention also need their own entries, and
-    the two optimizers keep different settings. Raises InputError.
+    """Refuse a state saved by the other kind of modules than the trainer's, which `transformer_engine` gives. Both use
+    the same names for weights, but Transformer Engine's norms and attention also need their own entries, and the two
+    optimizers keep different settings. Raises InputError.
     """
     if facts.transformer_engine != transformer_engine:
         kinds = {True: "Transformer Engine's modules", False: "Megatron's own modules, without Transformer Engine"}

@@ -52,13 +52,10 @@ class MappedFiles:
 
     def __init__(self, directory: Path, rank: int, shards: Iterable[Shard], pinning: Pinning | None) -> None:
         """Lay the files out for the given shards; `fill` is called with the same ones, whatever their values are.
+        Raises StorageUnavailable if there is no room for them. Raises WorkerLost as `Pinning.pin`.
 
         Args:
             pinning: locks memory for the device; None for a CPU.
-
-        Raises:
-            StorageUnavailable: there is no room for them.
-            WorkerLost: as `Pinning.pin`.
         """
         self.directory, self.names = directory, tensor_files(rank)
         self._entries = [
@@ -86,10 +83,8 @@ class MappedFiles:
         self._places = [places[entry] for entry in self._entries]
 
     def fill(self, shards: Iterable[Shard]) -> None:
-        """Copy the live elements into the files; they may change as soon as this returns.
-
-        Raises:
-            RatchetError: the shards are not those that the files were laid out for.
+        """Copy the live elements into the files; they may change as soon as this returns. Raises RatchetError if the
+        shards are not those that the files were laid out for.
         """
         given = [(shard.box.name, region, values) for shard in shards for region, values in shard.regions()]
         if [one[:2] for one in given] != [(entry.name, entry.region) for entry in self._entries]:
@@ -127,9 +122,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """A safetensors header with its length, and the bounds of each entry's bytes behind it, by key.
-
-    The format allows no gaps, so the widest elements come first: then all are aligned.
+    """A safetensors header with its length, and the bounds of each entry's bytes behind it, by key. The format allows
+    no gaps, so the widest elements come first: then all are aligned.
     """
     tensors, bounds, end = {}, {}, 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
@@ -145,9 +139,8 @@ def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
 
 
 def _reserve(path: Path, size: int) -> None:
-    """A new file of which every byte has room: writing to a mapped file without it would end the process.
-
-    Its second name keeps the store from taking the file itself as a part, which the next save would change.
+    """A new file of which every byte has room: writing to a mapped file without it would end the process. Its second
+    name keeps the store from taking the file itself as a part, which the next save would change.
     """
     second = path.with_name(f"{path.name}.mapped")
     for name in (path, second):

@@ -50,9 +50,8 @@ def idle() -> None:
 
 
 def fail(folder: str | Path, reason: str) -> None:
-    """Stop all users of the channel in `folder`, with that reason; the first reason counts.
-
-    On a full disk the mark is empty, and stops them all the same.
+    """Stop all users of the channel in `folder`, with that reason; the first reason counts. On a full disk the mark is
+    empty, and stops them all the same.
     """
     place = Path(folder)
     own = place / f"{FAILED}-{os.getpid()}-{time.monotonic_ns()}"
@@ -76,10 +75,9 @@ def _write(path: Path, reason: str) -> None:
 
 
 class Signals:
-    """Counters of one update: buckets that each sender has published, and that each receiver has released of them.
-
-    Each counter has one writer. A sender's buckets are counted in its own order. `met` says who has come to the group
-    of a sender, (S, 1 + R): itself and the receivers.
+    """Counters of one update: buckets that each sender has published, and that each receiver has released of them. Each
+    counter has one writer. A sender's buckets are counted in its own order. `met` says who has come to the group of a
+    sender, (S, 1 + R): itself and the receivers.
     """
 
     def __init__(self, channel: Channel, plan: WeightPlan) -> None:
@@ -102,11 +100,7 @@ class Signals:
         fail(self._folder, reason)
 
     def check(self) -> None:
-        """Raise if a process has failed.
-
-        Raises:
-            SyncMismatch: with the reason that was given first.
-        """
+        """Raise if a process has failed. Raises SyncMismatch with the reason that was given first."""
         try:
             reason = (self._folder / FAILED).read_text(encoding="utf-8") or UNKNOWN
         except FileNotFoundError:
@@ -116,10 +110,8 @@ class Signals:
         raise SyncMismatch(reason)
 
     def wait(self, reached: Callable[[], bool | np.bool_], what: str) -> None:
-        """Return once `reached` is true.
-
-        Raises:
-            SyncMismatch: a process has failed, or the deadline has passed: then all others stop too.
+        """Return once `reached` is true. Raises SyncMismatch if a process has failed, or the deadline has passed: then
+        all others stop too.
         """
         pause, end = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
         while not reached():

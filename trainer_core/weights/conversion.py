@@ -61,11 +61,9 @@ class Conversion(Held):
 
 
 def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
-    """All weights and persistent buffers of this rank, inside `model.weights`: those that its own mappings convert,
-    and the others, which only the bridge's whole export converts.
-
-    Raises:
-        SyncMismatch: a weight has no Hugging Face name, or is not in memory now.
+    """All weights and persistent buffers of this rank, inside `model.weights`: those that its own mappings convert, and
+    the others, which only the bridge's whole export converts. Raises SyncMismatch if a weight has no Hugging Face name,
+    or is not in memory now.
     """
     source = _Source(model)
     found = [source.conversion(*place) for place in _named(model)]
@@ -105,10 +103,8 @@ class _Source:
     def conversion(
         self, stage: int, name: str, module: torch.nn.Module, attribute: str
     ) -> Conversion | Exported | None:
-        """The conversion of one tensor, here or by the bridge's export; None if it is not exported at all.
-
-        Raises:
-            SyncMismatch: it has no Hugging Face name, or is not in memory.
+        """The conversion of one tensor, here or by the bridge's export; None if it is not exported at all. Raises
+        SyncMismatch if it has no Hugging Face name, or is not in memory.
         """
         tensor = getattr(module, attribute)
         known = self._names.known(stage, name)
@@ -248,10 +244,8 @@ class Parcel:
         self._packing: Packing | None = None
 
     def look(self) -> None:
-        """Make the views of live weights before the bucket's turn; inside `torch.no_grad`.
-
-        Raises:
-            SyncMismatch: a weight is not as it was planned.
+        """Make the views of live weights before the bucket's turn; inside `torch.no_grad`. Raises SyncMismatch if a
+        weight is not as it was planned.
         """
         if self._packing is None:
             self._packing = Packing(self.planned)
@@ -261,9 +255,7 @@ class Parcel:
 
     def fill(self, arena: torch.Tensor, shards: Shards, positions: "Positions") -> None:
         """Convert what is left, and write everything into the bucket's arena, (bytes,) uint8. Nothing of it is kept.
-
-        Raises:
-            SyncMismatch: a weight is not as it was planned.
+        Raises SyncMismatch if a weight is not as it was planned.
         """
         self.look()
         assert self._packing is not None

@@ -24,11 +24,9 @@ _K2 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 of splitmix64 as a signed word: 
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digest of type, shape and bytes, 32 hexadecimal characters.
-
-    The bytes are read as little-endian 64-bit words w[i]; each is mixed with its position and the results are added
-    modulo 2**64, so swapped, moved or zeroed words change it. Signed wrap-around arithmetic is the same on CPU and GPU.
-    The digest detects accidents, not adversaries.
+    """Digest of type, shape and bytes, 32 hexadecimal characters. The bytes are read as little-endian 64-bit words
+    w[i]; each is mixed with its position and the results are added modulo 2**64, so swapped, moved or zeroed words
+    change it. Signed wrap-around arithmetic is the same on CPU and GPU. The digest detects accidents, not adversaries.
     """
     return tensor_digests([tensor])[0]
 
@@ -51,10 +49,8 @@ def prepare_digests(tensors: Sequence[torch.Tensor]) -> "PreparedDigests":
 
 class PreparedDigests:
     """Digests of what tensors, all on one device, will hold when they are begun. On a card only the launch of a kernel
-    is left to do then.
-
-    Tensors need not be contiguous: on a card rows of whole words that are equally far apart, as the column slices of a
-    matrix are, are read where they lie; anything else is copied first.
+    is left to do then. Tensors need not be contiguous: on a card rows of whole words that are equally far apart, as the
+    column slices of a matrix are, are read where they lie; anything else is copied first.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -158,7 +154,6 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def mix(words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Each word mixed with its position, (n,) int64 all three; their sum changes with every word that changes or moves.
-
     The words need not be in order, so that the sums of the shards of a tensor add up to that of the tensor.
     """
     mixed = words ^ ((positions + 1) * _K1)

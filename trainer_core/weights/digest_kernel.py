@@ -101,11 +101,8 @@ def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _rows(tensor: torch.Tensor, address: int) -> Rows | None:
     """A tensor's memory from `address` on as the kernel reads it: rows of whole words, equally far apart, or one row of
-    any length.
-
-    Returns:
-        Address; bytes; words of a row, 0 if there is only one; bytes from row to row, or if there is only one whether
-        it begins at a whole word. None if it is neither, and must be copied.
+    any length. Returns address; bytes; words of a row, 0 if there is only one; bytes from row to row, or if there is
+    only one whether it begins at a whole word. None if it is neither, and must be copied.
     """
     if tensor.is_contiguous():
         return address, tensor.nbytes, 0, int(address % WORD == 0)

@@ -74,10 +74,8 @@ class Packing:
         self._counts, self._end = _counts([(tensor.offset // WORD, tensor.nbytes // WORD) for tensor in whole])
 
     def add(self, found: Mapping[str, torch.Tensor]) -> None:
-        """Tensors by name; what is not planned is left out. Views of live weights are read by `write`.
-
-        Raises:
-            SyncMismatch: one is not as it was planned.
+        """Tensors by name; what is not planned is left out. Views of live weights are read by `write`. Raises
+        SyncMismatch if one is not as it was planned.
         """
         for name, tensor in found.items():
             if (planned := self._planned.get(name)) is None:
@@ -90,10 +88,8 @@ class Packing:
             self._sources[name] = tensor if planned.nbytes % WORD else _words(tensor)
 
     def write(self, arena: torch.Tensor) -> None:
-        """Write all tensors to their places in an arena, (bytes,) uint8, without a change of type.
-
-        Raises:
-            SyncMismatch: a tensor has not been added.
+        """Write all tensors to their places in an arena, (bytes,) uint8, without a change of type. Raises SyncMismatch
+        if a tensor has not been added.
         """
         if missing := [name for name in self._planned if name not in self._sources]:
             raise SyncMismatch(f"{missing[0]} was planned, but this rank has nothing that becomes it")
@@ -114,10 +110,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A bucket of tensors in memory of the host that came one by one, (bucket.nbytes,) uint8.
-
-    Raises:
-        SyncMismatch: they are not those that are planned.
+    """A bucket of tensors in memory of the host that came one by one, (bucket.nbytes,) uint8. Raises SyncMismatch if
+    they are not those that are planned.
     """
     arena = torch.zeros(bucket.nbytes, dtype=torch.uint8)
     places = dict(views(planned, arena))

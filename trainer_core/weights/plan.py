@@ -173,14 +173,12 @@ def decode(tables: Sequence[bytes], own: bytes = b"", rows: Rows = ()) -> list[T
 
 
 def plan_of(tables: Sequence[Table], exported: Sequence[Named] = ()) -> WeightPlan:
-    """One update from what the ranks hold, the same for every rank that has the same tables.
+    """One update from what the ranks hold, the same for every rank that has the same tables. Raises SyncMismatch if a
+    rank cannot send, ranks that must hold the same do not, or a name occurs twice.
 
     Args:
         tables: of all ranks, in their order.
         exported: what rank 0 sends besides, in this order.
-
-    Raises:
-        SyncMismatch: a rank cannot send, ranks that must hold the same do not, or a name occurs twice.
     """
     _check_ranks(tables)
     place = tables[0].place

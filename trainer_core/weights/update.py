@@ -26,10 +26,8 @@ class Update:
     """A plan with this rank's means to carry it out. It holds live tensors and modules, and lives for one update."""
 
     def __init__(self, model: Model, mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int) -> None:
-        """Plan from the live weights, inside `model.weights`. Collective.
-
-        Raises:
-            SyncMismatch: on every rank, if one cannot send its weights or ranks do not hold the same.
+        """Plan from the live weights, inside `model.weights`. Collective. Raises SyncMismatch on every rank, if one
+        cannot send its weights or ranks do not hold the same.
         """
         self._mesh = mesh
         _settle(mesh)
@@ -58,12 +56,8 @@ class Update:
 
     def send(self, channel: Channel) -> BucketSender:
         """Convert and send, inside `model.weights`; all ranks have made sure that none has a problem. Collective.
-
         Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is
-        collective.
-
-        Raises:
-            RatchetError: what failed first on this rank.
+        collective. Raises RatchetError if what failed first on this rank.
         """
         _settle(self._mesh)
         buckets = self.plan.buckets

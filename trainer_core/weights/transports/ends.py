@@ -28,19 +28,14 @@ class Sender(End, Protocol):
     """The end of a channel at a trainer rank. It sends its own buckets, in the order of the plan."""
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        """The arena for a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until it is free.
-
-        Raises:
-            SyncMismatch: another end has failed, or does not answer until the deadline.
+        """The arena for a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until it is free. Raises
+        SyncMismatch if another end has failed, or does not answer until the deadline.
         """
         ...
 
     def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = ...) -> None:
         """Let the receivers read a bucket, once the device has written it. `meanwhile` is called once, while the device
-        writes, or while the receivers read.
-
-        Raises:
-            StorageUnavailable: a file of it cannot be written.
+        writes, or while the receivers read. Raises StorageUnavailable if a file of it cannot be written.
         """
         ...
 
@@ -53,14 +48,10 @@ class Receiver(End, Protocol):
     """The end of a channel at a worker of an engine. It reads all buckets, in the order of the plan."""
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
-        """The bytes of a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until they are there.
-
-        They must not be changed, and not be used after `release`.
-
-        Raises:
-            SyncMismatch: another end has failed, does not answer until the deadline, or sends other tensors than
-                planned.
-            StorageUnavailable: the arenas cannot be opened from here.
+        """The bytes of a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until they are there. They
+        must not be changed, and not be used after `release`. Raises SyncMismatch if another end has failed, does not
+        answer until the deadline, or sends other tensors than planned. Raises StorageUnavailable if the arenas cannot
+        be opened from here.
         """
         ...
 
@@ -71,14 +62,11 @@ class Receiver(End, Protocol):
 
 def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> Sender:
     """The end of a channel at a rank. Exactly the ranks that send a bucket call it; they do not wait for each other.
+    Raises StorageUnavailable if there is no room for the arenas. Raises SyncMismatch if the receivers do not answer.
 
     Args:
         rank: as `Bucket.sender` names it.
         device: of the model.
-
-    Raises:
-        StorageUnavailable: there is no room for the arenas.
-        SyncMismatch: the receivers do not answer.
     """
     match channel.transport:
         case "memory":

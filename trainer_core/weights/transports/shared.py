@@ -19,10 +19,8 @@ class SharedArenas:
     """The arenas of one sender in shared memory of the host, as seen from one end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, sender: int, new: bool = False) -> None:
-        """Make the arenas as the sender if they are `new`, else open those that it has made.
-
-        Raises:
-            StorageUnavailable: there is no room in shared memory.
+        """Make the arenas as the sender if they are `new`, else open those that it has made. Raises StorageUnavailable
+        if there is no room in shared memory.
         """
         self._path, size = Path(channel.folder, f"arenas-{sender}"), channel.arenas * plan.arena_bytes
         handle = os.open(self._path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
@@ -42,9 +40,7 @@ class SharedArenas:
 
     def pin(self, device: torch.device) -> None:
         """Let a card copy from and to the arenas at the speed of the link. Where that is refused it copies slowly.
-
-        Raises:
-            WorkerLost: the card does not work.
+        Raises WorkerLost if the card does not work.
         """
         pinning = pinning_of(device)
         if pinning is not None and pinning.pin(self._whole, self._path):
@@ -126,10 +122,8 @@ class Opener(Protocol):
     """Finds the arenas of senders."""
 
     def open(self, sender: int) -> Seen:
-        """Open the arenas of a sender that has published something.
-
-        Raises:
-            StorageUnavailable: they cannot be opened from here.
+        """Open the arenas of a sender that has published something. Raises StorageUnavailable if they cannot be opened
+        from here.
         """
         ...
 
