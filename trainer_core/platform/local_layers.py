@@ -152,14 +152,11 @@ def _device(config: TransformerConfig) -> torch.device | int | None:
 class LocalSegments(PackedSeqParams):
     """The segments of a flat batch, prepared once for all layers. `cp_group` is the ranks that divide them, if any."""
 
-    positions: torch.Tensor
-    """(T,) int64, place of each position in its segment."""
+    positions: torch.Tensor  # (T,) int64, place of each position in its segment
     order: torch.Tensor
     """(T,) int64, the positions by length of their segment: segments of equal length are attended to together."""
-    inverse: torch.Tensor
-    """(T,) int64, undoes `order`."""
-    blocks: tuple[tuple[int, int], ...]
-    """(segments, length) of each block of equal lengths, in that order."""
+    inverse: torch.Tensor  # (T,) int64, undoes `order`
+    blocks: tuple[tuple[int, int], ...]  # (segments, length) of each block of equal lengths, in that order
     gathered: torch.Tensor | None = None
     """(T * ranks,) int64, where the positions of whole segments, in the order of the blocks, are among those of all
     context-parallel ranks; None if there is one rank."""

@@ -20,12 +20,10 @@ class Pinning:
 
     register: Callable[[int, int], int]
     """Pins that many bytes from an address on. Returns CUDA's error code, 0 if they are pinned."""
-    unregister: Callable[[int], int]
-    """Releases what was pinned from an address on; returns the same."""
+    unregister: Callable[[int], int]  # releases what was pinned from an address on; returns the same
     forget: Callable[[], None]
     """Lets the runtime forget an error, which it would report again as that of the next kernel."""
-    wait: Callable[[], None]
-    """Waits until what was copied is there."""
+    wait: Callable[[], None]  # waits until what was copied is there
 
     def pin(self, memory: torch.Tensor, file: Path) -> bool:
         """Pin the memory that a file is mapped to. False if it cannot be pinned: the kernel does not let a device write

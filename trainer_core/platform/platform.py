@@ -25,12 +25,9 @@ _prepared: dict[Device, "Platform"] = {}
 class Platform:
     """Facts about the device that the rest of the trainer reads."""
 
-    device: torch.device
-    """Device of the tensors."""
-    backend: str
-    """Backend of torch.distributed."""
-    transformer_engine: bool
-    """True if layers are built from Transformer Engine's modules."""
+    device: torch.device  # device of the tensors
+    backend: str  # backend of torch.distributed
+    transformer_engine: bool  # True if layers are built from Transformer Engine's modules
 
 
 def prepare(device: Device, local_rank: int = 0) -> Platform:

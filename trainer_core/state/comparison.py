@@ -40,10 +40,8 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
 class _Flaw:
     """One bit to flip."""
 
-    name: str
-    """The tensor."""
-    index: tuple[int, ...]
-    """The element; its lowest bit is flipped."""
+    name: str  # the tensor
+    index: tuple[int, ...]  # the element; its lowest bit is flipped
 
     @classmethod
     def choose(cls, state: SavedState, seed: int) -> "_Flaw":

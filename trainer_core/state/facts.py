@@ -11,15 +11,11 @@ from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 from trainer_core.frozen import Frozen
 
 FACTS_FILE = "trainer.json"
-EFFECTIVE_FILE = "effective.json"
-"""Effective settings of the parts that made a state, for people; nothing reads them."""
+EFFECTIVE_FILE = "effective.json"  # effective settings of the parts that made a state, for people; nothing reads them
 _GENERATORS = "generators-"
-OPTIMIZER_PREFIX = "optimizer."
-"""Prefix of the names of the optimizer's tensors, and of the files that hold only those."""
-SHAPES = "shapes"
-"""Key of the shapes of whole tensors, as JSON, in the metadata of a safetensors file of a state."""
-STATE_SCHEME = 1
-"""Version of the rules by which a state gets its identity from what it holds."""
+OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's tensors, and of the files that hold only those
+SHAPES = "shapes"  # key of the shapes of whole tensors, as JSON, in the metadata of a safetensors file of a state
+STATE_SCHEME = 1  # version of the rules by which a state gets its identity from what it holds
 
 
 class StateIdentity(Frozen):

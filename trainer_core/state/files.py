@@ -34,10 +34,8 @@ logger = logging.getLogger(__name__)
 class _Entry:
     """A box of a whole tensor in a file."""
 
-    name: str
-    """Name of the whole tensor."""
-    size: tuple[int, ...]
-    """Its shape."""
+    name: str  # name of the whole tensor
+    size: tuple[int, ...]  # its shape
     dtype: torch.dtype
     region: Region
     file: str

@@ -29,10 +29,8 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 class Region:
     """A box in a tensor."""
 
-    start: tuple[int, ...]
-    """First index along each axis."""
-    shape: tuple[int, ...]
-    """Length along each axis."""
+    start: tuple[int, ...]  # first index along each axis
+    shape: tuple[int, ...]  # length along each axis
 
     def overlap(self, other: "Region") -> "Region | None":
         """The intersection, or None."""
@@ -56,12 +54,9 @@ class Region:
 class Box:
     """A box in a whole tensor."""
 
-    name: str
-    """Name of the whole tensor."""
-    size: tuple[int, ...]
-    """Shape of the whole tensor, padding of the vocabulary included."""
-    content: tuple[int, ...]
-    """Shape of the whole tensor without that padding."""
+    name: str  # name of the whole tensor
+    size: tuple[int, ...]  # shape of the whole tensor, padding of the vocabulary included
+    content: tuple[int, ...]  # shape of the whole tensor without that padding
     region: Region
 
     @property
@@ -85,12 +80,9 @@ class Box:
 class Shard:
     """Elements of a whole tensor that this rank alone owns."""
 
-    box: Box
-    """Box that contains them."""
-    first: int
-    """Number of the first element in the row-major order of the box; the others follow it."""
-    values: torch.Tensor
-    """The live elements, one-dimensional."""
+    box: Box  # box that contains them
+    first: int  # number of the first element in the row-major order of the box; the others follow it
+    values: torch.Tensor  # the live elements, one-dimensional
 
     @property
     def padded(self) -> bool:
@@ -153,8 +145,7 @@ class SavedTensor:
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    boxes: dict[Region, Any] = field(default_factory=dict)
-    """The boxes in which it is stored, and the open file of each."""
+    boxes: dict[Region, Any] = field(default_factory=dict)  # the boxes in which it is stored, and the open file of each
 
 
 class SavedState:

@@ -30,14 +30,11 @@ _MAIN = "param"  # the optimizer's name of the main weights
 class LocalTensor:
     """A parameter or buffer of this rank's part of the model."""
 
-    tensor: torch.Tensor
-    """The live parameter or buffer."""
+    tensor: torch.Tensor  # the live parameter or buffer
     boxes: tuple[tuple[int, Box], ...]
     """The boxes that it consists of, each with the number of the element at which it begins."""
-    speaks: bool
-    """True if this rank saves the elements, of the tensor- and pipeline-parallel ranks that have them."""
-    first_replica: bool
-    """True if this is the first of the data-parallel ranks."""
+    speaks: bool  # True if this rank saves the elements, of the tensor- and pipeline-parallel ranks that have them
+    first_replica: bool  # True if this is the first of the data-parallel ranks
 
     def shards(self, values: torch.Tensor, begin: int, prefix: str = "") -> Iterator[Shard]:
         """The elements `begin` and those that follow, whose values (n,) are given, as shards of `prefix` + name."""

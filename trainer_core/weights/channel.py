@@ -21,8 +21,7 @@ Transport = Literal["memory", "cuda", "collective", "files"]
 """`memory`: arenas in shared memory of the host. `cuda`: arenas on the senders' cards, opened by CUDA IPC.
 `collective`: broadcasts of process groups of each sender and the receivers (NCCL on cards, gloo on CPU).
 `files`: safetensors files in a folder or an object store that both sides reach."""
-FAILED = "failed"
-"""Name of the file, in the folder of a channel, that stops all its users; it contains the reason."""
+FAILED = "failed"  # name of the file, in the folder of a channel, that stops all its users; it contains the reason
 UNKNOWN = "another process of the weight update failed, and its disk had no space left to say why"
 """Reason that an empty mark stands for."""
 _WORD = 8  # bytes; one word is written and read as a whole
@@ -84,8 +83,7 @@ class Signals:
         self._folder, self._deadline_s, self._arenas = Path(channel.folder), channel.deadline_s, channel.arenas
         senders = sorted({bucket.sender for bucket in plan.buckets})
         self.place = {sender: place for place, sender in enumerate(senders)}
-        self.turn: dict[int, int] = {}
-        """Place of each bucket among those of its sender."""
+        self.turn: dict[int, int] = {}  # place of each bucket among those of its sender
         counts: Counter[int] = Counter()
         for bucket in plan.buckets:
             self.turn[bucket.number] = counts[bucket.sender]

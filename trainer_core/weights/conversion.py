@@ -28,8 +28,7 @@ from trainer_core.weights.plan import PlannedTensor, Row
 from trainer_core.weights.whole import Exported, Held, named
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-Tensors = dict[str, torch.Tensor]
-"""By Hugging Face name."""
+Tensors = dict[str, torch.Tensor]  # by Hugging Face name
 _Task = WeightConversionTask[Any]
 
 
@@ -47,10 +46,8 @@ class _Alone:
 class Conversion(Held):
     """One parameter or buffer of this rank, and what it becomes."""
 
-    gathers: bool
-    """True if the shards of the tensor-parallel ranks are put together."""
-    views: bool
-    """True if it becomes nothing but views of itself."""
+    gathers: bool  # True if the shards of the tensor-parallel ranks are put together
+    views: bool  # True if it becomes nothing but views of itself
     convert: Callable[[torch.Tensor], Tensors]
     """The live tensor -> whole tensors by Hugging Face name, inside `gathered_by`."""
 
@@ -173,16 +170,11 @@ class _Source:
 class _Tried:
     """Results of a mapping for a tensor of its kind, tried without data."""
 
-    found: Tensors
-    """Without data."""
-    gathers: bool | None
-    """True if it gathers the tensor's shards; None if it gathers something else."""
-    convert: Callable[[torch.Tensor, torch.nn.Module], Tensors]
-    """The mapping's function; call it inside `gathered_by`."""
-    views: bool
-    """True if that makes nothing but views of the tensor."""
-    order: tuple[int, ...] | None
-    """Places of the results' names among the mapping's; None if a result has another name."""
+    found: Tensors  # without data
+    gathers: bool | None  # True if it gathers the tensor's shards; None if it gathers something else
+    convert: Callable[[torch.Tensor, torch.nn.Module], Tensors]  # the mapping's function; call it inside `gathered_by`
+    views: bool  # True if that makes nothing but views of the tensor
+    order: tuple[int, ...] | None  # places of the results' names among the mapping's; None if a result has another name
 
     def named(self, by_mapping: tuple[str, ...]) -> "_Tried":
         """The same for a tensor whose mapping has other names, in the same order."""

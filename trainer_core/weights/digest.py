@@ -79,8 +79,7 @@ def _head(shape: Sequence[int], dtype: torch.dtype) -> str:
 class _Brought:
     """Sums on their way from a card, which may go on with other work behind them."""
 
-    here: torch.Tensor
-    """(T,) int64, on the host."""
+    here: torch.Tensor  # (T,) int64, on the host
     arrived: torch.cuda.Event
 
     def read(self) -> list[int]:
@@ -103,10 +102,8 @@ class BegunDigests:
     work of the same stream.
     """
 
-    heads: list[str]
-    """Type and shape of each tensor."""
-    sums: Callable[[], list[int]]
-    """Sum of the mixed words of each, as soon as it is known."""
+    heads: list[str]  # type and shape of each tensor
+    sums: Callable[[], list[int]]  # sum of the mixed words of each, as soon as it is known
 
     def read(self) -> list[str]:
         """`tensor_digest` of each tensor; waits for the card as long as it is at these."""
@@ -185,10 +182,8 @@ class Whole:
 class Cut:
     """Part of a tensor in such a buffer, or one that is converted; with the functions of `Whole`."""
 
-    of: torch.Tensor
-    """A view of such a buffer on the device `meta`."""
-    kind: torch.dtype
-    """Type to which it is converted first."""
+    of: torch.Tensor  # a view of such a buffer on the device `meta`
+    kind: torch.dtype  # type to which it is converted first
 
     def head(self) -> str:
         return _head(self.of.shape, self.kind)

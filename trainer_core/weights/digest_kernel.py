@@ -16,8 +16,7 @@ _BLOCK = 2048  # words that a program reads at a time
 _NARROW = 256  # words that it reads at a time byte by byte
 _SPAN = 32 * _BLOCK  # words of a program, 512 KiB
 
-Rows = tuple[int, int, int, int]
-"""A tensor's memory as the kernel reads it, described at `_rows`."""
+Rows = tuple[int, int, int, int]  # a tensor's memory as the kernel reads it, described at `_rows`
 
 _K1 = tl.constexpr(-0x61C8864680B583EB)  # as in `digest`
 _K2 = tl.constexpr(-0x40A7B892E31B1A47)

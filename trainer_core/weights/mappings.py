@@ -46,10 +46,8 @@ _UNCHANGED = ("build_conversion_tasks", "stream_weights_megatron_to_hf")
 _LAYER = re.compile(r"^([^\d]+?\.layers\.)(\d+)(\..*)$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 """The text that matches the wildcard `*` of the bridge's patterns."""
-_MARK = 7_000_001
-"""Numbers from here on stand for those of names, and are found again in what the bridge makes of them."""
-_TIED = "embedding.word_embeddings.weight"
-"""End of the name whose mapping the bridge asks for the name itself."""
+_MARK = 7_000_001  # numbers from here on stand for those of names, and are found again in what the bridge makes of them
+_TIED = "embedding.word_embeddings.weight"  # end of the name whose mapping the bridge asks for the name itself
 
 
 def is_known(bridge: MegatronModelBridge[Any, Any, Any], mapping: object) -> bool:
@@ -108,26 +106,20 @@ def replaced(owner: object, **others: object) -> Iterator[None]:
 class Known(NamedTuple):
     """Facts about a tensor's name."""
 
-    whole: str
-    """The name with the numbers that layers and experts have in the whole model."""
-    kind: Hashable
-    """Key that is the same for names that differ in numbers alone."""
-    mapping: Any
-    """The bridge's mapping of the first name of the kind; None if it has none."""
-    names: tuple[str, ...]
-    """Hugging Face names."""
+    whole: str  # the name with the numbers that layers and experts have in the whole model
+    kind: Hashable  # key that is the same for names that differ in numbers alone
+    mapping: Any  # the bridge's mapping of the first name of the kind; None if it has none
+    names: tuple[str, ...]  # Hugging Face names
 
 
 @dataclass(frozen=True)
 class _Rest:
     """The rest of a name behind the number of a layer, the same in many layers."""
 
-    whole: str
-    """The rest with the numbers that experts have in the whole model."""
+    whole: str  # the rest with the numbers that experts have in the whole model
     kind: str
     mapping: Any
-    templates: tuple[str, ...]
-    """Hugging Face's names, with a place for the number of the layer."""
+    templates: tuple[str, ...]  # Hugging Face's names, with a place for the number of the layer
 
 
 class Names:

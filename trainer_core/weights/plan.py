@@ -15,8 +15,7 @@ from pydantic import TypeAdapter
 from storage.errors import SyncMismatch
 from trainer_core.frozen import Frozen
 
-ALIGNMENT = 256
-"""Bytes; every tensor begins at a multiple of it in its bucket, so that kernels and copies are aligned."""
+ALIGNMENT = 256  # bytes; every tensor begins at a multiple of it in its bucket, so that kernels and copies are aligned
 _SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
@@ -29,12 +28,9 @@ _PARTS = ("embedding", "decoder", "", "mtp")
 class Named(Frozen):
     """One Hugging Face tensor."""
 
-    name: str
-    """Hugging Face name."""
-    dtype: str
-    """Element type as torch spells it, without the prefix: float32, bfloat16."""
-    shape: tuple[int, ...]
-    """Shape of the whole, unsharded tensor, without rows that only pad the vocabulary."""
+    name: str  # Hugging Face name
+    dtype: str  # element type as torch spells it, without the prefix: float32, bfloat16
+    shape: tuple[int, ...]  # shape of the whole, unsharded tensor, without rows that only pad the vocabulary
 
     @property
     def nbytes(self) -> int:
@@ -45,10 +41,8 @@ class Named(Frozen):
 class PlannedTensor(Named):
     """One tensor of an update."""
 
-    bucket: int
-    """Number of the bucket that carries it."""
-    offset: int
-    """First byte in the bucket, a multiple of `ALIGNMENT`."""
+    bucket: int  # number of the bucket that carries it
+    offset: int  # first byte in the bucket, a multiple of `ALIGNMENT`
 
 
 class Bucket(Frozen):
@@ -56,10 +50,8 @@ class Bucket(Frozen):
 
     number: int
     """Place in the order of the plan. A sender sends its buckets, and receivers read all buckets, in this order."""
-    sender: int
-    """Trainer rank that converts and sends it."""
-    nbytes: int
-    """Size in bytes, at most `WeightPlan.arena_bytes`."""
+    sender: int  # trainer rank that converts and sends it
+    nbytes: int  # size in bytes, at most `WeightPlan.arena_bytes`
 
 
 class WeightPlan(Frozen):
@@ -100,10 +92,8 @@ def text_digest(text: str) -> str:
 class Row(Frozen):
     """One parameter or buffer of Megatron's."""
 
-    name: str
-    """Megatron's name, with the numbers of layers and experts that they have in the whole model."""
-    expert: bool
-    """True if it belongs to one expert, and is divided and replicated over the ranks as experts are."""
+    name: str  # Megatron's name, with the numbers of layers and experts that they have in the whole model
+    expert: bool  # True if it belongs to one expert, and is divided and replicated over the ranks as experts are
     tensors: tuple[Named, ...]
     """Hugging Face tensors that it becomes; empty if only the whole export knows (`trainer_core.weights.whole`)."""
 
@@ -111,28 +101,17 @@ class Row(Frozen):
 class Place(Frozen):
     """Place of a rank in the layout, and the update that it was asked for."""
 
-    rank: int
-    """Global rank."""
-    stage: int
-    """Pipeline stage."""
-    tensor: int
-    """Tensor-parallel rank."""
-    replica: int
-    """Data-parallel rank, context-parallel ones included."""
-    expert: int
-    """Expert-parallel rank."""
-    expert_tensor: int
-    """Rank among those that divide an expert's matrices."""
-    expert_replica: int
-    """Rank among those that hold the same experts."""
-    version: int
-    """Weight version to be planned."""
-    arena_bytes: int
-    """Limit of a bucket."""
-    config: str
-    """Digest of what names and shapes depend on besides the model."""
-    problem: str | None
-    """The reason why this rank cannot send its weights; None if it can."""
+    rank: int  # global rank
+    stage: int  # pipeline stage
+    tensor: int  # tensor-parallel rank
+    replica: int  # data-parallel rank, context-parallel ones included
+    expert: int  # expert-parallel rank
+    expert_tensor: int  # rank among those that divide an expert's matrices
+    expert_replica: int  # rank among those that hold the same experts
+    version: int  # weight version to be planned
+    arena_bytes: int  # limit of a bucket
+    config: str  # digest of what names and shapes depend on besides the model
+    problem: str | None  # the reason why this rank cannot send its weights; None if it can
 
 
 Rows = tuple[Row, ...]
@@ -294,14 +273,11 @@ class _Packer:
     """Places tensors in buckets, one open bucket for each sender."""
 
     limit: int
-    senders: list[int] = field(default_factory=list)
-    """Sender of each bucket."""
-    sizes: list[int] = field(default_factory=list)
-    """Bytes of each bucket."""
+    senders: list[int] = field(default_factory=list)  # sender of each bucket
+    sizes: list[int] = field(default_factory=list)  # bytes of each bucket
     held: list[list[tuple[Named, int]]] = field(default_factory=list)
     """Tensors of each bucket and their first bytes in it."""
-    open: dict[int, int] = field(default_factory=dict)
-    """Number of the open bucket of each sender."""
+    open: dict[int, int] = field(default_factory=dict)  # number of the open bucket of each sender
 
     def add(self, sender: int, layer: Sequence[Named]) -> None:
         """Place a layer: in the open bucket if it fits, else in a new one, or in several if it fits in none."""

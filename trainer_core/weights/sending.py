@@ -24,8 +24,7 @@ class BucketSender:
         self._sender: Sender | None = None
         self._failure: RatchetError | None = None
         self._names: dict[int, list[str]] = {}  # of what each bucket brought
-        self.digests: dict[str, str] = {}
-        """Digests of tensors that were sent, by name; complete after `finish`."""
+        self.digests: dict[str, str] = {}  # digests of tensors that were sent, by name; complete after `finish`
         self.seconds = {"convert": 0.0, "wait": 0.0, "digest": 0.0}
         if any(bucket.sender == mesh.rank for bucket in plan.buckets):
             with self.noted():

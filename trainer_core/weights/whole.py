@@ -28,14 +28,10 @@ logger = logging.getLogger(__name__)
 class Held:
     """One parameter or buffer of this rank."""
 
-    row: Row
-    """The tensor as the other ranks know it."""
-    module: torch.nn.Module
-    """Module that owns the tensor."""
-    attribute: str
-    """The tensor's name there."""
-    tensor: torch.Tensor
-    """The live parameter or buffer."""
+    row: Row  # the tensor as the other ranks know it
+    module: torch.nn.Module  # module that owns the tensor
+    attribute: str  # the tensor's name there
+    tensor: torch.Tensor  # the live parameter or buffer
 
     def changed(self) -> str | None:
         """The reason why the live tensor is not the one that was planned; None if it is."""
@@ -49,8 +45,7 @@ class Held:
 class Exported(Held):
     """One parameter or buffer of this rank that only the export converts; its row has only the name."""
 
-    planned: Named
-    """Its type and shape in the plan."""
+    planned: Named  # its type and shape in the plan
 
     @classmethod
     def of(cls, task: WeightConversionTask[Any], attribute: str) -> "Exported":

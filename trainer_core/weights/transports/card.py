@@ -35,10 +35,8 @@ _opened: dict[bytes, int] = {}
 class Shown(Frozen):
     """File in which a sender describes its arenas."""
 
-    card: str
-    """UUID of the card that they lie on."""
-    handles: tuple[str, ...]
-    """Handles by which other processes open them; hexadecimal."""
+    card: str  # UUID of the card that they lie on
+    handles: tuple[str, ...]  # handles by which other processes open them; hexadecimal
 
 
 def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> list[torch.Tensor]:
