@@ -22,7 +22,6 @@ from trainer_core.objectives.user_config import GROUP, OBJECTIVE_TABLES, found_c
 from trainer_core.user_code import located_function
 
 _NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
-
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _FORMS = ("text", "list")
 """Names of the forms that a setting may have, which pydantic puts into the place of an error."""

@@ -89,10 +89,8 @@ _SCORING = re.compile(
     r"|(?:LC|LD|XDG|OMP|MKL|OPENBLAS|CUDA|NVIDIA|HIP|ROCR|HF|TORCH)_\w+|PYTHON\w*"
 )
 """Variables that a scoring process is given, unless they hold a secret."""
-
 _NO_PROXY = ("localhost", "127.0.0.1", "::1")
 """Hosts that are reached without a proxy: our own servers, and the processes of this host."""
-
 _resolved: set[str] = set()
 """Values of the secrets that this process has looked up, to keep them out of what it shows and stores."""
 

@@ -10,17 +10,13 @@ from tasks.config.section import COLDEST, Section
 
 PREFIX = "evaluation-"
 """Prefix of the stage names of evaluations; letters that stand for a digest follow."""
-
 SETTINGS = "settings"
 """Name of the fact with what was asked."""
-
 EXACT = "reward == 1"
 """The condition by which answers pass where none is given and the reward is only ever 0 or 1: its mean is the rate."""
-
 SCORED_BY, ASKED, PASS = "scored_by", "asked", "pass"
 """Facts of an evaluation, the first also of a reward stage: identity of the reward, whose values are compared only with
 each other; the other settings that the figures depend on; the condition by which answers pass."""
-
 SOURCE = "reward_source"
 """Fact of each stage that scores: the reward functions by name, each with the digest of its source or its version."""
 

@@ -16,7 +16,6 @@ from trainer_core.marks import Mark
 
 Document = Mapping[str, JsonValue]
 """A configuration, or a section of one, as plain JSON types."""
-
 _ONCE = ("evaluate", "select", "rescore")
 """Stages that no stage of their run is made from, or whose inputs are of other runs."""
 
@@ -142,7 +141,6 @@ def _same(old: JsonValue, new: JsonValue) -> bool:
 
 STAGES = frozenset(stage for _, key in leaves_of(RunConfig) for stage in key.mark.stages or ())
 """Stages whose result a setting decides."""
-
 FIXED_BY_PREPARE = tuple(name for name in reads("prepare") if name != "run.seed")
 """Settings, or whole sections, that iteration 0 fixes: a fork shares their results, so it cannot change them. Only the
 seed may be another: it decides the draws of later iterations too."""

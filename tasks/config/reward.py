@@ -18,7 +18,6 @@ from trainer_core.marks import FUNCTION, RUNTIME
 
 Arguments = dict[str, JsonValue]
 Weights = dict[str, FiniteFloat]
-
 _DEFAULT = "exact_match"
 
 

@@ -128,7 +128,6 @@ class EvaluateSection(create_model("_Passing", __base__=Section, **_PASS)):
 
 ENGINES = "ratchet.engines"
 """Entry points by which an installed package offers engines."""
-
 _SAMPLES = decides("rollout", "weight-sync", "evaluate")
 
 

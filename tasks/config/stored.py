@@ -34,7 +34,6 @@ from tasks.config.run import RunConfig
 
 RULES = 1
 """Version of the rules by which a configuration has its digest (`tasks.config.identity`)."""
-
 _ABOUT = {"rules", "request", "former"}
 """Keys of a record that are not of the configuration."""
 

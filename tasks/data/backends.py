@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 """A turn of a conversation, with role and content."""
-
 PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"
 GENERATED: Mapping[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -98,9 +97,12 @@ class Backend(Protocol):
 def read_backend(directory: Path) -> Backend:
     """The tokenizer of a Hugging Face directory. No code of the directory is run. Raises InputError: there is none, or
     it cannot be read."""
-    if not any((directory / name).is_file() for name in _TOKENIZERS):
+    generated = _is_generated(directory)
+    if not any((directory / name).is_file() for name in (_TOKENIZERS[:1] if generated else _TOKENIZERS)):
         raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")
-    return Plain(_plain_tokenizer(directory)) if _is_generated(directory) else Makers(_of_transformers(directory))
+    if generated:
+        return Plain(Tokenizer.from_file(str(directory / "tokenizer.json")))
+    return Makers(_of_transformers(directory))
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,6 @@ class Plain:
         return self.tokenizer.token_to_id(text)
 
     def render(self, chat: Chat, answering: bool) -> str:
-        """Raises InputError: there is no template."""
         raise InputError(_NO_TEMPLATE)
 
 
@@ -176,7 +177,8 @@ class Makers:
                 add_generation_prompt=answering,
             )
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's makers
-            raise InputError(f"the tokenizer's chat template refuses the messages: {_said(error)}") from None
+            said = str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
+            raise InputError(f"the tokenizer's chat template refuses the messages: {said}") from None
 
 
 _NO_TEMPLATE = (
@@ -190,21 +192,11 @@ def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 
-def _said(error: Exception) -> str:
-    return str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
-
-
 def _is_generated(directory: Path) -> bool:
     try:
         return json.loads((directory / "tokenizer_config.json").read_bytes()) == GENERATED
     except (OSError, ValueError):
         return False
-
-
-def _plain_tokenizer(directory: Path) -> Tokenizer:
-    if not (directory / "tokenizer.json").is_file():
-        raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")
-    return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
 def _of_transformers(directory: Path) -> "PreTrainedTokenizerBase":

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Record = Mapping[str, Any]
-
 _ROWS = 1024  # of a column table that are objects at once
 _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"

@@ -27,7 +27,6 @@ TEXT_FILES = (
 """Files of a Hugging Face directory that a run takes: all but the weights."""
 INDEX = "model.safetensors.index.json"
 """Table of the file of each tensor, if there are several files."""
-
 _SCHEME = "hf://"
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?(?P<folder>)")
 _URL = re.compile(r"hf://(models/)?(?P<name>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[^/]+))?(/(?P<folder>.+?))?/?")

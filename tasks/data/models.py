@@ -124,21 +124,16 @@ def find_model(section: ModelSection) -> ModelFolder:
 
 
 def fill_model_directory(directory: Path, section: ModelSection, seed: int) -> list[str]:
-    """Copy or generate the model that a run starts from; returns the names of its files, sorted."""
+    """Copy or generate the model that a run starts from; returns the names of its files, sorted. Raises InputError: its
+    directory does not exist or holds no weights."""
     if section.generate is not None:
         generate_model(directory, section.generate, seed)
     else:
-        copy_model(section, directory)
+        folder = open_model(section)
+        texts = [name for name in folder.files() if name in (*TEXT_FILES, INDEX)]
+        for name in (*texts, *folder.weights()):
+            folder.fetch(name, directory / name)
     return sorted(path.name for path in directory.iterdir())
-
-
-def copy_model(section: ModelSection, directory: Path) -> None:
-    """Copy the files of a Hugging Face directory to `directory`. Raises InputError: the directory does not exist or
-    holds no weights."""
-    folder = open_model(section)
-    texts = [name for name in folder.files() if name in (*TEXT_FILES, INDEX)]
-    for name in (*texts, *folder.weights()):
-        folder.fetch(name, directory / name)
 
 
 def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> list[str]:

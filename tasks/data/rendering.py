@@ -1,5 +1,6 @@
 """From a record to the text of its prompt and of its solved answer: a field, messages, or a template over fields."""
 
+import functools
 import re
 import string
 from collections.abc import Collection, Iterator
@@ -78,10 +79,11 @@ class Renderer:
     """Settings that have had an effect: `tools_field`, and values of `accept`."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Id of the first prompt of each kind (`Rendered.kinds`)."""
-    template: Template = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "template", Template(self.codec))
+    @functools.cached_property
+    def template(self) -> Template:
+        """The chat template, with all that is known of it."""
+        return Template(self.codec)
 
     def render(self, record: Record, place: str) -> Rendered:
         """The prompt of a record, which stands at `place`. Raises InputError: it has no prompt, or one that the chat

@@ -84,7 +84,9 @@ def codec_of(config: RunConfig, directory: Path) -> TextCodec:
 def prompts_of(config: RunConfig, codec: TextCodec) -> Prompts:
     """The prompts of a run. In one process equal content is read and tokenized once. Raises InputError: a source is
     missing, empty or malformed, or a prompt does not fit into the context."""
-    _check_hidden(config, codec)
+    if config.rollout.special_tokens == "hidden" and not codec.hides:
+        why = "with a tokenizer whose special tokens are stop, padding and BOS tokens alone, which texts never have"
+        raise InputError(no_effect("rollout.special_tokens", why, "shown", "hidden"))
     seen = [state(source) for table in TABLES for source in config.data.sources(table)]
     decides = [
         config.data.model_dump(mode="json"),
@@ -129,21 +131,12 @@ def _made(order: _Order) -> Prompts:
     return _with_held_out(made, data.hold_out, order.config.run.seed) if data.hold_out else made
 
 
-_NAMES = ("id_field", "answer_field", "tools_field")
-
-
-def _check_hidden(config: RunConfig, codec: TextCodec) -> None:
-    if config.rollout.special_tokens == "hidden" and not codec.hides:
-        why = "with a tokenizer whose special tokens are stop, padding and BOS tokens alone, which texts never have"
-        raise InputError(no_effect("rollout.special_tokens", why, "shown", "hidden"))
-
-
 def _check_effects(data: DataSection, made: Prompts) -> None:
     """Refuse settings of which no record makes use: names of fields that are nowhere, changes that are not made."""
     seen: dict[tuple[str, str], list[Counted]] = {}
     for table, counted in made.counts.items():
         for source, one in zip(data.sources(table), counted, strict=True):
-            for setting in _NAMES:
+            for setting in ("id_field", "answer_field", "tools_field"):
                 seen.setdefault((setting, dict(source)[setting]), []).append(one)
     for (setting, name), counted in seen.items():
         default, fields = DataSection.model_fields[setting].default, {name for one in counted for name in one.fields}
@@ -197,8 +190,7 @@ def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> 
         rows, tally = 0, _Tally()
         renderer = Renderer(source, order.codec, where, table == "warmup", order.config.data.accept)
         with opened(source, order.config.data.download) as content:
-            records = tally.count(content.records())
-            qualifier = _qualifier(names, name)
+            records, qualifier = tally.count(content.records()), _qualifier(names, name)
             for batch in prompt_batches(records, renderer, order.room(table), qualifier):
                 rows += batch.num_rows
                 yield batch

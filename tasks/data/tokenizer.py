@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from tasks.data.hub import TEXT_FILES
 
 TokenRow = Sequence[int] | NDArray[Any]
 """The token ids of one text."""
-
 _BATCH_TOKENS = 1 << 15  # 1 MB as Python integers; other threads can run between two batches
 _PROBE = "a"
 _STORED_TOKENIZER = "model/tokenizer.json"
@@ -60,7 +59,8 @@ class TextCodec:
         instead of all that the directory names: `eos_token_id` of config.json and of generation_config.json, and the
         tokenizer's. The texts of responses lack `left_out`, or all special tokens if it is None, beside stop, padding
         and BOS tokens. Raises InputError: a file is missing or cannot be used, or there is no stop token."""
-        digests = {name: bytes_digest((directory / name).read_bytes()) for name in _present(directory)}
+        present = [name for name in TEXT_FILES if (directory / name).is_file()]
+        digests = {name: bytes_digest((directory / name).read_bytes()) for name in present}
         identity = value_digest(digests)
         if identity not in _read:
             _read[identity] = _from_files(directory, identity)
@@ -123,9 +123,8 @@ class TextCodec:
 
     def decode_column(self, column: pa.ChunkedArray | pa.ListArray) -> list[str]:
         """`decode_batch` of a list column of a table or record batch: (N rows,) -> N texts."""
-        return self.decode_batch(
-            row_views(column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column]))
-        )
+        chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+        return self.decode_batch(row_views(chunked))
 
     def _stopping_at(self, given: Sequence[int | str] | None) -> "TextCodec":
         stop = self.stop_tokens if given is None else tuple(self._stop_token(one) for one in given)
@@ -165,18 +164,14 @@ def _from_files(directory: Path, identity: str) -> TextCodec:
     generation = _json(directory, "generation_config.json", optional=True)
     named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.special.stop))
     stop = tuple(token for token in dict.fromkeys(named) if vocabulary is None or token < vocabulary)
-    return TextCodec(backend, stop, context, _begin(backend.encode, backend), vocabulary, identity)
+    return TextCodec(backend, stop, context, _begin(backend), vocabulary, identity)
 
 
-def _begin(bare: Callable[[list[str]], list[list[int]]], backend: Backend) -> tuple[int, ...]:
+def _begin(backend: Backend) -> tuple[int, ...]:
     """Tokens put before a text; those put after it, such as EOS, would end the prompt before the response."""
-    (plain,), (whole,) = bare([_PROBE]), backend.encode([_PROBE], special=True)
+    (plain,), (whole,) = backend.encode([_PROBE]), backend.encode([_PROBE], special=True)
     places = (place for place in range(len(whole)) if whole[place : place + len(plain)] == plain)
     return tuple(whole[: next(places, 0)]) if plain else ()
-
-
-def _present(directory: Path) -> list[str]:
-    return [name for name in TEXT_FILES if (directory / name).is_file()]
 
 
 def _json(directory: Path, name: str, optional: bool = False) -> Mapping[str, Any]:
