@@ -6,7 +6,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 # Imports Transformer Engine unguarded although it only asks `isinstance(module, te.<Class>)` when LoRA is used.
 _NEEDS_TE = "megatron.bridge.peft.lora_layers"
@@ -19,11 +20,6 @@ def install() -> None:
     """
     if is_absent() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def uninstall() -> None:
-    """Remove the import hook; modules already imported stay."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
 def is_absent() -> bool:
@@ -47,23 +43,17 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         absent = _absent_classes()
 
-        def import_absent(
-            name: str,
-            globals: Mapping[str, object] | None = None,
-            locals: Mapping[str, object] | None = None,
-            fromlist: Sequence[str] | None = (),
-            level: int = 0,
-        ) -> object:
-            if level == 0 and name.split(".")[0] == "transformer_engine":
+        def import_absent(name: str, *given: Any, **options: Any) -> object:
+            if name.partition(".")[0] == "transformer_engine":  # never relative: it is a top-level package
                 return absent
-            return builtins.__import__(name, globals, locals, fromlist or (), level)
+            return builtins.__import__(name, *given, **options)
 
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_absent}
         super().exec_module(module)
 
 
 def _absent_classes() -> types.SimpleNamespace:
-    """Replaces `transformer_engine` and `transformer_engine.pytorch` by classes that nothing is an instance of."""
+    """Replacement of `transformer_engine` and `transformer_engine.pytorch`: classes that nothing is an instance of."""
     names = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm")
     classes = types.SimpleNamespace(**{name: type(name, (), {}) for name in names})
     classes.ops = types.SimpleNamespace(Sequential=type("Sequential", (), {}))

@@ -33,13 +33,13 @@ class Identifier:
     ) -> StateIdentity:
         """Identify the state that the shards of all ranks make up. Collective. Raises RatchetError if the shards do not
         make up the whole tensors, or the padding of the vocabulary is not zero.
-
-        Args:
-            generators: digest of this rank's random generators.
-            device: where sums are exchanged.
+        `generators` is the digest of this rank's random generators; sums are exchanged on `device`.
         """
         if self._kinds is None:
-            self._kinds = _all_kinds(shards)
+            own = {(shard.box.name, dtype_name(shard.values.dtype), shard.box.content) for shard in shards}
+            everyones: list[set[_Kind]] = [set()] * dist.get_world_size()
+            dist.all_gather_object(everyones, own)
+            self._kinds = sorted(set().union(*everyones))
         sums = _sums(shards, [name for name, _, _ in self._kinds], device)  # (tensors, 3)
         table = torch.cat((sums.reshape(-1), _own_words(generators, rank, dist.get_world_size()).to(device)))
         dist.all_reduce(table)  # wraps around like the sums themselves
@@ -53,14 +53,6 @@ class Identifier:
             progress=value_digest(facts.progress()),
             generators=value_digest([facts.layout(), words]),
         )
-
-
-def _all_kinds(shards: list[Shard]) -> list[_Kind]:
-    """Every whole tensor of which some rank owns elements, in the order of names. Collective."""
-    own = {(shard.box.name, dtype_name(shard.values.dtype), shard.box.content) for shard in shards}
-    everyones: list[set[_Kind]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    return sorted(set().union(*everyones))
 
 
 def _sums(shards: list[Shard], names: list[str], device: torch.device) -> torch.Tensor:

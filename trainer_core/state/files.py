@@ -19,7 +19,7 @@ import torch
 from storage.errors import RatchetError, StorageUnavailable, WorkerLost
 from trainer_core.platform.pinning import Pinning
 from trainer_core.state.facts import OPTIMIZER_PREFIX, SHAPES, tensor_files
-from trainer_core.state.saved import Region, Shard, entry_key
+from trainer_core.state.saved import Box, Region, Shard, entry_key
 
 _TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -34,15 +34,14 @@ logger = logging.getLogger(__name__)
 class _Entry:
     """A box of a whole tensor in a file."""
 
-    name: str  # name of the whole tensor
-    size: tuple[int, ...]  # its shape
+    box: Box  # all that its rank holds of the whole tensor
     dtype: torch.dtype
     region: Region
     file: str
 
     @property
     def key(self) -> str:
-        return entry_key(self.name, self.region)
+        return entry_key(self.box.name, self.region)
 
 
 class MappedFiles:
@@ -51,19 +50,10 @@ class MappedFiles:
     def __init__(self, directory: Path, rank: int, shards: Iterable[Shard], pinning: Pinning | None) -> None:
         """Lay the files out for the given shards; `fill` is called with the same ones, whatever their values are.
         Raises StorageUnavailable if there is no room for them. Raises WorkerLost as `Pinning.pin`.
-
-        Args:
-            pinning: locks memory for the device; None for a CPU.
         """
         self.directory, self.names = directory, tensor_files(rank)
         self._entries = [
-            _Entry(
-                shard.box.name,
-                shard.box.content,
-                values.dtype,
-                region,
-                self.names[shard.box.name.startswith(OPTIMIZER_PREFIX)],
-            )
+            _Entry(shard.box, values.dtype, region, self.names[shard.box.name.startswith(OPTIMIZER_PREFIX)])
             for shard in shards
             for region, values in shard.regions()
         ]
@@ -85,7 +75,7 @@ class MappedFiles:
         shards are not those that the files were laid out for.
         """
         given = [(shard.box.name, region, values) for shard in shards for region, values in shard.regions()]
-        if [one[:2] for one in given] != [(entry.name, entry.region) for entry in self._entries]:
+        if [one[:2] for one in given] != [(entry.box.name, entry.region) for entry in self._entries]:
             raise RatchetError(f"the state has other tensors than the files in {self.directory} were laid out for")
         for entry, place, (_, _, values) in zip(self._entries, self._places, given, strict=True):
             place.copy_(values.reshape(-1), non_blocking=entry.file in self._pinned)
@@ -130,7 +120,7 @@ def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
         tensors[entry.key] = {
             "dtype": _TYPES[entry.dtype], "shape": entry.region.shape, "data_offsets": bounds[entry.key],
         }  # fmt: skip
-    shapes = json.dumps({entry.name: entry.size for entry in entries})
+    shapes = json.dumps({entry.box.name: entry.box.content for entry in entries})
     text = json.dumps({"__metadata__": {SHAPES: shapes}, **tensors}).encode()
     padding = -(len(text) + 8) % _ALIGNED
     return struct.pack("<Q", len(text) + padding) + text + b" " * padding, bounds

@@ -219,10 +219,7 @@ class PlannedDigests:
     """
 
     def __init__(self, buckets: Mapping[int, Sequence[Outline]], device: torch.device) -> None:
-        """Args:
-        buckets: by number.
-        device: where the buffers will be, as far as is known.
-        """
+        """Buckets are by number; `device` is where the buffers will be, as far as is known."""
         self._buckets = buckets
         self._heads = {number: [one.head() for one in own] for number, own in buckets.items()}
         self._direct = _Direct(buckets, device) if device.type == "cuda" else None

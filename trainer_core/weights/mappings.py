@@ -126,14 +126,11 @@ class Names:
     """The names of one model."""
 
     def __init__(self, registry: Any, chunks: list[Any], config: Any) -> None:
-        """Args:
-        registry: of the bridge's mappings.
-        chunks, config: of the model, as the bridge renumbers its layers and experts by them.
-        """
+        """`registry` is that of the mappings; the bridge renumbers layers and experts by the model's chunks and config."""
         self._registry, self._chunks, self._config = registry, chunks, config
         numbered = [mapping.megatron_param for mapping in registry.mappings if _NUMBER.search(mapping.megatron_param)]
+        # kinds of which some names have a pattern of their own
         self._apart = {_NUMBER.sub("#", pattern.replace("*", "0")) for pattern in numbered}
-        """Kinds of which some names have a pattern of their own."""
         self._uniform = not any("**" in pattern for pattern in numbered)
         self._kinds: dict[str, tuple[Any, tuple[str, ...] | None]] = {}
         self._layers: dict[tuple[int, str, str], str] = {}

@@ -136,11 +136,7 @@ def encode(place: Place, rows: Sequence[Row]) -> bytes:
 
 
 def decode(tables: Sequence[bytes], own: bytes = b"", rows: Rows = ()) -> list[Table]:
-    """The tables of all ranks; replicas send equal bytes, which are read once.
-
-    Args:
-        own, rows: a table that need not be read, and what is in it.
-    """
+    """The tables of all ranks; replicas send equal bytes, which are read once. `own` holds `rows` and is not read."""
     known = {own.partition(b"\n")[2]: rows} if own else {}
     found: list[Table] = []
     for table in tables:
@@ -154,10 +150,7 @@ def decode(tables: Sequence[bytes], own: bytes = b"", rows: Rows = ()) -> list[T
 def plan_of(tables: Sequence[Table], exported: Sequence[Named] = ()) -> WeightPlan:
     """One update from what the ranks hold, the same for every rank that has the same tables. Raises SyncMismatch if a
     rank cannot send, ranks that must hold the same do not, or a name occurs twice.
-
-    Args:
-        tables: of all ranks, in their order.
-        exported: what rank 0 sends besides, in this order.
+    `exported` is what rank 0 sends besides, in this order.
     """
     _check_ranks(tables)
     place = tables[0].place

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 import torch
 
@@ -33,9 +32,7 @@ class BucketSender:
     def __enter__(self) -> "BucketSender":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._sender is not None:
             if error is not None:
                 self._sender.fail(f"a trainer rank failed: {error}")

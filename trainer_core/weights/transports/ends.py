@@ -63,10 +63,6 @@ class Receiver(End, Protocol):
 def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> Sender:
     """The end of a channel at a rank. Exactly the ranks that send a bucket call it; they do not wait for each other.
     Raises StorageUnavailable if there is no room for the arenas. Raises SyncMismatch if the receivers do not answer.
-
-    Args:
-        rank: as `Bucket.sender` names it.
-        device: of the model.
     """
     match channel.transport:
         case "memory":

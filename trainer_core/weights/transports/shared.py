@@ -66,9 +66,8 @@ class SharedSender:
         close: Callable[[], object],
         staging: torch.Tensor | None = None,
     ) -> None:
-        """Args:
-        buffers: the arenas, (arena_bytes,) uint8 each, which `close` releases.
-        staging: (arena_bytes,) on the card of the weights, if the arenas are in memory of the host.
+        """Take arenas, (arena_bytes,) uint8 each, which `close` releases; with `staging`, (arena_bytes,) on the card of
+        the weights, if they are in memory of the host.
         """
         self._signals, self._rank = Signals(channel, plan), rank
         self._buffers, self._close, self._staging = buffers, close, staging
@@ -153,10 +152,7 @@ class SharedReceiver:
     """A receiver that sees the senders' arenas."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, number: int, device: torch.device, opener: Opener) -> None:
-        """Args:
-        number: of this worker among the receivers.
-        device: of the model.
-        """
+        """`number` is that of this worker among the receivers, `device` that of the model."""
         self._plan, self._number, self._device, self._opener = plan, number, device, opener
         self._signals = Signals(channel, plan)
         self._seen: dict[int, Seen] = {}
