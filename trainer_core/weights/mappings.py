@@ -126,7 +126,7 @@ class Names:
     """The names of one model."""
 
     def __init__(self, registry: Any, chunks: list[Any], config: Any) -> None:
-        """`registry` is that of the mappings; the bridge renumbers layers and experts by the model's chunks and config."""
+        """`registry` holds the mappings; the bridge renumbers layers and experts by the model's chunks and config."""
         self._registry, self._chunks, self._config = registry, chunks, config
         numbered = [mapping.megatron_param for mapping in registry.mappings if _NUMBER.search(mapping.megatron_param)]
         # kinds of which some names have a pattern of their own
