@@ -28,7 +28,7 @@ RETRAIN = (
         "select-joins-by-place",
         "scores are joined with samples by their place in the tables",
         "storage/selection.py",
-        "            rows = pc.index_in(_keys(samples), value_set=keys)",
+        "            rows = pc.index_in(sample_keys(samples), value_set=keys)",
         "            rows = pa.array(range(samples.num_rows))",
         _SELECTING,
     ),

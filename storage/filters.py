@@ -85,13 +85,11 @@ def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:
 
 def parse_condition(text: str, schema: pa.Schema, keys: str | None = None) -> Condition:
     """The condition `text` over columns of `schema`. Numbers that are compared with a float32 column are rounded to
-    float32 first, as the column's own values were. Arithmetic is that of float64.
+    float32 first, as the column's own values were. Arithmetic is that of float64. Raises InputError with the position
+    (from 1), what is there, and what to write instead.
 
     Args:
         keys: the column of `schema` whose keys may be written as columns.
-
-    Raises:
-        InputError: with the position (from 1), what is there, and what to write instead.
     """
     if len(text) > _LONGEST:
         raise InputError(f"the filter has {len(text)} characters, and {_LONGEST} is the limit: select in several runs")
@@ -212,10 +210,7 @@ class _Parser:
         return value
 
     def _sum(self) -> _Value:
-        return self._chain(self._product, "+", "-")
-
-    def _product(self) -> _Value:
-        return self._chain(self._factor, "*", "/")
+        return self._chain(lambda: self._chain(self._factor, "*", "/"), "+", "-")
 
     def _chain(self, operand: Callable[[], _Value], *signs: str) -> _Value:
         left = operand()
@@ -239,7 +234,7 @@ class _Parser:
     def _factor(self) -> _Value:
         token = self._take()
         if token.kind == "number":
-            return self._literal(_number_of(token.text), "number", token)
+            return self._literal(int(token.text) if token.text.isdigit() else float(token.text), "number", token)
         if token.kind == "text":
             return self._literal(re.sub(r"\\(.)", r"\1", token.text[1:-1]), "text", token)
         if token.kind == "name":
@@ -337,10 +332,6 @@ def _any(conditions: Sequence[pc.Expression]) -> pc.Expression:
         return conditions[0]
     half = len(conditions) // 2
     return _any(conditions[:half]) | _any(conditions[half:])
-
-
-def _number_of(text: str) -> int | float:
-    return int(text) if text.isdigit() else float(text)
 
 
 def _kind_of(kind: pa.DataType) -> Kind:

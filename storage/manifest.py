@@ -157,11 +157,8 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def digest(self) -> str:
-        """Identity of the content: equal for two attempts or revisions that produced the same result.
-
-        Raises:
-            StageFailed: a fact is not finite.
-        """
+        """Identity of the content: equal for two attempts or revisions that produced the same result. Raises
+        StageFailed if a fact is not finite."""
         if unusable := _unusable_fact(self.facts):
             raise StageFailed(
                 f"{self.stage} of iteration {self.iteration} of run {self.run} is not committed: {unusable}"
@@ -175,11 +172,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         return layout.manifest_key(self.run, self.iteration, self.stage, self.revision)
 
     def part(self, name: str) -> Part:
-        """The part called `name`.
-
-        Raises:
-            StorageError: there is none.
-        """
+        """The part called `name`. Raises StorageError if there is none."""
         for part in self.parts:
             if part.name == name:
                 return part
@@ -199,9 +192,8 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
     Raises:
         Overtaken: the stage was committed with other content by the process that drove the run before.
         CommitConflict: it was committed with other content by any other process.
-        LeaseLost: from the fence; nothing was written.
-        StageFailed: a fact or a metric is not finite; nothing was written.
-        StorageError: it names parts of another stage or run; nothing was written.
+        LeaseLost, StageFailed, StorageError: from the fence; a fact or a metric is not finite; it names parts of
+            another stage or run. Nothing was written.
     """
     digest = manifest.digest
     if (name := _not_finite(manifest.metrics)) is not None:  # a copy with changed fields is not validated
@@ -266,11 +258,7 @@ def revisions(root: Root, run: str, iteration: int, stage: str, seen: Revisions 
 
 
 def need(root: Root, run: str, iteration: int, stage: str, revisions: Revisions | None = None) -> Manifest:
-    """Like `find`, for a stage that must have happened.
-
-    Raises:
-        NotCommitted: it did not.
-    """
+    """Like `find`, for a stage that must have happened. Raises NotCommitted if it did not happen."""
     manifest = find(root, run, iteration, stage, revisions)
     if manifest is None:
         raise NotCommitted(f"run {run} has no {stage} of iteration {iteration} in {root.url}")
@@ -278,14 +266,9 @@ def need(root: Root, run: str, iteration: int, stage: str, revisions: Revisions 
 
 
 def load(root: Root, key: str) -> Manifest:
-    """Read the manifest at `key`.
-
-    Raises:
-        DigestMismatch: it was damaged.
-        NotCommitted: there is none.
-        SchemaMismatch: it has a format that this version does not read, names what no manifest may name, or belongs
-            to another stage.
-    """
+    """Read the manifest at `key`. Raises DigestMismatch if it was damaged; NotCommitted if there is none;
+    SchemaMismatch if it has a format that this version does not read, names what no manifest may name, or belongs to
+    another stage."""
     where = f"{root.url}/{key}"
     text = records.unseal(root.read_bytes(key), where)
     manifest = records.parse(text, Manifest, where)

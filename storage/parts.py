@@ -42,27 +42,13 @@ class PartWriter:
 
     @measured()
     def write_table(self, name: str, table: pa.Table, schema: pa.Schema, compression: str | None = "zstd") -> Part:
-        """Store a table as an Arrow IPC file; equal tables give equal bytes, however they are chunked.
-
-        Raises:
-            SchemaMismatch: the table does not have `schema`.
-        """
+        """Store a table as an Arrow IPC file; equal tables give equal bytes, however they are chunked. Raises
+        SchemaMismatch if the table does not have `schema`."""
         check(table.schema, schema, name)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
             writer.write_table(table.combine_chunks(), max_chunksize=_BATCH_ROWS)
         return self.write_bytes(name, sink.getvalue(), table.num_rows)
-
-    @measured()
-    def write_file(self, name: str, path: Path) -> Part:
-        """Store a local file without holding it in memory.
-
-        Raises:
-            StorageError: it changed while it was stored.
-        """
-        part = self.describe_file(name, path)
-        self.store_file(part, path)
-        return part
 
     @measured()
     def describe_file(self, name: str, path: Path) -> Part:
@@ -72,11 +58,8 @@ class PartWriter:
 
     @measured()
     def store_file(self, part: Part, path: Path) -> None:
-        """Store a described local file. It is handed over: on local storage it may become the part itself.
-
-        Raises:
-            StorageError: it differs from its description, or changed while it was stored.
-        """
+        """Store a described local file. It is handed over: on local storage it may become the part itself. Raises
+        StorageError if it differs from its description, or changed while it was stored."""
         before = path.stat()
         if file_digest(path) != (part.digest, part.bytes):
             raise StorageError(f"{path} changed before it was stored as {part.key}: finish writing it first")
@@ -126,12 +109,8 @@ class PartWriter:
 
 
 def read_part(root: Root, part: Part) -> bytes:
-    """The bytes of a part.
-
-    Raises:
-        DigestMismatch: they are not what the manifest records.
-        PartMissing: the part is gone.
-    """
+    """The bytes of a part. Raises DigestMismatch if they are not what the manifest records, PartMissing if the part is
+    gone."""
     return read_part_buffer(root, part).to_pybytes()
 
 
@@ -156,12 +135,8 @@ def is_intact(root: Root, part: Part) -> bool:
 
 
 def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """All table parts of a stage in the manifest's order, verified.
-
-    Raises:
-        DigestMismatch: a part was damaged.
-        SchemaMismatch: a part has another schema.
-    """
+    """All table parts of a stage in the manifest's order, verified. Raises DigestMismatch if a part was damaged,
+    SchemaMismatch if a part has another schema."""
     return read_parts(root, [part for part in manifest.parts if part.rows is not None], schema, columns)
 
 
@@ -174,11 +149,7 @@ def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema, columns: Se
 
 
 def open_table(data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[str]) -> pa.Table:
-    """Columns `names` of an Arrow IPC file in memory.
-
-    Raises:
-        SchemaMismatch: the file has another schema.
-    """
+    """Columns `names` of an Arrow IPC file in memory. Raises SchemaMismatch if the file has another schema."""
     file = pa.ipc.open_file(data)
     check(file.schema, schema, where)
     # all columns: `included_fields` would avoid decompression, but it copies uncompressed data
@@ -190,14 +161,11 @@ def materialize(
     root: Root, manifest: Manifest, folder: Path, prefix: str = "", wanted: Callable[[str], bool] | None = None
 ) -> Path:
     """Fetch the parts whose name starts with `prefix` into `folder` under their names without it, verified. A part that
-    is already there with the right digest is not fetched again; a symbolic link is replaced.
+    is already there with the right digest is not fetched again; a symbolic link is replaced. Raises DigestMismatch or
+    PartMissing if a part was damaged, or is gone; StorageError if a symbolic link in the folder leads out of it.
 
     Args:
         wanted: whether a name (without the prefix) is needed; by default all are.
-
-    Raises:
-        DigestMismatch, PartMissing: a part was damaged, or is gone.
-        StorageError: a symbolic link in the folder leads out of it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()

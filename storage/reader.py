@@ -15,14 +15,9 @@ from storage.schema import stored_schema
 
 
 def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | None = None) -> pa.Table:
-    """All table parts of a stage in the manifest's order, in the schema that the parts name.
-
-    Raises:
-        DigestMismatch: a part was damaged.
-        PartMissing: a part is gone.
-        SchemaMismatch: a part has another schema than its table.
-        StorageError: the stage has no table parts.
-    """
+    """All table parts of a stage in the manifest's order, in the schema that the parts name. Raises DigestMismatch if a
+    part was damaged, PartMissing if a part is gone, SchemaMismatch if a part has another schema than its table,
+    StorageError if the stage has no table parts."""
     tables = []
     for part in manifest.parts:
         if part.rows is not None:

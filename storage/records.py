@@ -28,24 +28,14 @@ def is_there(root: Root, key: str, record: BaseModel) -> bool:
 
 
 def read[M: BaseModel](root: Root, key: str, kind: type[M]) -> M:
-    """The record at `key`.
-
-    Raises:
-        NotCommitted: there is none.
-        DigestMismatch: its text is not what was written.
-        SchemaMismatch: it is not a record of this kind.
-        WrongRecord: it is that of another key.
-    """
+    """The record at `key`. Raises NotCommitted if there is none, DigestMismatch if its text is not what was written,
+    SchemaMismatch if it is not a record of this kind, WrongRecord if it is that of another key."""
     where = f"{root.url}/{key}"
     return parse(unseal(root.read_bytes(key), where, key), kind, where)
 
 
 def parse[M: BaseModel](text: bytes, kind: type[M], where: str) -> M:
-    """A record from its JSON.
-
-    Raises:
-        SchemaMismatch: it is not a record of this kind.
-    """
+    """A record from its JSON. Raises SchemaMismatch if it is not a record of this kind."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
@@ -70,14 +60,11 @@ def seal(record: BaseModel, key: str | None = None) -> bytes:
 
 
 def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
-    """JSON without its checksum and its place, which are verified.
+    """JSON without its checksum and its place, which are verified. Raises DigestMismatch if the checksum does not
+    match, WrongRecord if it belongs to another key.
 
     Args:
         key: where it was read; None if its place does not matter.
-
-    Raises:
-        DigestMismatch: the checksum does not match.
-        WrongRecord: it belongs to another key.
     """
     body, _, tail = data.rpartition(_SEAL)
     if tail != bytes_digest(body).encode() + _END:

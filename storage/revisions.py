@@ -121,11 +121,7 @@ class Revisions:
         return self.reruns[number - 1]
 
     def seen(self, number: int) -> "Revisions":
-        """The same revisions, seen from `number`.
-
-        Raises:
-            InputError: there is no such revision.
-        """
+        """The same revisions, seen from `number`. Raises InputError if there is no such revision."""
         if number not in self.numbers:
             raise InputError(f"there is no revision {number}, only {[*self.numbers]}: `ratchet show` lists them")
         return replace(self, seen_from=number)
@@ -176,13 +172,9 @@ FIRST = Revisions()
 
 
 def read_revisions(root: Root, run: str) -> Revisions:
-    """The revisions of a run: two listings, and a request for each record.
-
-    Raises:
-        DigestMismatch: a record is damaged.
-        SchemaMismatch: one is of another format.
-        WrongRecord: one is missing, is not the one that was written, or contradicts others.
-    """
+    """The revisions of a run: two listings, and a request for each record. Raises DigestMismatch if a record is
+    damaged; SchemaMismatch if one is of another format; WrongRecord if one is missing, is not the one that was written,
+    or contradicts others."""
     copies = _copies(root, run)  # first: each is written after its record
     reruns, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
     read = partial(_read, root, copies)
@@ -252,11 +244,8 @@ def _record(root: Root, run: str, key: str, record: BaseModel) -> bool:
 
 
 def keep_copies(root: Root, run: str) -> None:
-    """Write the second copies that a process was killed before it wrote.
-
-    Raises:
-        DigestMismatch, WrongRecord: a record that has none is damaged, or was copied there.
-    """
+    """Write the second copies that a process was killed before it wrote. Raises DigestMismatch or WrongRecord if a
+    record that has none is damaged, or was copied there."""
     for key in uncopied(root, run):
         data = root.read_bytes(key)
         records.unseal(data, f"{root.url}/{key}", key)

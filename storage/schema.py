@@ -128,11 +128,8 @@ def fingerprint(schema: pa.Schema) -> str:
 
 
 def check(schema: pa.Schema, expected: pa.Schema, where: str) -> None:
-    """Refuse a table whose schema is not `expected`.
-
-    Raises:
-        SchemaMismatch: with the place and the first field that differs, or with both versions.
-    """
+    """Refuse a table whose schema is not `expected`. Raises SchemaMismatch with the place and the first field that
+    differs, or with both versions."""
     if fingerprint(schema) == fingerprint(expected):
         return
     if _table(schema) == _table(expected) and _version(schema) != _version(expected):
@@ -147,11 +144,8 @@ def check(schema: pa.Schema, expected: pa.Schema, where: str) -> None:
 
 
 def stored_schema(schema: pa.Schema, where: str) -> pa.Schema:
-    """The current schema of the table that a file claims to hold.
-
-    Raises:
-        SchemaMismatch: the file names no table, or one that this version does not know.
-    """
+    """The current schema of the table that a file claims to hold. Raises SchemaMismatch if the file names no table, or
+    one that this version does not know."""
     if _table(schema) not in TABLES:
         raise SchemaMismatch(f"{where} holds table {_table(schema)!r}; this version knows {sorted(TABLES)}")
     return TABLES[_table(schema)]

@@ -72,12 +72,8 @@ def write_sources(writer: PartWriter, sources: Sequence[Source]) -> Part:
 
 
 def read_sources(root: Root, selection: Manifest) -> list[Source]:
-    """The sources of a selection, in the order of the column `source`.
-
-    Raises:
-        SchemaMismatch: the part has a form that this version does not read.
-        StorageError: the manifest is not that of a selection.
-    """
+    """The sources of a selection, in the order of the column `source`. Raises SchemaMismatch if the part has a form
+    that this version does not read, StorageError if the manifest is not that of a selection."""
     part = selection.part(SOURCES)
     return list(parse(read_part(root, part), _Sources, f"{root.url}/{part.key}").root)
 
@@ -90,11 +86,7 @@ def write_prompts(writer: PartWriter, prepare: str, prompts: pa.Table) -> Part:
 
 
 def read_prompts(root: Root, selection: Manifest, prepare: str) -> pa.Table:
-    """Read the prompts that `write_prompts` stored.
-
-    Raises:
-        StorageError: the selection was made without prompts.
-    """
+    """Read the prompts that `write_prompts` stored. Raises StorageError if the selection was made without prompts."""
     return read_parts(root, [selection.part(_prompts_name(prepare))], PROMPTS)
 
 
@@ -117,13 +109,10 @@ def scores_of(root: Root, workflow: Workflow, rollout: Manifest, seen: Revisions
 
 
 def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[pa.Table]:
-    """The samples of a rollout with their scores, in the schema OFFERED, a stored part at a time.
-
-    Raises:
-        StorageError: a part is damaged, missing or of another version, or the scores have a sample twice.
-    """
+    """The samples of a rollout with their scores, in the schema OFFERED, a stored part at a time. Raises StorageError
+    if a part is damaged, missing or of another version, or the scores have a sample twice."""
     scores = REWARD.empty_table() if reward is None else read_table(root, reward, REWARD)
-    keys = _keys(scores)
+    keys = sample_keys(scores)
     if len(keys) != len(pc.unique(keys)):  # pyright: ignore[reportAttributeAccessIssue] - made at import
         raise StorageError(
             f"the scores of iteration {rollout.iteration} of run {rollout.run} have a sample twice: "
@@ -132,13 +121,14 @@ def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[
     for part in rollout.parts:
         if part.rows is not None:
             samples = read_parts(root, [part], ROLLOUT)
-            rows = pc.index_in(_keys(samples), value_set=keys)  # pyright: ignore[reportAttributeAccessIssue]
+            rows = pc.index_in(sample_keys(samples), value_set=keys)  # pyright: ignore[reportAttributeAccessIssue]
             revision = pa.repeat(pa.scalar(rollout.revision, pa.int32()), samples.num_rows)
             columns = {"revision": revision, **{name: scores[name].take(rows) for name in _SCORES}}
             yield pa.table([*samples.columns, *(columns[name] for name in OFFERED.names[len(ROLLOUT) :])], OFFERED)
 
 
-def _keys(table: pa.Table) -> pa.Array:
+def sample_keys(table: pa.Table) -> pa.Array:
+    """A text for each row of a table of samples or scores, by which they are joined."""
     ids = table["sample_id"].cast(pa.string())
     joined = pc.binary_join_element_wise(ids, table["prompt_id"], "/")  # pyright: ignore[reportAttributeAccessIssue]
     return joined.combine_chunks()

@@ -125,20 +125,14 @@ class WriteBehind:
 
     def _do(self, job: Callable[[], object]) -> None:
         for attempt in itertools.count(1):
-            error = _error_of(job)
-            if error is None:
+            try:
+                job()
+            except RatchetError as error:
+                seconds = self._again(error, attempt)
+                if seconds is None or self._dropped.wait(seconds):
+                    raise
+            else:
                 return
-            seconds = self._again(error, attempt)
-            if seconds is None or self._dropped.wait(seconds):
-                raise error
-
-
-def _error_of(job: Callable[[], object]) -> RatchetError | None:
-    try:
-        job()
-    except RatchetError as error:
-        return error
-    return None
 
 
 class _Answer:

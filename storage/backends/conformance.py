@@ -139,11 +139,8 @@ CHECKS: tuple[Callable[[Root], None], ...] = (
 
 
 def check(root: Root, one: Callable[[Root], None]) -> None:
-    """Do one check, and remove what it has written.
-
-    Raises:
-        NotConforming: the backend does something else than it must.
-    """
+    """Do one check, and remove what it has written. Raises NotConforming if the backend does something else than it
+    must."""
     try:
         one(root)
     finally:

@@ -56,19 +56,12 @@ class Root:
         return replace(self, patience=seconds)
 
     def exists(self, key: str) -> bool:
-        """True if `key` is there now.
-
-        Raises:
-            StorageInterrupted: that is not known, because the store does not answer.
-        """
+        """True if `key` is there now. Raises StorageInterrupted if that is not known, because the store does not
+        answer."""
         return self.info(key) is not None
 
     def read_bytes(self, key: str) -> bytes:
-        """The content of `key`.
-
-        Raises:
-            NotCommitted: there is no such key.
-        """
+        """The content of `key`. Raises NotCommitted if there is no such key."""
         with _absence_explained(self, key):
             return self._read(key, lambda: self.backend.read(key))
 
@@ -104,10 +97,7 @@ class Root:
 
     def copy(self, source: str, key: str) -> None:
         """Make `key` a copy of a write-once object of this root, durably: a hard link, or a copy within the store.
-
-        Raises:
-            NotCommitted: there is no such object.
-        """
+        Raises NotCommitted if there is no such object."""
         with _absence_explained(self, source), _explained(self, key, reading=True):
             self._retried(lambda: self.backend.copy(source, key), LARGE_ATTEMPTS)
 
@@ -119,10 +109,7 @@ class Root:
 
     def append(self, key: str, data: bytes) -> None:
         """Add to the end of a derived file, which is made if it is not there. A crash may leave a part of `data` there.
-
-        Raises:
-            StorageError: the backend cannot append.
-        """
+        Raises StorageError if the backend cannot append."""
         if not self.backend.appends:
             raise StorageError(f"{self.url}/{key}: the store cannot append to an object; replace it instead")
         with _explained(self, key):
@@ -184,21 +171,15 @@ class Root:
             self._read(key, lambda: self.backend.abort_upload(key, upload_id))
 
     def download(self, key: str, target: Path) -> None:
-        """Fetch `key` into the local file `target`; on local storage it is a hard link (parts are write-once).
-
-        Raises:
-            NotCommitted: there is no such key.
-        """
+        """Fetch `key` into the local file `target`; on local storage it is a hard link (parts are write-once). Raises
+        NotCommitted if there is no such key."""
         with _absence_explained(self, key), _explained(self, f"{key} (to {target})", reading=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             self._retried(lambda: self.backend.download(key, target), LARGE_ATTEMPTS)
 
     def check_writable(self) -> None:
-        """Write a small object, and check that it can be read and listed, and that its name is taken.
-
-        Raises:
-            StorageUnavailable: the root cannot be written, or does not keep what was written.
-        """
+        """Write a small object, and check that it can be read and listed, and that its name is taken. Raises
+        StorageUnavailable if the root cannot be written, or does not keep what was written."""
         with self._probed() as (probed, key):
             if not probed.put_if_absent(key, b"ratchet") or probed.read_bytes(key) != b"ratchet":
                 raise self._unusable("loses or changes what is written: a write succeeded and something else is there")
@@ -211,11 +192,8 @@ class Root:
 
     def seconds_ahead(self) -> float:
         """Seconds by which the store's clock is ahead of this machine's, negative if behind; 0 if that is not known.
-        Cleaning compares the ages of objects, which are times of the store, with this machine's clock.
-
-        Raises:
-            StorageUnavailable: the root cannot be written.
-        """
+        Cleaning compares the ages of objects, which are times of the store, with this machine's clock. Raises
+        StorageUnavailable if the root cannot be written."""
         with self._probed() as (probed, key):
             before = datetime.now(UTC)
             probed.put_if_absent(key, b"ratchet")
@@ -265,13 +243,11 @@ class Root:
 
 
 def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
-    """Open the storage root at `url`: a path, `file://...`, `s3://bucket/prefix`, or `file.py:CLASS://PLACE`.
+    """Open the storage root at `url`: a path, `file://...`, `s3://bucket/prefix`, or `file.py:CLASS://PLACE`. Raises
+    InputError if there is no such backend.
 
     Args:
         options: of the client of an object store.
-
-    Raises:
-        InputError: there is no such backend.
     """
     return Root(*open_store(url, options))
 

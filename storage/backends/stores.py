@@ -28,13 +28,10 @@ _GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a back
 
 
 def open_store(url: str, options: dict[str, Any] | None = None) -> tuple[str, Backend]:
-    """The absolute URL of a root, and its backend.
+    """The absolute URL of a root, and its backend. Raises InputError if there is no such backend, or it is none.
 
     Args:
         options: of the client of an object store.
-
-    Raises:
-        InputError: there is no such backend, or it is none.
     """
     url = absolute_url(url)
     scheme, _, place = url.partition("://")

@@ -71,12 +71,8 @@ class Lease:
         listener(self._loss())
 
     def check(self) -> None:
-        """Check in the store that the lease is still held; if its period is over, renew it.
-
-        Raises:
-            LeaseLost: it was taken over or ended.
-            StorageInterrupted: that is not known, because the store does not answer.
-        """
+        """Check in the store that the lease is still held; if its period is over, renew it. Raises LeaseLost if it was
+        taken over or ended; StorageInterrupted if that is not known, because the store does not answer."""
         with self._lock:
             self._refuse_if_lost()
             if self.clock.steady() - self._confirmed >= self.seconds:
@@ -85,13 +81,11 @@ class Lease:
                 self._follow(newest(self.root, self.run))
 
     def renew(self, patience: float | None = None) -> None:
-        """Hold it for another whole period from now, even if the last one is over and no one took over.
+        """Hold it for another whole period from now, even if the last one is over and no one took over. Raises
+        LeaseLost or StorageInterrupted as `check`.
 
         Args:
             patience: seconds for which it is retried; by default the root's patience.
-
-        Raises:
-            LeaseLost, StorageInterrupted: as `check`.
         """
         with self._lock:
             self._refuse_if_lost()
@@ -158,11 +152,8 @@ def holder(root: Root, run: str) -> Entry | None:
 
 
 def check_free(root: Root, run: str, clock: Clock = SYSTEM) -> None:
-    """Refuse early what `acquire` would refuse at once.
-
-    Raises:
-        LeaseHeld: a running process of this machine drives the run.
-    """
+    """Refuse early what `acquire` would refuse at once. Raises LeaseHeld if a running process of this machine drives
+    the run."""
     entry = newest(root, run)
     if entry is not None and _is_at_work(entry, clock):
         raise LeaseHeld(explain(run, entry, clock))
@@ -176,11 +167,8 @@ def acquire(
     clock: Clock = SYSTEM,
     pause: Callable[[float], None] = time.sleep,
 ) -> Lease:
-    """Acquire the lease; from a holder that may be alive, only after it was silent for one of its periods.
-
-    Raises:
-        LeaseHeld: the holder is a running process of this machine, or has renewed its lease.
-    """
+    """Acquire the lease; from a holder that may be alive, only after it was silent for one of its periods. Raises
+    LeaseHeld if the holder is a running process of this machine, or has renewed its lease."""
     watch: Watch | None = None
     while True:
         asked = clock.steady()
@@ -222,12 +210,8 @@ class Watch:
 def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> Iterator[Lease]:
     """Hold the lease of `run` for a block of code, renewing it from its own thread. If another process takes it over, a
     block in the main thread ends with LeaseLost as soon as that is noticed. In another thread, `check()`, `lost` or
-    `on_lost` report the loss.
-
-    Raises:
-        LeaseHeld: another process drives the run.
-        LeaseLost: another process took the run over during the block.
-    """
+    `on_lost` report the loss. Raises LeaseHeld if another process drives the run, LeaseLost if another process took the
+    run over during the block."""
     lease = acquire(root, run, this_process(owner), seconds)
     stop, every = threading.Event(), seconds / _RENEWALS
     thread = threading.Thread(target=_keep, args=(lease, stop, every), name=f"lease-{run}", daemon=True)

@@ -55,11 +55,8 @@ class Entry(BaseModel, frozen=True, extra="forbid"):
 
 
 def newest(root: Root, run: str) -> Entry | None:
-    """The newest entry of a run's log, or None if there is none.
-
-    Raises:
-        DigestMismatch, SchemaMismatch: it cannot be read, so it is not known which process drives the run.
-    """
+    """The newest entry of a run's log, or None if there is none. Raises DigestMismatch or SchemaMismatch if it cannot
+    be read, so it is not known which process drives the run."""
     number = newest_number(root, run)
     while number is not None:
         try:
@@ -118,11 +115,8 @@ def recorded_choices(root: Root, run: str) -> int:
 
 
 def check_choices(root: Root, run: str, entry: Entry | None) -> int:
-    """Number of recorded choices of a head, which must not be smaller than it was at an entry.
-
-    Raises:
-        WrongRecord: the last one is lost with its copy.
-    """
+    """Number of recorded choices of a head, which must not be smaller than it was at an entry. Raises WrongRecord if
+    the last one is lost with its copy."""
     recorded = recorded_choices(root, run)
     if entry is not None and recorded < entry.choices:
         raise WrongRecord(

@@ -43,10 +43,7 @@ def new_folder(memory: bool = False) -> Path:
 @contextmanager
 def socket_folder() -> Iterator[Path]:
     """A folder of this user alone for the duration of a block, with a path that is short enough for Ray's sockets.
-
-    Raises:
-        InputError: there is no place for one.
-    """
+    Raises InputError if there is no place for one."""
     own = this_process("")
     name = f"rt-{_digest(own, 3)}{own.process:x}-{int(own.birth or 0):x}"
     place = short_place()
@@ -59,11 +56,7 @@ def socket_folder() -> Iterator[Path]:
 
 
 def short_place() -> Path:
-    """The temporary folder; /tmp if its path is too long for Unix sockets.
-
-    Raises:
-        InputError: neither can be used.
-    """
+    """The temporary folder; /tmp if its path is too long for Unix sockets. Raises InputError if neither can be used."""
     temporary = Path(tempfile.gettempdir())
     for place in (temporary, _SHORT):
         if len(str(place)) + _OWN <= _LONGEST and os.access(place, os.W_OK | os.X_OK):

@@ -24,6 +24,7 @@ from storage.manifest import Manifest, load
 from storage.ownership.scratch import scratch
 from storage.reader import read_stored_table
 from storage.schema import REWARD, ROLLOUT
+from storage.selection import sample_keys
 from storage.upkeep.catalog import Names, contents, names, require_run
 
 TABLE = "samples"
@@ -69,11 +70,7 @@ class Archive(BaseModel, frozen=True, extra="forbid"):
 
 def compact(root: Root, workflow: Workflow, run: str, texts: Texts = without_texts) -> Archive:
     """Write the archive of all iterations that have a rollout, and remove those that it replaces. The same content
-    gives the same file.
-
-    Raises:
-        InputError: the run is not there, or has no rollout.
-    """
+    gives the same file. Raises InputError if the run is not there, or has no rollout."""
     require_run(root, run)
     newest = contents(root, run).newest
     rollouts = [manifest for manifest in newest if manifest.stage == workflow.samples]
@@ -131,15 +128,9 @@ def scored(root: Root, rollout: Manifest, reward: Manifest | None, texts: Texts 
         scores = [pa.nulls(samples.num_rows, REWARD.field(name).type) for name in _SCORES]
     else:
         found = read_stored_table(root, reward)
-        rows = pc.index_in(_names(samples), value_set=_names(found))  # pyright: ignore[reportAttributeAccessIssue]
+        rows = pc.index_in(sample_keys(samples), value_set=sample_keys(found))  # pyright: ignore[reportAttributeAccessIssue]
         scores = [found[name].take(rows) for name in _SCORES]
     return pa.table([*samples.columns, *scores, *texts(samples)], schema=SAMPLES)
-
-
-def _names(table: pa.Table) -> pa.Array:
-    ids = table["sample_id"].cast(pa.string())
-    joined = pc.binary_join_element_wise(table["prompt_id"], ids, "/")  # pyright: ignore[reportAttributeAccessIssue]
-    return joined.combine_chunks()
 
 
 def compact_new(
@@ -147,15 +138,12 @@ def compact_new(
 ) -> tuple[Archive, ...]:
     """Write the chunks that are missing or behind, and remove those that they replace. May be done at any time. Each
     chunk is one file, whose name has its iterations; it is behind if it has more iterations by now, or if one of its
-    stages was committed later than the file.
-    Iterations that are not scored yet are left out.
+    stages was committed later than the file. Iterations that are not scored yet are left out. Raises DigestMismatch,
+    PartMissing or SchemaMismatch if what a chunk is made from cannot be read.
 
     Args:
         texts: makes what turns tokens into texts; called only if there is something to write.
         size: iterations in a chunk.
-
-    Raises:
-        DigestMismatch, PartMissing, SchemaMismatch: what a chunk is made from cannot be read.
     """
     # the archive first: what another process has written is not longer than what this one sees committed
     there = [one for one in root.stored(layout.archive_folder(run)) if _span(one)]

@@ -175,23 +175,18 @@ def runs(root: Root) -> list[str]:
 def _folders(root: Root) -> dict[str, bool]:
     """Folders with names of runs, sorted, each with whether it is a run."""
     candidates = [name for name in root.folders() if is_run_name(name)]
-    there = each(lambda name: _is_run(root, name), candidates, _READERS)
-    return dict(zip(candidates, there, strict=True))
 
+    def is_run(name: str) -> bool:
+        try:
+            return root.exists(layout.run_config_key(name))
+        except StorageUnavailable:  # something is there that cannot be looked at: its own commands say so
+            return True
 
-def _is_run(root: Root, name: str) -> bool:
-    try:
-        return root.exists(layout.run_config_key(name))
-    except StorageUnavailable:  # something is there that cannot be looked at: its own commands say so
-        return True
+    return dict(zip(candidates, each(is_run, candidates, _READERS), strict=True))
 
 
 def require_run(root: Root, run: str) -> None:
-    """Refuse a run that does not exist, or is being removed.
-
-    Raises:
-        InputError: it names the runs that exist.
-    """
+    """Refuse a run that does not exist, or is being removed. Raises InputError, which names the runs that exist."""
     check_not_removed(root, check_run_name(run))
     if not root.exists(layout.run_config_key(run)):
         there = ", ".join(runs(root)) or "no run at all"
@@ -199,12 +194,8 @@ def require_run(root: Root, run: str) -> None:
 
 
 def check_not_removed(root: Root, run: str) -> None:
-    """Refuse a run whose removal was begun.
-
-    Raises:
-        InputError: it was.
-        WrongRecord: the record of that is of another run.
-    """
+    """Refuse a run whose removal was begun. Raises InputError if it was, WrongRecord if the record of that is of
+    another run."""
     try:
         records.read(root, layout.removal_key(run), Removal)
     except NotCommitted:
@@ -235,10 +226,7 @@ def names(root: Root, run: str, iteration: int | None = None, revisions: Revisio
 
 def check_asked(root: Root, run: str, recorded: Names) -> None:
     """Refuse work that was done in a revision of which no record is there: another request would take it for its own.
-
-    Raises:
-        WrongRecord: there is such work.
-    """
+    Raises WrongRecord if there is such work."""
     last = len(recorded.revisions.reruns)
     made = (*recorded.manifests, *recorded.pieces, *recorded.attempts)
     beyond = [key for key in made if layout.revision_of(key) > last]
@@ -252,23 +240,18 @@ def check_asked(root: Root, run: str, recorded: Names) -> None:
 
 
 def names_of(root: Root, run: str, revision: int | None) -> Names:
-    """The names of all of a run's records, seen from a revision; from the head if that is None.
-
-    Raises:
-        InputError: there is no such revision.
-    """
+    """The names of all of a run's records, seen from a revision; from the head if that is None. Raises InputError if
+    there is no such revision."""
     recorded = names(root, run)
     return recorded if revision is None else replace(recorded, revisions=recorded.revisions.seen(revision))
 
 
 def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
-    """Read everything that a run has recorded.
+    """Read everything that a run has recorded. Raises DigestMismatch or SchemaMismatch if a record is damaged or of
+    another format.
 
     Args:
         recorded: read only these.
-
-    Raises:
-        DigestMismatch, SchemaMismatch: a record is damaged or of another format.
     """
 
     def refuse(_: str, error: StorageError) -> None:

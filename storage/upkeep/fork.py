@@ -65,20 +65,18 @@ def fork(
     announce: Announce = lambda _: None,
 ) -> Forked:
     """Make run `run` from iterations 0 to `iteration` of `parent`; repeated after a crash, it completes the fork.
+    Raises InputError if there is no such run, the iteration is not complete or not kept, or the new name is taken;
+    PartMissing if a part of the parent is lost.
 
     Args:
         config_digest: identity of the new run's configuration.
         config: the document that becomes its `run.json`, published last: until then there is no such run.
         revision: of the parent; by default its head.
-
-    Raises:
-        InputError: there is no such run, the iteration is not complete or not kept, or the new name is taken.
-        PartMissing: a part of the parent is lost.
     """
     require_run(root, parent)
     recorded = names_of(root, parent, revision)
     _check_complete(recorded, workflow, parent, iteration)
-    past = contents(root, parent, recorded.only(lambda key: _iteration(key) <= iteration))
+    past = contents(root, parent, recorded.only(lambda key: (layout.place_of(key) or (0, ""))[0] <= iteration))
     new = _New(root, root, workflow, parent, check_run_name(run), config_digest)
     originals = [(one, one.iteration) for one in _shared(workflow, past)]
     return new.begin(originals, set(past.retired), iteration, config, announce)
@@ -111,11 +109,8 @@ def branch(
 
 def check_unused(root: Root, run: str) -> None:
     """Refuse a new run whose name already has manifests: it would continue from those of another configuration. Parts
-    alone do no harm: a fork or a start that was killed has left them, and a stage compares what it finds.
-
-    Raises:
-        InputError: a fork under this name was interrupted before it became a run, or its `run.json` was removed.
-    """
+    alone do no harm: a fork or a start that was killed has left them, and a stage compares what it finds. Raises
+    InputError if a fork under this name was interrupted before it became a run, or its `run.json` was removed."""
     check_not_removed(root, run)
     there = names(root, run).manifests
     if there:
@@ -128,13 +123,11 @@ def check_unused(root: Root, run: str) -> None:
 
 def check_past(root: Root, run: str, known: Collection[str]) -> None:
     """Refuse a run that would continue from manifests of another configuration. What is under a run's name by mistake
-    begins with iteration 0, as a fork does, so iteration 0 is checked.
+    begins with iteration 0, as a fork does, so iteration 0 is checked. Raises InputError if a manifest was made under
+    none of them.
 
     Args:
         known: digests of the configurations that the run has had: what it was started with, and those of its revisions.
-
-    Raises:
-        InputError: a manifest was made under none of them.
     """
     for key in names(root, run, 0).manifests:
         if layout.revision_of(key):
@@ -174,7 +167,8 @@ class _New:
         key = layout.run_config_key(self.run)
         if self.root.exists(key):
             raise InputError(f"run {self.run!r} already exists in {self.root.url}: give the new run another name")
-        copies = self._copies(originals)
+        digests: dict[str, str] = {}
+        copies = [self._copy(original, at, digests) for original, at in originals]
         self._check_begun(copies)
         made = self._described(originals, retired, iteration)
         announce(made.cost)
@@ -186,16 +180,15 @@ class _New:
             if not kept:
                 self._retire(original, copy)
         for copy in copies:
-            self._publish(copy)
+            try:
+                commit(self.root, copy)
+            except CommitConflict as error:
+                raise self._begun(f"and not completed ({error})") from error
         check_not_removed(self.root, self.run)  # a removal that begins later sees the manifests
         # compared, because the answer to our own write may have been lost
         if not records.publish(self.root, key, config) and not records.is_there(self.root, key, config):
             raise InputError(f"run {self.run!r} was just made by another process: give the new run another name")
         return made
-
-    def _copies(self, originals: Sequence[tuple[Manifest, int]]) -> list[Manifest]:
-        digests: dict[str, str] = {}
-        return [self._copy(original, at, digests) for original, at in originals]
 
     def _copy(self, one: Manifest, at: int, digests: dict[str, str]) -> Manifest:
         """The manifest of the new run; `digests` has those of former ones by their originals, and gets this one's."""
@@ -276,12 +269,6 @@ class _New:
         update = {"manifest": copy.digest, "keys": keys}
         records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
 
-    def _publish(self, copy: Manifest) -> None:
-        try:
-            commit(self.root, copy)
-        except CommitConflict as error:
-            raise self._begun(f"and not completed ({error})") from error
-
     def _not_kept(self, iteration: int) -> InputError:
         recorded = names(self.source, self.parent)
         states = {key: at for (at, stage), key in recorded.newest.items() if stage == self.workflow.holds_state}
@@ -304,8 +291,3 @@ def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:
     when a stage before it is done again; it is of the weights that were there first."""
     there = {one.digest for one in past.newest}
     return [one for one in past.newest if one.stage in workflow.behind or set(one.inputs.values()) <= there]
-
-
-def _iteration(key: str) -> int:
-    place = layout.place_of(key)
-    return place[0] if place else 0

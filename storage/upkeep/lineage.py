@@ -91,11 +91,8 @@ class SampleLineage(BaseModel, frozen=True, extra="forbid"):
 
 
 def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision: int | None = None) -> WeightsLineage:
-    """The origin of weight version `version`, in the run's head or another revision.
-
-    Raises:
-        InputError: the run or the version is not there.
-    """
+    """The origin of weight version `version`, in the run's head or another revision. Raises InputError if the run or
+    the version is not there."""
     require_run(root, run)
     newest = contents(root, run, names_of(root, run, revision)).newest
     made = _stage(newest, version, workflow.holds_state)
@@ -115,7 +112,9 @@ def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision:
         weights_digest=_fact(sync, "weights_digest", str),
         steps=tuple(_step(one) for one in sorted([*earlier, *ancestors], key=lambda one: place[one.digest])),
         sampled_by=_fact(rollout, "weight_version", int),
-        prompts=_prompts(root, rollout),
+        prompts=tuple(read_stored_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist())
+        if rollout
+        else (),
         reward_mean=reward.metrics.get("reward_mean") if reward else None,
         selected=tuple(read_sources(root, selection)) if selection else (),
     )
@@ -130,11 +129,8 @@ def of_sample(
     sample_id: int,
     revision: int | None = None,
 ) -> SampleLineage:
-    """Origin and use of one sample, of the run's head or another revision.
-
-    Raises:
-        InputError: the run or the sample is not there.
-    """
+    """Origin and use of one sample, of the run's head or another revision. Raises InputError if the run or the sample
+    is not there."""
     require_run(root, run)
     newest = contents(root, run, names_of(root, run, revision)).newest
     rollout = _stage(newest, iteration, workflow.samples)
@@ -166,11 +162,8 @@ def of_sample(
 
 
 def parse_sample(text: str) -> tuple[str, int]:
-    """Prompt id and sample id of `PROMPT_ID/SAMPLE_ID`; a prompt id may hold '/' and '@'.
-
-    Raises:
-        InputError: it is not of that form.
-    """
+    """Prompt id and sample id of `PROMPT_ID/SAMPLE_ID`; a prompt id may hold '/' and '@'. Raises InputError if it is
+    not of that form."""
     prompt_id, _, sample_id = text.rpartition("/")
     if not (prompt_id and sample_id.isascii() and sample_id.isdigit()):
         raise InputError(
@@ -265,12 +258,6 @@ def _stage(manifests: Sequence[Manifest], iteration: int, stage: str) -> Manifes
 def _fact[T](manifest: Manifest | None, name: str, kind: type[T]) -> T | None:
     value = manifest.facts.get(name) if manifest else None
     return value if isinstance(value, kind) else None
-
-
-def _prompts(root: Root, rollout: Manifest | None) -> tuple[str, ...]:
-    if rollout is None:
-        return ()
-    return tuple(read_stored_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist())
 
 
 def _one_row(table: pa.Table, prompt_id: str, sample_id: int) -> dict[str, Any] | None:

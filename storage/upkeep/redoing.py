@@ -41,12 +41,8 @@ class Wanted:
 
 def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) -> Rerun:
     """Record that a finished stage is to be done again, or find the record if it was asked before and is not finished.
-
-    Raises:
-        InputError: the stage is not finished, is the start of the run, or needs a state that is not kept; or another
-            rerun is not finished.
-        LeaseLost: from the fence; nothing was recorded.
-    """
+    Raises InputError if the stage is not finished, is the start of the run, or needs a state that is not kept; or
+    another rerun is not finished; LeaseLost from the fence (nothing was recorded)."""
     revisions = read_revisions(root, run)
     before = revisions.requested(wanted.request) if wanted.request is not None else None
     if before is not None:
@@ -73,12 +69,9 @@ def unfinished(root: Root, run: str, revisions: Revisions) -> Rerun | None:
 
 
 def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str, asked_by: str, fence: Fence) -> Choice:
-    """Make a revision the head. What is not done in it is done when the run goes on.
-
-    Raises:
-        InputError: there is no such revision, its stage is not done, or the run cannot go on from it.
-        LeaseLost: from the fence; nothing was chosen.
-    """
+    """Make a revision the head. What is not done in it is done when the run goes on. Raises InputError if there is no
+    such revision, its stage is not done, or the run cannot go on from it; LeaseLost from the fence (nothing was
+    chosen)."""
     revisions = read_revisions(root, run)
     goes_on = _goes_on(root, run, revisions.seen(revision))
     choice = Choice(revision=revision, goes_on=goes_on, reason=reason, asked_by=asked_by, time=datetime.now(UTC))

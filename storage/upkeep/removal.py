@@ -33,11 +33,8 @@ class Removed(BaseModel, frozen=True, extra="forbid"):
 
 
 def what_is_there(root: Root, run: str) -> Removed:
-    """The objects that a removal would remove: all that are stored under the name, a complete run or not.
-
-    Raises:
-        InputError: there is nothing.
-    """
+    """The objects that a removal would remove: all that are stored under the name, a complete run or not. Raises
+    InputError if there is nothing."""
     there = root.stored(check_run_name(run))
     if not there:
         raise InputError(f"there is nothing under the name {run!r} in {root.url}: check --root and the name")
@@ -45,12 +42,8 @@ def what_is_there(root: Root, run: str) -> Removed:
 
 
 def remove(root: Root, run: str, fence: Fence) -> Removed:
-    """Remove all of a run but its lease, which `forget` removes once it is released. Repeated, it goes on.
-
-    Raises:
-        InputError: there is no such run.
-        LeaseLost: from the fence; the rest is not removed.
-    """
+    """Remove all of a run but its lease, which `forget` removes once it is released. Repeated, it goes on. Raises
+    InputError if there is no such run, LeaseLost from the fence (the rest is not removed)."""
     there = what_is_there(root, run)
     key = layout.removal_key(run)
     records.publish(root, key, Removal(time=datetime.now(UTC)))

@@ -97,13 +97,11 @@ def collect(
     now: datetime | None = None,
     fence: Fence | None = None,
 ) -> Collection:
-    """Find what may be deleted of a run's own objects; with `apply`, delete it. Hold the run's lease to apply.
+    """Find what may be deleted of a run's own objects; with `apply`, delete it. Hold the run's lease to apply. Raises
+    LeaseLost from the fence (the rest is not deleted).
 
     Args:
         fence: the lease; it is checked between deletions.
-
-    Raises:
-        LeaseLost: from the fence; the rest is not deleted.
     """
     cleaning = _Cleaning(root, run, now or datetime.now(UTC), apply, fence)
     recorded = names(root, run)

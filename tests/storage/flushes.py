@@ -49,7 +49,7 @@ def do(root: Root, step: str, stack: ExitStack) -> None:
     elif step == "file":
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=root.folder.parents[1])))
         (folder / "part.arrow").write_bytes(b"content")
-        writer.write_file("part.arrow", folder / "part.arrow")
+        writer.write_files(folder, ["part.arrow"])
     elif step == "rerun":
         record_rerun(root, "run", rerun(1, Stage.TRAIN, 1))
     elif step == "choice":

@@ -86,7 +86,7 @@ def test_writing_a_part_again_repairs_it(any_root, tmp_path, how):
 
     def write():
         if how == "file":
-            return writer(any_root).write_file("part.bin", tmp_path / "part.bin")
+            return writer(any_root).write_files(tmp_path, ["part.bin"])[0]
         return writer(any_root).write_bytes("part.bin", b"content" * 1000)
 
     part = write()
@@ -202,7 +202,7 @@ def test_a_file_that_changes_while_it_is_stored_is_refused(root, tmp_path, how, 
             file.flush()
 
         with kill_points.observed(go_on_writing), pytest.raises(StorageError, match="changed while it was stored"):
-            writer(root).write_file("state", source)
+            writer(root).write_files(source.parent, [source.name])
     assert [point for point, _ in changes] == [Point.MID_PART]
 
 
@@ -210,7 +210,7 @@ def test_a_file_that_nobody_writes_is_stored(root, tmp_path):
     (tmp_path / "state").write_bytes(b"x" * 1000)
     reached = []
     with kill_points.observed(lambda *one: reached.append(one)):
-        writer(root).write_file("state", tmp_path / "state")
+        writer(root).write_files(tmp_path, ["state"])
     assert [point for point, _ in reached] == [Point.MID_PART, Point.UPLOAD]
 
 

@@ -48,7 +48,7 @@ def test_a_part_that_a_stage_found_again_after_two_days_stays(root, tmp_path, st
             return writer.write_bytes("0.distcp", b"made again")
         (tmp_path / "0.distcp").unlink(missing_ok=True)
         (tmp_path / "0.distcp").write_bytes(b"made again")
-        return writer.write_file("0.distcp", tmp_path / "0.distcp")
+        return writer.write_files(tmp_path, ["0.distcp"])[0]
 
     left = write()  # and killed before the manifest
     age(root, left.key)
