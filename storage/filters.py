@@ -85,12 +85,9 @@ def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:
 
 def parse_condition(text: str, schema: pa.Schema, keys: str | None = None) -> Condition:
     """The condition `text` over columns of `schema`. Numbers that are compared with a float32 column are rounded to
-    float32 first, as the column's own values were. Arithmetic is that of float64. Raises InputError with the position
-    (from 1), what is there, and what to write instead.
-
-    Args:
-        keys: the column of `schema` whose keys may be written as columns.
-    """
+    float32 first, as the column's own values were. Arithmetic is that of float64. The keys of the column `keys` of
+    `schema` may be written as columns. Raises InputError with the position (from 1), what is there, and what to write
+    instead."""
     if len(text) > _LONGEST:
         raise InputError(f"the filter has {len(text)} characters, and {_LONGEST} is the limit: select in several runs")
     parser = _Parser(text, schema, keys)

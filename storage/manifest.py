@@ -231,11 +231,8 @@ def _conflict(manifest: Manifest, winner: Manifest) -> CommitConflict:
 
 
 def find(root: Root, run: str, iteration: int, stage: str, revisions: Revisions | None = None) -> Manifest | None:
-    """A stage's manifest in the run's head, or None if the stage did not happen.
-
-    Args:
-        revisions: the run's revisions, seen from the one that is asked for; by default they are read.
-    """
+    """A stage's manifest in the run's head, or None if the stage did not happen. `revisions` are the run's, seen from
+    the one that is asked for; by default they are read."""
     seen = read_revisions(root, run) if revisions is None else revisions
     try:
         return load(root, layout.manifest_key(run, iteration, stage, seen.of(iteration, stage)))
@@ -244,11 +241,8 @@ def find(root: Root, run: str, iteration: int, stage: str, revisions: Revisions 
 
 
 def revisions(root: Root, run: str, iteration: int, stage: str, seen: Revisions | None = None) -> Iterator[Manifest]:
-    """All revisions of a stage's manifest, from the first, whether or not they belong to the head.
-
-    Args:
-        seen: the run's revisions; by default they are read.
-    """
+    """All revisions of a stage's manifest, from the first, whether or not they belong to the head. `seen` are the run's
+    revisions; by default they are read."""
     every = read_revisions(root, run) if seen is None else seen
     for number in sorted({every.seen(one).of(iteration, stage) for one in every.numbers}):
         try:

@@ -80,11 +80,8 @@ class PartWriter:
 
     @measured()
     def describe_files(self, folder: Path, names: Sequence[str], prefix: str = "") -> tuple[Part, ...]:
-        """The parts that files will become; stores nothing.
-
-        Args:
-            prefix: added to the names of the parts, but not to the file names or their keys.
-        """
+        """The parts that files will become; stores nothing. `prefix` is added to the names of the parts, but not to the
+        file names or their keys."""
         # threads only pay off when there is much to read
         threads = _PARALLEL if sum((folder / name).stat().st_size for name in names) > _MUCH else 1
         parts = each(lambda name: self.describe_file(name, folder / name), names, threads)
@@ -161,12 +158,9 @@ def materialize(
     root: Root, manifest: Manifest, folder: Path, prefix: str = "", wanted: Callable[[str], bool] | None = None
 ) -> Path:
     """Fetch the parts whose name starts with `prefix` into `folder` under their names without it, verified. A part that
-    is already there with the right digest is not fetched again; a symbolic link is replaced. Raises DigestMismatch or
-    PartMissing if a part was damaged, or is gone; StorageError if a symbolic link in the folder leads out of it.
-
-    Args:
-        wanted: whether a name (without the prefix) is needed; by default all are.
-    """
+    is already there with the right digest is not fetched again; a symbolic link is replaced. `wanted` says of a name
+    (without the prefix) whether it is needed; by default all are. Raises DigestMismatch or PartMissing if a part was
+    damaged, or is gone; StorageError if a symbolic link in the folder leads out of it."""
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()
     named = {part.name.removeprefix(prefix): part for part in manifest.parts if part.name.startswith(prefix)}

@@ -48,11 +48,8 @@ def parse[M: BaseModel](text: bytes, kind: type[M], where: str) -> M:
 
 
 def seal(record: BaseModel, key: str | None = None) -> bytes:
-    """JSON of a record with its key as `place`, and last, as `checksum`, the xxh3-128 of the text before it.
-
-    Args:
-        key: None for a record that says otherwise where it belongs, as a manifest does.
-    """
+    """JSON of a record with its key as `place`, and last, as `checksum`, the xxh3-128 of the text before it. `key` is
+    None for a record that says otherwise where it belongs, as a manifest does."""
     body = record.model_dump_json(indent=1).encode().removesuffix(b"\n}")
     if key is not None:
         body += _PLACE + json.dumps(key).encode()
@@ -60,12 +57,8 @@ def seal(record: BaseModel, key: str | None = None) -> bytes:
 
 
 def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
-    """JSON without its checksum and its place, which are verified. Raises DigestMismatch if the checksum does not
-    match, WrongRecord if it belongs to another key.
-
-    Args:
-        key: where it was read; None if its place does not matter.
-    """
+    """JSON without its checksum and its place, which are verified. `key` is where it was read, or None if its place
+    does not matter. Raises DigestMismatch if the checksum does not match, WrongRecord if it belongs to another key."""
     body, _, tail = data.rpartition(_SEAL)
     if tail != bytes_digest(body).encode() + _END:
         raise DigestMismatch(

@@ -70,11 +70,8 @@ class WriteBehind:
         self._again = again
 
     def add(self, job: Callable[[], object]) -> Future[None]:
-        """Do `job` after everything that was added before; raises as `idle`.
-
-        Returns:
-            What is done when the job is, has its error, or is cancelled if the job was dropped.
-        """
+        """Do `job` after everything that was added before; raises as `idle`. The future is done when the job is, has
+        its error, or is cancelled if the job was dropped."""
         if self.idle and self._thread is None:
             # a daemon: an upload that an interrupt leaves behind does not keep the process alive
             self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)

@@ -71,15 +71,9 @@ class Root:
             return self._read(key, lambda: self.backend.view(key))
 
     def put_if_absent(self, key: str, data: bytes | pa.Buffer, durable: bool = True) -> bool:
-        """Write `data` under `key` unless the key is taken; whole or not at all.
-
-        Args:
-            durable: on return the object survives a power cut too, even if another process wrote it. False saves a
-                flush where there is one to save.
-
-        Returns:
-            True if this call wrote it, False if the key was taken (by any content: read it back and compare).
-        """
+        """Write `data` under `key` unless the key is taken; whole or not at all. With `durable` the object survives a
+        power cut on return, even if another process wrote it; without, a flush is saved where there is one to save.
+        Returns True if this call wrote it, False if the key was taken (by any content: read it back and compare)."""
         if not len(memoryview(data)):
             raise StorageError(f"{key}: refusing to write an empty object; conditional puts of empty bodies overwrite")
         with _explained(self, key):
@@ -243,12 +237,8 @@ class Root:
 
 
 def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
-    """Open the storage root at `url`: a path, `file://...`, `s3://bucket/prefix`, or `file.py:CLASS://PLACE`. Raises
-    InputError if there is no such backend.
-
-    Args:
-        options: of the client of an object store.
-    """
+    """Open the storage root at `url`: a path, `file://...`, `s3://bucket/prefix`, or `file.py:CLASS://PLACE`. `options`
+    are those of the client of an object store. Raises InputError if there is no such backend."""
     return Root(*open_store(url, options))
 
 

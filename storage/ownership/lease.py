@@ -81,12 +81,8 @@ class Lease:
                 self._follow(newest(self.root, self.run))
 
     def renew(self, patience: float | None = None) -> None:
-        """Hold it for another whole period from now, even if the last one is over and no one took over. Raises
-        LeaseLost or StorageInterrupted as `check`.
-
-        Args:
-            patience: seconds for which it is retried; by default the root's patience.
-        """
+        """Hold it for another whole period from now, even if the last one is over and no one took over. It is retried
+        for `patience` seconds, by default those of the root. Raises LeaseLost or StorageInterrupted as `check`."""
         with self._lock:
             self._refuse_if_lost()
             self._append("renewed", self.root if patience is None else self.root.cap_patience(patience))
@@ -229,11 +225,8 @@ def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> It
 
 
 def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Clock = SYSTEM) -> tuple[bool, str]:
-    """End the lease of a holder that is known to be dead, or of any with `force`.
-
-    Returns:
-        Whether the run is free now, and an explanation of who held it.
-    """
+    """End the lease of a holder that is known to be dead, or of any with `force`. Returns whether the run is free now,
+    and an explanation of who held it."""
     try:
         last = newest(root, run)
     except (DigestMismatch, SchemaMismatch) as error:

@@ -23,11 +23,8 @@ _OWN = len("/rt-0123453fffff-7fffffffff-0")
 
 @contextmanager
 def scratch(memory: bool = False) -> Iterator[Path]:
-    """A folder for the duration of a block.
-
-    Args:
-        memory: in shared memory, where available, for what another process on this host reads at once.
-    """
+    """A folder for the duration of a block. With `memory` it is in shared memory, where available, for what another
+    process on this host reads at once."""
     folder = new_folder(memory)
     try:
         yield folder

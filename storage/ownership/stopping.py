@@ -23,12 +23,9 @@ _LOOK_SECONDS = 0.1
 def end_holder(
     root: Root, run: str, seconds: float, pause: Callable[[float], None] = time.sleep
 ) -> tuple[Entry | None, bool]:
-    """Ask the process that drives a run to end, as Ctrl-C would, and wait for that. Raises InputError if the process is
-    not known on this machine, or belongs to another user.
-
-    Returns:
-        The newest entry of that process, None if the run is free; and whether it has ended within `seconds`.
-    """
+    """Ask the process that drives a run to end, as Ctrl-C would, and wait for that. Returns the newest entry of that
+    process, None if the run is free, and whether it has ended within `seconds`. Raises InputError if the process is not
+    known on this machine, or belongs to another user."""
     entry = holder(root, run)
     if entry is None:
         return None, True

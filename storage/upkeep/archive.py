@@ -138,13 +138,9 @@ def compact_new(
 ) -> tuple[Archive, ...]:
     """Write the chunks that are missing or behind, and remove those that they replace. May be done at any time. Each
     chunk is one file, whose name has its iterations; it is behind if it has more iterations by now, or if one of its
-    stages was committed later than the file. Iterations that are not scored yet are left out. Raises DigestMismatch,
-    PartMissing or SchemaMismatch if what a chunk is made from cannot be read.
-
-    Args:
-        texts: makes what turns tokens into texts; called only if there is something to write.
-        size: iterations in a chunk.
-    """
+    stages was committed later than the file. Iterations that are not scored yet are left out. `texts` makes what turns
+    tokens into texts, and is called only if there is something to write; a chunk has `size` iterations. Raises
+    DigestMismatch, PartMissing or SchemaMismatch if what a chunk is made from cannot be read."""
     # the archive first: what another process has written is not longer than what this one sees committed
     there = [one for one in root.stored(layout.archive_folder(run)) if _span(one)]
     recorded = names(root, run)

@@ -27,11 +27,7 @@ _BATCH = 16  # objects that are deleted between two looks
 
 def collect_beside(root: Root, workflow: Workflow, run: str, now: datetime | None = None) -> Collection:
     """Delete what neither the run nor the process that drives it needs; without the run's lease. Train states are not
-    retired: the process that drives the run does that.
-
-    Returns:
-        What was deleted; `applied` is True.
-    """
+    retired: the process that drives the run does that. Returns what was deleted."""
     moment = now or datetime.now(UTC)
     found = collect(root, workflow, run, now=moment)
     cleaning = _Beside(root, run, _epoch(root, run), moment)

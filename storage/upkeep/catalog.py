@@ -204,11 +204,8 @@ def check_not_removed(root: Root, run: str) -> None:
 
 
 def names(root: Root, run: str, iteration: int | None = None, revisions: Revisions | None = None) -> Names:
-    """The names of a run's records, of all or of one iteration; two listings.
-
-    Args:
-        revisions: the run's revisions, seen from the one that counts; by default they are read, and the head counts.
-    """
+    """The names of a run's records, of all or of one iteration; two listings. `revisions` are the run's, seen from the
+    one that counts; by default they are read, and the head counts."""
     folder = layout.manifest_folder(run) if iteration is None else layout.iteration_folder(run, iteration)
     keys = root.keys(folder)
     there, manifests = set(keys), tuple(key for key in keys if layout.is_manifest(key))
@@ -247,12 +244,8 @@ def names_of(root: Root, run: str, revision: int | None) -> Names:
 
 
 def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
-    """Read everything that a run has recorded. Raises DigestMismatch or SchemaMismatch if a record is damaged or of
-    another format.
-
-    Args:
-        recorded: read only these.
-    """
+    """Read everything that a run has recorded. With `recorded`, only these are read. Raises DigestMismatch or
+    SchemaMismatch if a record is damaged or of another format."""
 
     def refuse(_: str, error: StorageError) -> None:
         raise error
@@ -261,11 +254,7 @@ def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
 
 
 def survey(root: Root, run: str, recorded: Names | None = None) -> tuple[Contents, list[Unreadable]]:
-    """Like `contents`, but unreadable records are named and left out.
-
-    Args:
-        recorded: read only these.
-    """
+    """Like `contents`, but unreadable records are named and left out."""
     unreadable: list[Unreadable] = []
 
     def note(key: str, error: StorageError) -> None:

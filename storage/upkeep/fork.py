@@ -123,12 +123,9 @@ def check_unused(root: Root, run: str) -> None:
 
 def check_past(root: Root, run: str, known: Collection[str]) -> None:
     """Refuse a run that would continue from manifests of another configuration. What is under a run's name by mistake
-    begins with iteration 0, as a fork does, so iteration 0 is checked. Raises InputError if a manifest was made under
-    none of them.
-
-    Args:
-        known: digests of the configurations that the run has had: what it was started with, and those of its revisions.
-    """
+    begins with iteration 0, as a fork does, so iteration 0 is checked. `known` are digests of the configurations that
+    the run has had: what it was started with, and those of its revisions. Raises InputError if a manifest was made
+    under none of them."""
     for key in names(root, run, 0).manifests:
         if layout.revision_of(key):
             continue  # done again later, under settings that its rerun records

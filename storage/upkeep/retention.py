@@ -97,12 +97,8 @@ def collect(
     now: datetime | None = None,
     fence: Fence | None = None,
 ) -> Collection:
-    """Find what may be deleted of a run's own objects; with `apply`, delete it. Hold the run's lease to apply. Raises
-    LeaseLost from the fence (the rest is not deleted).
-
-    Args:
-        fence: the lease; it is checked between deletions.
-    """
+    """Find what may be deleted of a run's own objects; with `apply`, delete it. Hold the run's lease to apply. `fence`
+    is the lease, which is checked between deletions. Raises LeaseLost from the fence (the rest is not deleted)."""
     cleaning = _Cleaning(root, run, now or datetime.now(UTC), apply, fence)
     recorded = names(root, run)
     stored, unreadable = survey(root, run, recorded)
@@ -125,11 +121,7 @@ def catch_up(
     """Delete the train states that earlier processes left, or that an earlier configuration kept. Like `collect`, but
     only for the train states of committed stages. It reads the manifests of those that have parts and uses only the
     names of all other records, so a run can wait for it. What an uncommitted stage has left is kept for the next
-    attempt. Raises as `collect`.
-
-    Args:
-        revisions: those of the run; by default they are read.
-    """
+    attempt. Raises as `collect`. `revisions` are those of the run; by default they are read."""
     cleaning = _Cleaning(root, run, fence=fence)
     recorded = names(root, run, revisions=revisions)
     pushed_out = _pushed_out(recorded, workflow, retention)
@@ -158,11 +150,7 @@ def give_up(
 ) -> Collection:
     """Delete the train states of the one iteration that newly served weights push out of retention. Does for one
     iteration what `catch_up` does for all, with some ten requests, however many iterations and reruns there are.
-    Arguments and errors are the same.
-
-    Args:
-        served: iteration of the newest served weights.
-    """
+    Arguments and errors are the same. `served` is the iteration of the newest served weights."""
     iteration, stage = served - (retention.newest or 0), workflow.holds_state
     if iteration <= 0 or retention.keeps(iteration, served):
         return Collection(run=run, applied=True)
