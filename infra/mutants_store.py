@@ -72,9 +72,8 @@ STORE = (
         "later-form-is-read",
         "a choice of a later form is read as one of today's",
         "storage/revisions.py",
-        "    format_version: Literal[1] = 1\n"
-        '    """Version of this record\'s own format."""\n    revision: NonNegativeInt\n',
-        '    format_version: int = 1\n    """Version of this record\'s own format."""\n    revision: NonNegativeInt\n',
+        "    format_version: Literal[1] = 1  # version of this record's own format\n    revision: NonNegativeInt ",
+        "    format_version: int = 1  # version of this record's own format\n    revision: NonNegativeInt ",
         _LOST,
     ),
     Mutant(

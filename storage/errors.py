@@ -5,10 +5,8 @@ class RatchetError(Exception):
     """Base of all errors; the command line prints the message and exits with `exit_code`, without a stack trace."""
 
     exit_code = 1
-    beside: str | None = None
-    """Another failure, which happened beside this one and would otherwise be hidden by it."""
-    during: str | None = None
-    """The work and its stage that were under way, if known."""
+    beside: str | None = None  # another failure, which happened beside this one and would otherwise be hidden by it
+    during: str | None = None  # the work and its stage that were under way, if known
 
 
 def told(error: RatchetError) -> str:

@@ -62,20 +62,16 @@ class _Value:
     expression: pc.Expression
     kind: Kind
     place: int
-    type: pa.DataType | None = None
-    """Type of the column, if it is one and nothing else."""
-    literal: int | float | str | bool | None = None
-    """The value, if it is a literal."""
+    type: pa.DataType | None = None  # type of the column, if it is one and nothing else
+    literal: int | float | str | bool | None = None  # the value, if it is a literal
 
 
 @dataclass(frozen=True)
 class Condition:
     """A condition that was parsed."""
 
-    expression: pc.Expression
-    """For `pyarrow.Table.filter`."""
-    keys: frozenset[str]
-    """The keys of maps that it names."""
+    expression: pc.Expression  # for `pyarrow.Table.filter`
+    keys: frozenset[str]  # the keys of maps that it names
 
 
 def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:

@@ -22,18 +22,13 @@ StageName = Annotated[str, StringConstraints(pattern=r"^[a-z-]+$")]
 class Workflow:
     """The stages of a workflow that mean something to storage."""
 
-    prepares: str
-    """Done once, in iteration 0: its tables are the prompts."""
-    samples: str
-    """Its tables are samples."""
-    scores: str
-    """Its tables are the scores of samples."""
-    holds_state: str
-    """Its parts are a train state, which retention may delete."""
+    prepares: str  # done once, in iteration 0: its tables are the prompts
+    samples: str  # its tables are samples
+    scores: str  # its tables are the scores of samples
+    holds_state: str  # its parts are a train state, which retention may delete
     ends_iteration: str
     """Once it is committed, the next iteration can begin; the state of that iteration is the newest one served."""
-    selects: str
-    """Its tables are samples of other runs, copied; the part `storage.selection.SOURCES` says which."""
+    selects: str  # its tables are samples of other runs, copied; the part `storage.selection.SOURCES` says which
     behind: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stages of the same iteration that are made from a stage, directly or not. Others cannot be done again."""
 

@@ -11,20 +11,13 @@ from enum import StrEnum
 class Point(StrEnum):
     """A moment of a stage, in the order of work."""
 
-    STARTED = "started"
-    """Before the first byte."""
-    MID_PART = "mid-part"
-    """Some bytes of a part are written, but its name does not exist yet."""
-    UPLOAD = "upload"
-    """Some files of a train state or a model are stored, but not all."""
-    SENT = "sent"
-    """The engines hold new weights, verified, and none serves them yet."""
-    SERVED = "served"
-    """One more engine serves them."""
-    PARTS_DONE = "parts-done"
-    """Every part is stored, but not the manifest."""
-    COMMITTED = "committed"
-    """The manifest is published, but the stage has not returned."""
+    STARTED = "started"  # before the first byte
+    MID_PART = "mid-part"  # some bytes of a part are written, but its name does not exist yet
+    UPLOAD = "upload"  # some files of a train state or a model are stored, but not all
+    SENT = "sent"  # the engines hold new weights, verified, and none serves them yet
+    SERVED = "served"  # one more engine serves them
+    PARTS_DONE = "parts-done"  # every part is stored, but not the manifest
+    COMMITTED = "committed"  # the manifest is published, but the stage has not returned
 
 
 Observer = Callable[[Point, str], None]

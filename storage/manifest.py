@@ -74,27 +74,19 @@ def _is_finite(value: JsonValue) -> bool:
 class Origin(BaseModel, frozen=True, extra="forbid"):
     """The manifest that a forked run has taken over."""
 
-    run: RunName
-    """Run that did the work."""
-    digest: str
-    """Identity of the manifest there."""
-    config_digest: str
-    """Configuration the work was done under."""
+    run: RunName  # run that did the work
+    digest: str  # identity of the manifest there
+    config_digest: str  # configuration the work was done under
 
 
 class Part(BaseModel, frozen=True, extra="forbid"):
     """A write-once object that a manifest names."""
 
-    name: str
-    """Name within the stage, such as `groups-00000.arrow` or `state/weights.0.safetensors`."""
-    key: str
-    """Key below the storage root, in the folder of the stage."""
-    bytes: NonNegativeInt
-    """Size of the object in bytes."""
-    digest: str
-    """xxh3-128 of the object, hexadecimal."""
-    rows: NonNegativeInt | None = None
-    """Rows, if the part is a table."""
+    name: str  # name within the stage, such as `groups-00000.arrow` or `state/weights.0.safetensors`
+    key: str  # key below the storage root, in the folder of the stage
+    bytes: NonNegativeInt  # size of the object in bytes
+    digest: str  # xxh3-128 of the object, hexadecimal
+    rows: NonNegativeInt | None = None  # rows, if the part is a table
 
     @model_validator(mode="after")
     def _stays_inside(self) -> Self:
@@ -109,26 +101,16 @@ class Part(BaseModel, frozen=True, extra="forbid"):
 class Manifest(BaseModel, frozen=True, extra="forbid"):
     """The result of one stage. Published once; without it the stage did not happen."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    run: RunName
-    """Id of the run."""
-    iteration: NonNegativeInt
-    """0 is the preparation, RL iterations start at 1."""
-    stage: StageName
-    """The step."""
-    revision: NonNegativeInt = 0
-    """0, or the number of the rerun that it belongs to: see `storage.revisions`."""
-    schema_fingerprint: str | None = None
-    """Fingerprint of the Arrow schema of the table parts."""
-    parts: tuple[Part, ...] = ()
-    """The objects that the stage produced."""
-    inputs: dict[str, str] = {}
-    """Digests of the manifests that the stage was made from, by role."""
-    config_digest: str
-    """Digest of the keys of the configuration that give the run its meaning."""
-    code_version: str
-    """Version of Ratchet that did the work."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    run: RunName  # id of the run
+    iteration: NonNegativeInt  # 0 is the preparation, RL iterations start at 1
+    stage: StageName  # the step
+    revision: NonNegativeInt = 0  # 0, or the number of the rerun that it belongs to: see `storage.revisions`
+    schema_fingerprint: str | None = None  # fingerprint of the Arrow schema of the table parts
+    parts: tuple[Part, ...] = ()  # the objects that the stage produced
+    inputs: dict[str, str] = {}  # digests of the manifests that the stage was made from, by role
+    config_digest: str  # digest of the keys of the configuration that give the run its meaning
+    code_version: str  # version of Ratchet that did the work
     facts: Annotated[dict[str, JsonValue], AfterValidator(_readable_facts)] = {}
     """Small values that later stages need: weight version, data cursor, weights digest. All numbers are finite."""
     content: Annotated[str | None, Field(exclude_if=lambda name: name is None)] = None
@@ -136,18 +118,13 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     they are written, and takes their place in the identity."""
     metrics: dict[str, FiniteFloat | None] = {}
     """Numbers for people: rewards, losses, seconds. Not part of the identity. Null is one that was not finite."""
-    origin: Origin | None = None
-    """Set on what a fork has taken over from its parent."""
-    epoch: int | None = None
-    """Fencing token of the lease under which it was committed."""
+    origin: Origin | None = None  # set on what a fork has taken over from its parent
+    epoch: int | None = None  # fencing token of the lease under which it was committed
     attempt: int = 0
     """Number of earlier attempts at this stage. Not part of the identity."""
-    writer: str = ""
-    """Host and process that committed."""
-    started: datetime
-    """Time of the beginning of the work (UTC)."""
-    finished: datetime
-    """Time at which the manifest was made (UTC)."""
+    writer: str = ""  # host and process that committed
+    started: datetime  # time of the beginning of the work (UTC)
+    finished: datetime  # time at which the manifest was made (UTC)
 
     @model_validator(mode="after")
     def _content_is_a_fact(self) -> Self:

@@ -29,8 +29,7 @@ class PartWriter:
     run: str
     iteration: int
     stage: str
-    revision: int = 0
-    """Revision of the manifest; parts of equal content are shared between revisions."""
+    revision: int = 0  # revision of the manifest; parts of equal content are shared between revisions
 
     @measured()
     def write_bytes(self, name: str, data: bytes | pa.Buffer, rows: int | None = None) -> Part:

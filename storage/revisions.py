@@ -32,37 +32,23 @@ _COPY_BACK, _RESTORE = "Copy {}", "Restore what was there from a copy of the roo
 class Rerun(BaseModel, frozen=True, extra="forbid"):
     """Record that a finished stage is to be done again, written first: the next process that drives the run does it."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    revision: PositiveInt
-    """Number of the revision that it makes, which is also its own."""
-    parent: NonNegativeInt
-    """The revision that it was asked in: the head at that time."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    revision: PositiveInt  # number of the revision that it makes, which is also its own
+    parent: NonNegativeInt  # the revision that it was asked in: the head at that time
     iteration: NonNegativeInt
-    stage: StageName
-    """The stage that is done again."""
-    behind: tuple[StageName, ...] = ()
-    """Stages of the same iteration that are made from it."""
-    later: bool = True
-    """True if the iterations that follow are made from it."""
-    cascade: bool
-    """True if the result becomes the head, so that what is made from it is done again too."""
-    new_seeds: bool = False
-    """True if samples are drawn with other seeds than the first time."""
+    stage: StageName  # the stage that is done again
+    behind: tuple[StageName, ...] = ()  # stages of the same iteration that are made from it
+    later: bool = True  # True if the iterations that follow are made from it
+    cascade: bool  # True if the result becomes the head, so that what is made from it is done again too
+    new_seeds: bool = False  # True if samples are drawn with other seeds than the first time
     settings: dict[str, JsonValue] = {}
     """Settings that decide results and differ from those of the parent, by `section.key`."""
-    until: NonNegativeInt
-    """Last complete iteration when it was asked: that far a cascade goes."""
-    choices: NonNegativeInt
-    """Number of choices of a head that were made before."""
-    reason: str
-    """The reason, in the words of the person who asked."""
-    asked_by: str
-    """User and host, or the flow run."""
-    request: str | None = None
-    """Identity of the request: asked again under the same identity, it is the same rerun."""
-    time: datetime
-    """Time of the request (UTC)."""
+    until: NonNegativeInt  # last complete iteration when it was asked: that far a cascade goes
+    choices: NonNegativeInt  # number of choices of a head that were made before
+    reason: str  # the reason, in the words of the person who asked
+    asked_by: str  # user and host, or the flow run
+    request: str | None = None  # identity of the request: asked again under the same identity, it is the same rerun
+    time: datetime  # time of the request (UTC)
 
     def __str__(self) -> str:
         return f"{self.stage} of iteration {self.iteration}"
@@ -75,31 +61,23 @@ class Rerun(BaseModel, frozen=True, extra="forbid"):
 class Choice(BaseModel, frozen=True, extra="forbid"):
     """Record that a revision became the head."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    revision: NonNegativeInt
-    """The head from now on."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    revision: NonNegativeInt  # the head from now on
     goes_on: NonNegativeInt
     """The revision that has what is behind the repeated stage: an earlier one if the stage came to the same digest as
     there, so that nothing behind it is done again; otherwise `revision` itself."""
-    reason: str
-    """The reason, in the words of the person who asked."""
-    asked_by: str
-    """User and host, or the flow run."""
-    time: datetime
-    """Time of the request (UTC)."""
+    reason: str  # the reason, in the words of the person who asked
+    asked_by: str  # user and host, or the flow run
+    time: datetime  # time of the request (UTC)
 
 
 @dataclass(frozen=True)
 class Revisions:
     """All revisions of a run, seen from one of them: by default the head."""
 
-    reruns: tuple[Rerun, ...] = ()
-    """In the order of their numbers, from 1."""
-    choices: tuple[Choice, ...] = ()
-    """In the order of time."""
-    seen_from: int | None = None
-    """The revision that questions are answered for; None for the head."""
+    reruns: tuple[Rerun, ...] = ()  # in the order of their numbers, from 1
+    choices: tuple[Choice, ...] = ()  # in the order of time
+    seen_from: int | None = None  # the revision that questions are answered for; None for the head
 
     @property
     def head(self) -> int:

@@ -30,28 +30,18 @@ OFFERED = pa.schema([field for field in SELECTION if field.name not in ("source"
 class Source(BaseModel, frozen=True, extra="forbid"):
     """One rollout of which samples were selected."""
 
-    root: str | None
-    """URL of its storage root; None is the root of the selection."""
-    run: str
-    """The run in which it was found: the one that sampled it, or a fork of that."""
+    root: str | None  # URL of its storage root; None is the root of the selection
+    run: str  # the run in which it was found: the one that sampled it, or a fork of that
     iteration: int
     revision: int
-    key: str
-    """Key of the rollout's manifest below its root."""
-    rollout: str
-    """Identity of the rollout's manifest."""
-    reward: str | None
-    """Identity of the manifest of its scores; None if it was not scored."""
-    head: int
-    """The head of its run when it was selected: all rollouts of one run were seen from the same revision."""
-    prepare: str | None
-    """Identity of the manifest of the prompts that it answers; None if it was imported."""
-    stop_tokens: tuple[int, ...] | None
-    """Token ids that end its responses; None if its run did not record them."""
-    rows: int
-    """Samples of the rollout."""
-    selected: int
-    """Those of them that were selected."""
+    key: str  # key of the rollout's manifest below its root
+    rollout: str  # identity of the rollout's manifest
+    reward: str | None  # identity of the manifest of its scores; None if it was not scored
+    head: int  # the head of its run when it was selected: all rollouts of one run were seen from the same revision
+    prepare: str | None  # identity of the manifest of the prompts that it answers; None if it was imported
+    stop_tokens: tuple[int, ...] | None  # token ids that end its responses; None if its run did not record them
+    rows: int  # samples of the rollout
+    selected: int  # those of them that were selected
 
     @property
     def place(self) -> str:

@@ -19,10 +19,8 @@ from storage.parts import PartWriter
 class PieceRecord(BaseModel, frozen=True, extra="forbid"):
     """Record that a part of a stage in progress is done."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    part: Part
-    """The part that is done."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    part: Part  # the part that is done
 
 
 def find_piece(writer: PartWriter, name: str) -> Part | None:
@@ -54,12 +52,9 @@ def _key(writer: PartWriter, name: str) -> str:
 class Attempt(BaseModel, frozen=True, extra="forbid"):
     """Record that a process began to work on a stage. For people: nothing is decided by it, so it is not flushed."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    writer: str
-    """Host and process."""
-    time: datetime
-    """Time of its beginning (UTC)."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    writer: str  # host and process
+    time: datetime  # time of its beginning (UTC)
 
 
 def begin(root: Root, run: str, iteration: int, stage: str, writer: str, revision: int = 0) -> int:

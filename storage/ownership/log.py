@@ -28,19 +28,13 @@ _REMOVERS = 8
 class Entry(BaseModel, frozen=True, extra="forbid"):
     """One entry of a lease's log."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    number: int
-    """Position in the log, from 1."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    number: int  # position in the log, from 1
     kind: Literal["acquired", "renewed", "released"]
-    epoch: int
-    """Fencing token: number of the entry by which this holder acquired the lease."""
-    token: str
-    """Random: distinguishes this acquisition from all others."""
-    owner: Owner
-    """The holder; of a `released` entry, the process that ended it."""
-    written: datetime
-    """By the holder's clock (UTC)."""
+    epoch: int  # fencing token: number of the entry by which this holder acquired the lease
+    token: str  # random: distinguishes this acquisition from all others
+    owner: Owner  # the holder; of a `released` entry, the process that ended it
+    written: datetime  # by the holder's clock (UTC)
     expires: datetime
     """`written` plus the period for which the holder keeps the run without another entry. Other hosts watch for that
     long on their own clocks."""

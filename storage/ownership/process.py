@@ -19,14 +19,10 @@ _START_TIME = 19  # among the fields of /proc/PID/stat after the name in parenth
 class Owner(BaseModel, frozen=True, extra="forbid"):
     """The process that drives a run."""
 
-    name: str
-    """For people: the command, the flow run."""
-    host: str
-    """Name of the machine."""
-    process: int
-    """Process id there."""
-    place: str | None = None
-    """Boot and process namespace in which the process id is valid; only on Linux."""
+    name: str  # for people: the command, the flow run
+    host: str  # name of the machine
+    process: int  # process id there
+    place: str | None = None  # boot and process namespace in which the process id is valid; only on Linux
     birth: str | None = None
     """Start time of the process, which distinguishes it from a later one with the same id; only on Linux."""
 
@@ -46,8 +42,7 @@ class Life(Enum):
 class Clock:
     """The two clocks of a lease."""
 
-    wall: Callable[[], datetime]
-    """For display: no process judges another machine's lease by it."""
+    wall: Callable[[], datetime]  # for display: no process judges another machine's lease by it
     steady: Callable[[], float]
     """Seconds that are never set back and continue while the machine sleeps; measures every period."""
 

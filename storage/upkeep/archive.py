@@ -57,15 +57,11 @@ class Archive(BaseModel, frozen=True, extra="forbid"):
     """A Parquet file that was written."""
 
     run: str
-    key: str
-    """Key below the storage root."""
-    iterations: tuple[int, int]
-    """First and last iteration in it."""
+    key: str  # key below the storage root
+    iterations: tuple[int, int]  # first and last iteration in it
     rows: int
-    bytes: int
-    """Size of the file."""
-    parts_bytes: int
-    """Size of the parts with the same content."""
+    bytes: int  # size of the file
+    parts_bytes: int  # size of the parts with the same content
 
 
 def compact(root: Root, workflow: Workflow, run: str, texts: Texts = without_texts) -> Archive:
@@ -174,10 +170,8 @@ class _Place:
     """The scored iterations of one chunk."""
 
     number: int
-    rollouts: Mapping[int, str]
-    """Key of the manifest of each iteration's samples, in order."""
-    rewards: Mapping[int, str]
-    """That of their scores."""
+    rollouts: Mapping[int, str]  # key of the manifest of each iteration's samples, in order
+    rewards: Mapping[int, str]  # that of their scores
 
     @property
     def span(self) -> tuple[int, int]:

@@ -32,12 +32,9 @@ _READERS = 8
 class Unreadable(BaseModel, frozen=True, extra="forbid"):
     """A record that cannot be read, so what it names is not known."""
 
-    run: str
-    """The run it belongs to."""
-    key: str
-    """Key below the storage root."""
-    reason: str
-    """Damaged, of another format, or the store's error."""
+    run: str  # the run it belongs to
+    key: str  # key below the storage root
+    reason: str  # damaged, of another format, or the store's error
 
     @classmethod
     def of(cls, key: str, error: StorageError) -> "Unreadable":
@@ -48,41 +45,29 @@ class Unreadable(BaseModel, frozen=True, extra="forbid"):
 class Retired(BaseModel, frozen=True, extra="forbid"):
     """Record that retention has deleted the parts of one manifest, or is about to."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    manifest: str
-    """Digest of the manifest."""
-    keys: tuple[str, ...]
-    """Its parts, which may be gone."""
-    time: datetime
-    """Time of the record (UTC)."""
-    rule: str
-    """The reason, in words."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    manifest: str  # digest of the manifest
+    keys: tuple[str, ...]  # its parts, which may be gone
+    time: datetime  # time of the record (UTC)
+    rule: str  # the reason, in words
 
 
 class Removal(BaseModel, frozen=True, extra="forbid"):
     """Record that a run is being removed."""
 
-    format_version: Literal[1] = 1
-    """Version of this record's own format."""
-    time: datetime
-    """Time of its beginning (UTC)."""
+    format_version: Literal[1] = 1  # version of this record's own format
+    time: datetime  # time of its beginning (UTC)
 
 
 @dataclass(frozen=True)
 class Names:
     """A run's records, by name alone."""
 
-    manifests: tuple[str, ...] = ()
-    """Keys of all manifests, sorted."""
-    retired: frozenset[str] = frozenset()
-    """Those whose parts retention has deleted."""
-    pieces: tuple[str, ...] = ()
-    """Keys of the records of pieces."""
-    attempts: tuple[str, ...] = ()
-    """Keys of the records of attempts."""
-    revisions: Revisions = FIRST
-    """The revisions, seen from the one whose manifests are the newest."""
+    manifests: tuple[str, ...] = ()  # keys of all manifests, sorted
+    retired: frozenset[str] = frozenset()  # those whose parts retention has deleted
+    pieces: tuple[str, ...] = ()  # keys of the records of pieces
+    attempts: tuple[str, ...] = ()  # keys of the records of attempts
+    revisions: Revisions = FIRST  # the revisions, seen from the one whose manifests are the newest
 
     def only(self, wanted: Callable[[str], bool]) -> "Names":
         """Only the wanted keys."""
@@ -116,14 +101,10 @@ class Contents:
     """Everything that a run has recorded."""
 
     run: str
-    manifests: Mapping[str, Manifest]
-    """All revisions, by key, in the order of work."""
-    retired: Mapping[str, Retired] = field(default_factory=dict)
-    """By the key of the manifest."""
-    pieces: Mapping[str, Part] = field(default_factory=dict)
-    """By key, including those of committed stages."""
-    revisions: Revisions = FIRST
-    """The revisions, seen from the one whose manifests are the newest."""
+    manifests: Mapping[str, Manifest]  # all revisions, by key, in the order of work
+    retired: Mapping[str, Retired] = field(default_factory=dict)  # by the key of the manifest
+    pieces: Mapping[str, Part] = field(default_factory=dict)  # by key, including those of committed stages
+    revisions: Revisions = FIRST  # the revisions, seen from the one whose manifests are the newest
 
     @property
     def newest(self) -> list[Manifest]:
@@ -151,20 +132,13 @@ class Contents:
 class RunSummary(BaseModel, frozen=True, extra="forbid"):
     """A run in one line."""
 
-    run: str
-    """Id of the run."""
-    iteration: int | None
-    """Newest iteration that has a committed stage."""
-    stage: str | None = None
-    """Last committed stage of it."""
-    finished: datetime | None = None
-    """Time of that commit (UTC)."""
-    driven_by: str | None = None
-    """The process that drives the run now."""
-    parent: str | None = None
-    """The run that this one was forked from."""
-    damaged: str | None = None
-    """Reason why a record behind these figures cannot be read; None if all can."""
+    run: str  # id of the run
+    iteration: int | None  # newest iteration that has a committed stage
+    stage: str | None = None  # last committed stage of it
+    finished: datetime | None = None  # time of that commit (UTC)
+    driven_by: str | None = None  # the process that drives the run now
+    parent: str | None = None  # the run that this one was forked from
+    damaged: str | None = None  # reason why a record behind these figures cannot be read; None if all can
 
 
 def runs(root: Root) -> list[str]:

@@ -28,18 +28,12 @@ _COPIERS = 8
 class Forked(BaseModel, frozen=True, extra="forbid"):
     """The beginning of a new run."""
 
-    run: str
-    """The new run."""
-    parent: str
-    """The run it came from."""
-    iteration: int
-    """The last iteration of the parent that the new run has, or whose state it begins with."""
-    manifests: int
-    """Manifests copied."""
-    bytes: int
-    """Size of their parts."""
-    linked: bool
-    """True if these are hard links, which take no space."""
+    run: str  # the new run
+    parent: str  # the run it came from
+    iteration: int  # the last iteration of the parent that the new run has, or whose state it begins with
+    manifests: int  # manifests copied
+    bytes: int  # size of their parts
+    linked: bool  # True if these are hard links, which take no space
 
     @property
     def cost(self) -> str:

@@ -25,40 +25,26 @@ class Step(BaseModel, frozen=True, extra="forbid"):
     run: str
     iteration: int
     stage: str
-    digest: str
-    """Identity of its manifest."""
-    inputs: dict[str, str]
-    """Identities of what it was made from, by role."""
-    rows: int
-    """Rows of its tables."""
-    bytes: int
-    """Size of its parts."""
-    code_version: str
-    """Version of Ratchet that did it."""
-    config_digest: str
-    """Configuration it was done under."""
-    finished: datetime
-    """Time of the commit (UTC)."""
-    origin: Origin | None
-    """The run that did the work, if this one was forked."""
+    digest: str  # identity of its manifest
+    inputs: dict[str, str]  # identities of what it was made from, by role
+    rows: int  # rows of its tables
+    bytes: int  # size of its parts
+    code_version: str  # version of Ratchet that did it
+    config_digest: str  # configuration it was done under
+    finished: datetime  # time of the commit (UTC)
+    origin: Origin | None  # the run that did the work, if this one was forked
 
 
 class WeightsLineage(BaseModel, frozen=True, extra="forbid"):
     """Everything that weights were made from."""
 
     run: str
-    version: int
-    """Weight version: the iteration whose training made it."""
-    weights_digest: str | None
-    """Identity of the tensors that were served, if they were."""
-    steps: tuple[Step, ...]
-    """All stages that they come from, oldest first; the last is the training that made them."""
-    sampled_by: int | None
-    """Weight version that sampled what the last step was trained on; None for the first state."""
-    prompts: tuple[str, ...]
-    """Ids of the prompts the last step was trained on."""
-    reward_mean: float | None
-    """Mean score of those samples."""
+    version: int  # weight version: the iteration whose training made it
+    weights_digest: str | None  # identity of the tensors that were served, if they were
+    steps: tuple[Step, ...]  # all stages that they come from, oldest first; the last is the training that made them
+    sampled_by: int | None  # weight version that sampled what the last step was trained on; None for the first state
+    prompts: tuple[str, ...]  # ids of the prompts the last step was trained on
+    reward_mean: float | None  # mean score of those samples
     selected: tuple[Source, ...] = ()
     """The rollouts, of any run, that their training samples were selected from; empty if they were not selected."""
 
@@ -70,24 +56,16 @@ class SampleLineage(BaseModel, frozen=True, extra="forbid"):
     iteration: int
     prompt_id: str
     sample_id: int
-    prompt: str | None
-    """Text of the prompt."""
-    response_tokens: int
-    """Number of sampled tokens."""
+    prompt: str | None  # text of the prompt
+    response_tokens: int  # number of sampled tokens
     finish_reason: str
     seed: int
-    weight_version: int
-    """Version that sampled it."""
-    weights: str | None
-    """Identity of the weight-sync that served this version."""
-    rollout: str
-    """Identity of the rollout that it is a row of."""
-    reward: float | None
-    """Its score, if it has one."""
-    reward_status: str | None
-    """ok, error or timeout; None if it was not scored yet."""
-    used_by: tuple[Step, ...]
-    """Training steps on it, including those of forks."""
+    weight_version: int  # version that sampled it
+    weights: str | None  # identity of the weight-sync that served this version
+    rollout: str  # identity of the rollout that it is a row of
+    reward: float | None  # its score, if it has one
+    reward_status: str | None  # ok, error or timeout; None if it was not scored yet
+    used_by: tuple[Step, ...]  # training steps on it, including those of forks
 
 
 def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision: int | None = None) -> WeightsLineage:

@@ -30,8 +30,7 @@ class Wanted:
     cascade: bool = True
     new_seeds: bool = False
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
-    request: str | None = None
-    """Identity of the request; asked again under it, nothing is done twice."""
+    request: str | None = None  # identity of the request; asked again under it, nothing is done twice
 
     def matches(self, rerun: Rerun) -> bool:
         """True if a rerun was asked in the same words."""

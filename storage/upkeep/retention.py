@@ -38,10 +38,8 @@ ORPHAN_AGE = timedelta(days=1)
 class Retention(BaseModel, frozen=True, extra="forbid"):
     """Train states that are kept, besides those of iteration 0, of the newest served weights, and newer ones."""
 
-    newest: int | None = None
-    """Keep this many of the newest; by default all."""
-    every: int | None = None
-    """Also keep the states of iterations that this number divides."""
+    newest: int | None = None  # keep this many of the newest; by default all
+    every: int | None = None  # also keep the states of iterations that this number divides
 
     def keeps(self, iteration: int, newest: int) -> bool:
         """True if the state of `iteration` stays when `newest` is the newest."""
@@ -60,22 +58,17 @@ KEEP_ALL = Retention()
 class Garbage(BaseModel, frozen=True, extra="forbid"):
     """One object that may be deleted."""
 
-    key: str
-    """Key below the storage root."""
-    bytes: int
-    """Its size; 0 if the store does not report it."""
-    reason: str
-    """Reason why nothing needs it."""
-    upload: str | None = None
-    """Id of the upload, if it is one that was never finished."""
+    key: str  # key below the storage root
+    bytes: int  # its size; 0 if the store does not report it
+    reason: str  # reason why nothing needs it
+    upload: str | None = None  # id of the upload, if it is one that was never finished
 
 
 class Collection(BaseModel, frozen=True, extra="forbid"):
     """Result of gc."""
 
     run: str
-    applied: bool
-    """False: nothing was touched."""
+    applied: bool  # false: nothing was touched
     garbage: tuple[Garbage, ...] = ()
     unreadable: tuple[Unreadable, ...] = ()
     """Records that may name parts and cannot be read. While there are any, no part counts as garbage."""

@@ -34,12 +34,9 @@ _READERS = 4
 class Problem(StrEnum):
     """Faults of an object."""
 
-    DAMAGED = "damaged"
-    """It is not what was written."""
-    MISSING = "missing"
-    """A manifest or piece names it, and it is not there."""
-    UNKNOWN_INPUT = "unknown-input"
-    """It was made from a manifest that the run does not have."""
+    DAMAGED = "damaged"  # it is not what was written
+    MISSING = "missing"  # a manifest or piece names it, and it is not there
+    UNKNOWN_INPUT = "unknown-input"  # it was made from a manifest that the run does not have
     SOURCE_GONE = "source-gone"
     """Samples were copied from a rollout that is not there any more. Harmless: they are there."""
     UNCOPIED = "uncopied"
@@ -57,10 +54,8 @@ class Finding(BaseModel, frozen=True, extra="forbid"):
     """One object that is not as it should be."""
 
     fault: Problem
-    key: str
-    """Key below the storage root."""
-    detail: str
-    """The finding, in words."""
+    key: str  # key below the storage root
+    detail: str  # the finding, in words
 
     @property
     def is_harmless(self) -> bool:
@@ -72,14 +67,10 @@ class Verification(BaseModel, frozen=True, extra="forbid"):
     """Result of a verification."""
 
     run: str
-    manifests: int
-    """Manifests read."""
-    parts: int
-    """Parts read."""
-    bytes: int
-    """Their size."""
-    retired: int
-    """Manifests whose parts retention has deleted."""
+    manifests: int  # manifests read
+    parts: int  # parts read
+    bytes: int  # their size
+    retired: int  # manifests whose parts retention has deleted
     findings: tuple[Finding, ...]
 
     @computed_field
