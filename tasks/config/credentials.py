@@ -99,16 +99,13 @@ def _looks_secret(name: str, value: str) -> bool:
     words = [word for word in " ".join(_WORDS.findall(name)).lower().split() if not word.isdecimal()]
     if name in _FOLDERS or len(value) < _SHORTEST or (value.startswith(("/", "~", ".")) and Path(value).exists()):
         return False
-    if _KNOWN_FORM.match(value.removeprefix("Bearer ")) or (_RANDOM.fullmatch(value) and not _is_path(value)):
+    is_path = value.startswith("/") and value.count("/") > 1
+    if _KNOWN_FORM.match(value.removeprefix("Bearer ")) or (_RANDOM.fullmatch(value) and not is_path):
         return True
     named = [_SECRET_WORD.fullmatch(word) is not None for word in words]
     if named[-1:] == [True] or is_secret(name) or _SECRET_END.search(" ".join(words)):
         return _TEXT_TOKEN.search(" ".join(words)) is None
     return any(named) and len(value) > 2 * _SHORTEST and any(map(str.isdigit, value))
-
-
-def _is_path(value: str) -> bool:
-    return value.startswith("/") and value.count("/") > 1
 
 
 def has_credentials(text: str) -> bool:

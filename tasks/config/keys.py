@@ -14,8 +14,6 @@ from trainer_core.user_code import without_folder
 
 Models = tuple[type[BaseModel], ...]
 """The models of which a table may be: several where its key `type` decides."""
-
-
 NONE = Mark()
 
 

@@ -225,14 +225,8 @@ class RunConfig(Section):
     retrain: Annotated[RetrainSection | None, decides("select", "train")] = None
 
     @model_validator(mode="after")
-    def _usable_numbers(self) -> "RunConfig":
-        if found := list(unusable_numbers(self.model_dump())):
-            raise ValueError("\n  ".join(found))
-        return self
-
-    @model_validator(mode="after")
-    def _takes_effect(self) -> "RunConfig":
-        if found := without_effect(self, UNUSED):
+    def _usable(self) -> "RunConfig":
+        if found := list(unusable_numbers(self.model_dump())) or without_effect(self, UNUSED):
             raise ValueError("\n  ".join(found))
         return self
 
@@ -254,16 +248,11 @@ class RunConfig(Section):
         return decided(self.model_dump(mode="json"), (RunConfig,), None, NONE)
 
 
-def _longest(config: RunConfig) -> int:
-    """Response tokens that a sample of this run can have."""
-    if config.retrain is not None:
-        return config.train.max_length - 1
-    return min(config.rollout.max_tokens, config.engine.max_model_len - 1)
-
-
 def _unreached(config: RunConfig) -> str | None:
-    """Why no response is long enough for `train.policy.overlong`."""
-    overlong, longest = config.train.policy.overlong, _longest(config)
+    """The reason why no response is long enough for `train.policy.overlong`."""
+    overlong = config.train.policy.overlong
+    longest = min(config.rollout.max_tokens, config.engine.max_model_len - 1)
+    longest = longest if config.retrain is None else config.train.max_length - 1
     beyond = overlong.first is not None and overlong.first > longest
     return f"responses of at most {longest} tokens, where it begins at {overlong.first}" if beyond else None
 

@@ -48,18 +48,14 @@ def check_url(url: str) -> None:
         )
 
 
-def unusable_numbers(document: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def unusable_numbers(value: Any, path: str = "") -> Iterator[str]:
     """One message for each number in a configuration that cannot work: too large, too long, a negative seed."""
-    for key, value in document.items():
-        yield from _unusable(value, f"{prefix}{key}")
-
-
-def _unusable(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, dict):
-        yield from unusable_numbers(value, f"{path}.")
+        for key, inner in value.items():
+            yield from unusable_numbers(inner, f"{path}.{key}" if path else key)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            yield from _unusable(inner, f"{path}[{number}]")
+            yield from unusable_numbers(inner, f"{path}[{number}]")
     elif _FREE.match(path) is None and isinstance(value, int | float):
         yield from _out_of_range(value, path)
 

@@ -207,13 +207,9 @@ def _lengths(column: pa.ListArray) -> NDArray[np.int64]:
 
 def _keys(column: pa.ChunkedArray) -> NDArray[np.uint64]:
     """One number for each text, equal for equal texts: 8 bytes a row instead of the texts."""
-    keys = (xxhash.xxh3_64_intdigest(text.encode()) for chunk in column.chunks for text in _texts(chunk))
+    slices = (chunk.slice(start, _ROWS) for chunk in column.chunks for start in range(0, len(chunk), _ROWS))
+    keys = (xxhash.xxh3_64_intdigest(text.encode()) for some in slices for text in some.to_pylist())
     return np.fromiter(keys, dtype=np.uint64, count=len(column))
-
-
-def _texts(chunk: pa.Array) -> Iterator[str]:
-    for start in range(0, len(chunk), _ROWS):
-        yield from chunk.slice(start, _ROWS).to_pylist()
 
 
 def _chosen(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:
@@ -227,11 +223,11 @@ def _targets(
 ) -> Iterator[list[int] | InputError | None]:
     """For each of N prompts the tokens of its turn, None if it has none, or the reason why it cannot be trained;
     `tokens` are the N rows of token ids of the prompts, without those that go before a plain text."""
-    there = [row for row, turn in enumerate(turns) if turn is not None]
-    texts = {row: _text(codec, turns[row]) for row in there}  # pyright: ignore[reportArgumentType]
-    wholes = dict(zip(there, codec.encode_batch([prompts[row] + texts[row] for row in there]), strict=True))
-    alone = dict(zip(there, codec.encode_batch([texts[row] for row in there]), strict=True))
-    bodies = dict(zip(there, codec.encode_batch([turns[row].body for row in there]), strict=True))  # pyright: ignore[reportOptionalMemberAccess]
+    there = {row: turn for row, turn in enumerate(turns) if turn is not None}
+    texts = {row: _text(codec, turn) for row, turn in there.items()}
+    wholes = dict(zip(there, codec.encode_batch([prompts[row] + text for row, text in texts.items()]), strict=True))
+    alone = dict(zip(there, codec.encode_batch(list(texts.values())), strict=True))
+    bodies = dict(zip(there, codec.encode_batch([turn.body for turn in there.values()]), strict=True))
     for row, turn in enumerate(turns):
         if turn is None:
             yield None
