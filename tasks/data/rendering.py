@@ -63,7 +63,7 @@ class Notes:
             yield f"{where}, {places[0]}{more}: {sentence}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Renderer:
     """Rendering of the records of one source."""
 
@@ -79,6 +79,10 @@ class Renderer:
     """Settings that have had an effect: `tools_field`, and values of `accept`."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Id of the first prompt of each kind (`Rendered.kinds`)."""
+    records: int = 0
+    """Number of records that were rendered."""
+    fields: set[str] = field(default_factory=set)
+    """Names of all their fields."""
 
     @functools.cached_property
     def template(self) -> Template:
@@ -88,6 +92,8 @@ class Renderer:
     def render(self, record: Record, place: str) -> Rendered:
         """The prompt of a record, which stands at `place`. Raises InputError: it has no prompt, or one that the chat
         template refuses."""
+        self.records += 1
+        self.fields.update(record)
         try:
             return self._render(record, self._say(place))
         except InputError as error:

@@ -187,17 +187,15 @@ def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> 
     """The rows of all sources of a table; adds to `known` what is known at the end of each source."""
     for source, name in zip(order.config.data.sources(table), names, strict=True):
         where = table if len(names) == 1 else f"{table}, source {name!r}"
-        rows, tally = 0, _Tally()
+        rows, qualifier = 0, _qualifier(names, name)
         renderer = Renderer(source, order.codec, where, table == "warmup", order.config.data.accept)
         with opened(source, order.config.data.download) as content:
-            records, qualifier = tally.count(content.records()), _qualifier(names, name)
-            for batch in prompt_batches(records, renderer, order.room(table), qualifier):
+            for batch in prompt_batches(content.records(), renderer, order.room(table), qualifier):
                 rows += batch.num_rows
                 yield batch
-        _check_some(source, where, rows, tally.records)
-        known.counts.append(
-            Counted(name, rows, tally.records - rows, frozenset(tally.fields), frozenset(renderer.used), renderer.kinds)
-        )
+        _check_some(source, where, rows, renderer.records)
+        fields, used = frozenset(renderer.fields), frozenset(renderer.used)
+        known.counts.append(Counted(name, rows, renderer.records - rows, fields, used, renderer.kinds))
         known.digests.append(content.digest)
         known.notes += renderer.notes.sentences(where)
 
@@ -214,18 +212,6 @@ def _places(order: _Order, table: str, names: Sequence[str], wanted: str) -> Ite
 def _qualifier(names: Sequence[str], name: str) -> str:
     """Prefix of the ids of a source."""
     return "" if len(names) == 1 else f"{name}/"
-
-
-@dataclass
-class _Tally:
-    records: int = 0
-    fields: set[str] = field(default_factory=set)
-
-    def count(self, reads: Iterator[Read]) -> Iterator[Read]:
-        for read in reads:
-            self.records += 1
-            self.fields.update(read.values)
-            yield read
 
 
 def _check_some(source: DataSource, where: str, rows: int, records: int) -> None:
