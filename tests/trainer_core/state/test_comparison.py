@@ -199,8 +199,9 @@ def test_a_state_that_is_not_whole_is_refused(trained, lost):
             compare_states(original, copy)
 
 
-def test_importing_it_costs_nothing():
+def test_who_compares_imports_torch_only_to_compare():
     code = (
-        "import sys; from trainer_core.state import comparison, facts; assert not {'torch', 'numpy'} & {*sys.modules}"
+        "import sys; from trainer_core.state import facts; assert not {'torch', 'numpy'} & {*sys.modules}; "
+        "from flows.proof import compare; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
