@@ -46,7 +46,7 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
     apply_overrides(document, given)
     after = parse_config(with_functions(document, None), f"of run {run} with the given settings")
     settings, runtime = split_changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
-    _check_settings(wanted, settings)
+    _check_settings(before, wanted, settings)
     check_start(run, root, before)
     asked = rerun(root, run, replace(wanted, settings=settings))
     return asked, going_on(before, {**runtime, "run.iterations": asked.until}, run)
@@ -58,11 +58,11 @@ def going_on(config: RunConfig, settings: dict[str, object], run: str) -> RunCon
     return parse_config(document, f"of run {run}")
 
 
-def _check_settings(wanted: Wanted, settings: Mapping[str, JsonValue]) -> None:
+def _check_settings(config: RunConfig, wanted: Wanted, settings: Mapping[str, JsonValue]) -> None:
     stage = Stage(wanted.stage)
     if settings and not WORKFLOW.leads_on(stage):
         raise InputError(f"nothing is made from {stage}: it cannot be done again with {', '.join(settings)}")
-    if fixed := list(unchangeable(settings, (stage, *WORKFLOW.behind[stage]))):
+    if fixed := list(unchangeable(config, settings, (stage, *WORKFLOW.behind[stage]))):
         raise InputError(
             f"{', '.join(fixed)} cannot change when {stage} of iteration {wanted.iteration} is done again: "
             "what comes before it was made under the old value. Do an earlier stage again, or fork the run"

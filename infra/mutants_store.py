@@ -325,6 +325,14 @@ STORE = (
         _LOOP,
     ),
     Mutant(
+        "limits-of-dropped-prompts-change",
+        "a limit by which prompts were dropped is corrected, and the prompts that it would keep stay away",
+        "tasks/config/identity.py",
+        """(*_FIXED, *(_LIMITS if config.data.overlong == "drop" else ()))""",
+        "_FIXED",
+        ("tests/flows/test_corrections.py",),
+    ),
+    Mutant(
         "a-complete-run-keeps-a-state-more",
         "a kill at the end of a run leaves a train state that retention does not keep, forever",
         "flows/driving.py",

@@ -15,7 +15,7 @@ from storage.errors import InputError
 from storage.manifest import Part
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
-from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
+from tasks.config.identity import changed_meaning, fixed_by_prepare
 from tasks.config.run import RunConfig
 from tasks.config.stored import continued_by, corrections, read_config
 from tasks.data.hub import is_weights
@@ -39,10 +39,10 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
         check_model(config, root, prepared)
 
 
-def fork_command(root: Root, run: str, changes: dict[str, JsonValue]) -> str | None:
+def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, JsonValue]) -> str | None:
     """The command that makes a fork with these settings; None if a fork cannot have them."""
     unsayable = [value for value in changes.values() if value is None or isinstance(value, dict)]
-    if unsayable or any(key.startswith(FIXED_BY_PREPARE) or is_secret(key) for key in changes):
+    if unsayable or any(key.startswith(fixed_by_prepare(config)) or is_secret(key) for key in changes):
         return None
     complete = names(root, run).of_stage(Stage.WEIGHT_SYNC).values()
     if not complete:
@@ -56,7 +56,7 @@ def _check_settings(config: RunConfig, root: Root, run: str) -> None:
     lines = changed_meaning(stored, config.meaning())
     if not lines or corrections(root, run, config):
         return
-    fork = fork_command(root, run, _changes(stored, config.meaning()))
+    fork = fork_command(root, run, config, _changes(stored, config.meaning()))
     repair = f"make a fork that has them:\n  {fork}" if fork else "start a new run with another --run"
     raise InputError(
         f"run {run!r} exists in {root.url} and was started with different settings:\n"

@@ -17,7 +17,7 @@ from storage.upkeep.catalog import names, require_run
 from storage.upkeep.fork import Announce, Forked, branch
 from tasks.checks import check_branch
 from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
-from tasks.config.identity import FIXED_BY_PREPARE, changed_meaning
+from tasks.config.identity import changed_meaning, fixed_by_prepare
 from tasks.config.retrain import RetrainSection, absolute, moment_before, place_of, state_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, stored_config
@@ -156,7 +156,7 @@ def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 def _check_fixed(before: RunConfig, made: RunConfig, source: str) -> None:
     changed = changed_meaning(before.meaning(), made.meaning())
-    if decided := [line for line in changed if line.startswith(FIXED_BY_PREPARE)]:
+    if decided := [line for line in changed if line.startswith(fixed_by_prepare(before))]:
         raise InputError(
             f"what iteration 0 of run {source!r} has fixed cannot be changed in a run that begins from it:\n  "
             + "\n  ".join(decided)

@@ -70,11 +70,18 @@ def touches(key: str, stage: str) -> bool:
     return not key or stage not in STAGES or is_read(key, stage) or any(mark.read_by(stage) for mark in below)
 
 
-def unchangeable(settings: Mapping[str, JsonValue], behind: Sequence[str]) -> list[str]:
-    """Settings that cannot change when a stage is done again: stages that are not `behind`, which holds the stage and
-    those of the same iteration that are made from it, have read them."""
+def fixed_by_prepare(config: RunConfig) -> tuple[str, ...]:
+    """Settings, or whole sections, that iteration 0 fixes: a fork shares its results, so it cannot change them. Only
+    the seed may be another: it decides the draws of later iterations too. Where prompts that leave no room for a
+    response are dropped, the limits on lengths are fixed as well."""
+    return (*_FIXED, *(_LIMITS if config.data.overlong == "drop" else ()))
+
+
+def unchangeable(config: RunConfig, settings: Mapping[str, JsonValue], behind: Sequence[str]) -> list[str]:
+    """Settings of a run that cannot change when a stage is done again: stages that are not `behind`, which holds the
+    stage and those of the same iteration that are made from it, have read them."""
     before = [stage for stage in STAGES if stage not in (*behind, *_ONCE)]
-    fixed = (*FIXED_BY_PREPARE, "engine")
+    fixed = (*fixed_by_prepare(config), "engine")
     return [key for key in settings if key.startswith(fixed) or any(is_read(key, stage) for stage in before)]
 
 
@@ -141,6 +148,6 @@ def _same(old: JsonValue, new: JsonValue) -> bool:
 
 STAGES = frozenset(stage for _, key in leaves_of(RunConfig) for stage in key.mark.stages or ())
 """Stages whose result a setting decides."""
-FIXED_BY_PREPARE = tuple(name for name in reads("prepare") if name != "run.seed")
-"""Settings, or whole sections, that iteration 0 fixes: a fork shares their results, so it cannot change them. Only the
-seed may be another: it decides the draws of later iterations too."""
+
+_FIXED = tuple(name for name in reads("prepare") if name != "run.seed")
+_LIMITS = ("rollout.max_tokens", "train.max_length")

@@ -22,10 +22,10 @@ from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown_text
 from tasks.config.document import apply_overrides, explained, parse_config, with_functions
 from tasks.config.identity import (
-    FIXED_BY_PREPARE,
     Document,
     changed_meaning,
     changed_settings,
+    fixed_by_prepare,
     meaning_digest,
     touches,
     with_settings,
@@ -136,7 +136,7 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
     document["run"]["name"] = run
     config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
     changed = changed_meaning(before.meaning(), config.meaning())
-    decided = [line for line in changed if line.startswith(FIXED_BY_PREPARE)]
+    decided = [line for line in changed if line.startswith(fixed_by_prepare(before))]
     if decided:
         raise InputError(
             f"what iteration 0 of run {parent!r} has fixed cannot be changed in a fork of it:\n  "
@@ -185,7 +185,9 @@ def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
     places = {place for key in (*there.manifests, *there.pieces) if (place := layout.place_of(key)) is not None}
     trained = any(iteration and stage == "train" for iteration, stage in places)  # from all that an iteration reads
     changed = changed_settings(stored, given)
-    return [] if trained or any(touches(key, stage) for key in changed for _, stage in places) else lines
+    prepared = (0, "prepare") in places and any(key.startswith(fixed_by_prepare(config)) for key in changed)
+    read = any(touches(key, stage) for key in changed for _, stage in places)
+    return [] if trained or prepared or read else lines
 
 
 def check_record(root: Root, run: str, config: RunConfig) -> None:

@@ -6,13 +6,14 @@ import pytest
 
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed
+from storage.kill_points import Point
 from storage.manifest import find, need
 from storage.revisions import read_revisions
 from storage.upkeep.verify import verify
-from tasks.config.stored import check_record, corrections, documents, read_config, record_config
+from tasks.config.stored import check_record, corrections, documents, forked_config, read_config, record_config
 from tasks.stages.names import Stage
 from tests.small.config import small_config
-from tests.small.driving import RUN, driver
+from tests.small.driving import RUN, Killed, driver, killing
 
 OWN = "def score(record, response):\n    return {'right': response == record['answer'], 'brief': 1.0}\n"
 MISSPELT, CORRECT = "reward.weights.rihgt=0.5", "reward.weights.right=0.5"
@@ -51,6 +52,21 @@ def test_a_misspelt_weight_is_corrected_and_nothing_is_done_again(root, tmp_path
     ran = driver(root, right, tmp_path / "third")
     ran.drive()
     assert ran.done == []
+
+
+@pytest.mark.parametrize(("overlong", "corrected"), [("refuse", 1), ("drop", 0)])
+def test_limits_by_which_prompts_were_dropped_are_not_corrected(root, tmp_path, overlong, corrected):
+    settings = ("evaluate.every=0", f'data.overlong="{overlong}"')
+    first = driver(root, config(tmp_path, *settings), tmp_path / "first", at=killing(Stage.TRAIN, 0, Point.STARTED))
+    with pytest.raises(Killed):
+        first.drive()
+    again = config(tmp_path, *settings, "rollout.max_tokens=3")
+    assert len(corrections(root, RUN, again)) == corrected
+    if not corrected:
+        with pytest.raises(InputError, match=r"rollout.max_tokens: the run was started with \d+, but is now given 3"):
+            check_record(root, RUN, again)
+        with pytest.raises(InputError, match=r"iteration 0 .* has fixed cannot be changed in a fork"):
+            forked_config(root, RUN, "fork", ["rollout.max_tokens=3"])
 
 
 def test_what_was_read_is_not_corrected(root, tmp_path):

@@ -60,11 +60,11 @@ def test_a_setting_changes_the_stages_that_read_it(setting: str, readers: set[St
 def test_what_a_stage_before_has_read_cannot_change():
     settings = ["rollout.temperature", "train.optimizer.learning_rate", "warmup.steps", "engine.precision", "run.seed"]
     behind = (Stage.TRAIN, *WORKFLOW.behind[Stage.TRAIN])
-    assert unchangeable(dict.fromkeys(settings), behind) == [
+    assert unchangeable(small_config(), dict.fromkeys(settings), behind) == [
         "rollout.temperature", "warmup.steps", "engine.precision", "run.seed",
     ]  # fmt: skip
     behind = (Stage.ROLLOUT, *WORKFLOW.behind[Stage.ROLLOUT])
-    assert "rollout.temperature" not in unchangeable(dict.fromkeys(settings), behind)
+    assert "rollout.temperature" not in unchangeable(small_config(), dict.fromkeys(settings), behind)
 
 
 def test_changes_are_found_and_made():
