@@ -174,8 +174,8 @@ SCORING = (
         "what-was-read-is-corrected",
         "a run takes other settings after stages have read them",
         "tasks/config/stored.py",
-        "trained or any(touches(key, stage) for key in changed for _, stage in places) else",
-        "trained else",
+        "trained or prepared or read else",
+        "trained or prepared else",
         _CORRECTED,
     ),
     Mutant(
