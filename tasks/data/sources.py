@@ -261,11 +261,10 @@ def check_prompts(config: RunConfig) -> Prompts:
 def check_sources(config: RunConfig, prepared: Manifest) -> None:
     """Refuse to continue a run with other prompts than those it is made from; sources that cannot be read do not count.
     Raises InputError: a source has another content now."""
-    stored = prepared.facts.get("data_digests")
-    if isinstance(stored, dict):  # runs of the first version recorded none
-        for table in TABLES:
-            given = config.data.sources(table)
-            _check_content(table, prepared.run, given, stored.get(table))
+    stored = prepared.facts["data_digests"]
+    assert isinstance(stored, dict)
+    for table in TABLES:
+        _check_content(table, prepared.run, config.data.sources(table), stored.get(table))
 
 
 def check_stored_prompts(config: RunConfig, root: Root, prepared: Manifest) -> None:

@@ -131,6 +131,7 @@ BEHAVIOUR = {
     "os._exit": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill the group": lambda: os.killpg(0, signal.SIGKILL),
+    "real-time signal": lambda: os.kill(os.getpid(), 40),
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(600),
     "hang deaf": hang_deaf,

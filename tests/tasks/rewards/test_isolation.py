@@ -29,6 +29,7 @@ FAILING = {
     "os._exit": ("exit", "ended with code 3"),
     "kill": ("exit", "ended by signal SIGKILL"),
     "kill the group": ("exit", "ended by signal SIGKILL"),
+    "real-time signal": ("exit", "ended by signal 40"),
     "segfault": ("exit", "ended by signal SIGSEGV"),
     "hang": ("timeout", f"no score within {DEADLINE_S} s"),
     "hang deaf": ("timeout", f"no score within {DEADLINE_S} s"),
