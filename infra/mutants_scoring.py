@@ -182,8 +182,8 @@ SCORING = (
         "nothing-is-corrected",
         "a run that failed for a misspelt weight can never go on",
         "tasks/config/stored.py",
-        "for _, stage in places) else lines\n",
-        "for _, stage in places) else []\n",
+        "trained or prepared or read else lines\n",
+        "trained or prepared or read else []\n",
         _CORRECTED,
     ),
     Mutant(

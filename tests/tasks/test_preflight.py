@@ -23,7 +23,7 @@ from tests.storage.tables import manifest
 RUN = "run"
 PROMPT = {"prompt": "1+1=", "prompt_tokens": [1], "answer": "2", "record": '{"answer": "2"}'}
 
-FACTS = {"cursor": 0, "stop_tokens": [2], "left_out_tokens": [2], "train_rows": [2]}
+FACTS = {"data_digests": {}, "cursor": 0, "stop_tokens": [2], "left_out_tokens": [2], "train_rows": [2]}
 
 
 @pytest.fixture
