@@ -87,6 +87,7 @@ print(json.dumps(found))
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_commands_work_from_the_wheel(installed, tmp_path):
     said = {
         ("--help",): "RL post-training",
@@ -100,6 +101,7 @@ def test_commands_work_from_the_wheel(installed, tmp_path):
         assert (code, text in out) == (0, True), err
 
 
+@pytest.mark.slow
 def test_the_wheel_has_what_its_commands_read_and_the_code_of_the_checkout(installed, tmp_path):
     code = """
 import json, ratchet

@@ -46,6 +46,7 @@ def test_a_good_configuration_passes(tmp_path):
     check_config(config_with(tmp_path), open_root(str(tmp_path / "runs")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "fact"),
     [

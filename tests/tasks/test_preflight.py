@@ -131,6 +131,7 @@ def test_a_fork_cannot_change_what_iteration_0_fixed(folder):
         check(folder, "warmup.steps=7", "rollout.top_p=0.9")
 
 
+@pytest.mark.slow
 def test_the_reward_is_called_on_the_stored_records(tmp_path):
     (tmp_path / "own.py").write_text("def score(record, response):\n    return float(response == record['answer'])\n")
     folder = made(tmp_path, '[reward]\nfunction = "own.py:score"\n')

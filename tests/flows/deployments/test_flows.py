@@ -103,6 +103,7 @@ def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done
     assert {one.name for one in client.read_flow_runs(flow_run_filter=mine)} >= {"b iteration 0", "b iteration 1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["engine", "storage"])
 def test_another_failure_is_explained_and_what_was_committed_is_kept(given, root: Root, tmp_path: Path, name: str):
     """The browser test of a failing reward is in `tests/flows/site/test_browser.py`."""

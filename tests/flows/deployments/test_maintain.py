@@ -60,6 +60,7 @@ def test_old_flow_runs_of_the_site_go_with_their_subflows_and_no_others(prefect_
         assert forget_flow_runs(client, TAG, datetime.now(UTC) + timedelta(seconds=5)) == 0
 
 
+@pytest.mark.slow
 def test_the_page_names_each_run_and_a_problem_makes_the_flow_run_red(prefect_api: str, tmp_path: Path):
     root = open_root(str(tmp_path / "runs"))
     for name in ("a", "b"):

@@ -147,6 +147,7 @@ def test_mlflow_continues_the_same_run(root, tmp_path):
     assert parameters["rollout.samples"] == "2"
 
 
+@pytest.mark.slow
 def test_what_a_tracker_lacks_at_the_end_is_sent_when_the_complete_run_is_started_again(root, tmp_path):
     database = tmp_path / "mlflow.db"
     config, said = small_config([f"report.mlflow=sqlite:///{database}"]), []

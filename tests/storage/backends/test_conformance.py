@@ -121,6 +121,7 @@ def test_the_start_refuses_a_faulty_backend_by_its_name(fault, words):
     assert refusal.value.exit_code == 2
 
 
+@pytest.mark.slow
 def test_the_command_says_what_passed(tmp_path):
     command = [sys.executable, "-m", "storage.backends.conformance", f"{EXAMPLE}://{tmp_path}/runs.db"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -88,6 +88,7 @@ def test_a_part_that_is_found_again_while_orphans_are_deleted_stays():
     assert True in outcomes
 
 
+@pytest.mark.slow
 @cleaners
 @pytest.mark.parametrize("interrupted", ["fork", "retention"])
 def test_a_fork_beside_a_cleaning_has_its_state_or_is_refused(clean, interrupted):

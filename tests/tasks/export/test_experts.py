@@ -72,6 +72,7 @@ def test_transformers_computes_what_the_trainer_does(tmp_path, family, precision
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_the_biases_of_routers_are_exact_in_any_precision(tmp_path):
     url = f"file://{tmp_path}/runs"
     run_ranks(1, make_family, str(tmp_path / "model"), "deepseek-v3")

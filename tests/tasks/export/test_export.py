@@ -91,6 +91,7 @@ def test_weights_that_were_not_served_are_no_model(stored, tmp_path):
     assert (tmp_path / "out" / ".unfinished-export").exists()
 
 
+@pytest.mark.slow
 def test_memory_grows_by_a_few_layers_of_many(tmp_path):
     shape = {"num_hidden_layers": 24, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     run_ranks(1, functools.partial(make_model, **shape), str(tmp_path / "model"), "Llama", False)

@@ -121,6 +121,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repair", REPAIRED)
 def test_each_repair_that_is_printed_works(tmp_path, repair):
     text, more = REPAIRED[repair]

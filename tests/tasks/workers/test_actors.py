@@ -55,6 +55,7 @@ def test_an_error_of_ours_that_all_members_raise_leaves_the_group_alive(make_gro
     assert group.submit("exists", "nothing").wait(WAIT_S) == [False, False]
 
 
+@pytest.mark.slow
 def test_members_that_are_out_of_step_are_ended(make_group, tmp_path):
     (tmp_path / "key").write_text("here")
     group = make_group(open_root, [(f"file://{tmp_path}",), (f"file://{tmp_path}/other",)])

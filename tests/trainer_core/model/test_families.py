@@ -186,6 +186,7 @@ def counted_by_routers(trainer, samples):
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [SINGLE, "tp2-sp", "cp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cp4", "cp2-dp2-ep4"))],

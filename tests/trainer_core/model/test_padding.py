@@ -40,6 +40,7 @@ def move(trainer, folder, target):
     return loaded.identity
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_padding_changes_neither_results_nor_states(odd_model_dirs, tmp_path, tied):
     original, found = read_export(odd_model_dirs[tied]), {}

@@ -112,6 +112,7 @@ def test_a_digest_is_the_sum_of_its_mixed_words(count):
     assert tensor_digest(words) == hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
 
 
+@pytest.mark.slow
 def test_the_kernel_for_cards_finds_the_same():
     pytest.importorskip("triton")
     code = "from tests.trainer_core.weights.digest_cases import main; main()"

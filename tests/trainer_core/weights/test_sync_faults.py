@@ -248,6 +248,7 @@ def send_stored(trainer, folder):
     return found
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_stored_state_are_sent_and_the_live_ones_come_back(model_dir, tmp_path):
     ranks = run_trainers(model_dir, configuration(pipeline=2), send_stored, str(tmp_path))
     assert ranks[0]["sent"]

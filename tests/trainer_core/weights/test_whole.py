@@ -127,6 +127,7 @@ def of_a_stored_state(trainer, folder):
     return found, stored, live
 
 
+@pytest.mark.slow
 def test_weights_of_a_stored_state_are_exported_in_the_place_of_the_live_ones(folders, tmp_path):
     given = configuration("deepseek-v3", pipeline=2)
     ranks = run_trainers(folders("deepseek-v3"), given, of_a_stored_state, str(tmp_path))
@@ -185,6 +186,7 @@ def types_of_biases(found):
     return {dtype for name, (_, dtype, _) in found.items() if "e_score_correction_bias" in name}
 
 
+@pytest.mark.slow
 def test_nothing_that_was_planned_survives_an_update(folders, tmp_path):
     given = configuration("deepseek-v3", pipeline=2)
     first, second, fresh = run_trainers(folders("deepseek-v3"), given, biases_change_their_type, str(tmp_path))[0]

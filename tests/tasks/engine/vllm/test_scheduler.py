@@ -26,6 +26,7 @@ def plain(engines):
     return served.process.PlainEngine(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [LONG, Sampling(max_tokens=1), Sampling(max_tokens=9, temperature=0.7, top_p=0.8)])
 def test_responses_have_the_bits_that_vllm_gives(engine, plain, sampling):
     batch = engine.generate(PROMPTS, SEEDS, sampling)
