@@ -56,14 +56,16 @@ class Drive:
         Args:
             one_stage: only finish the rerun that was requested, if there is one; leave the iterations as they are.
         """
-        if not one_stage and is_complete(self.root, self.name, self.config):
-            tidy_complete(self.root, self.name, self.config, self.owner, self.held)
+        driven = False
         while is_redoing(self.root, self.name) or not (one_stage or is_complete(self.root, self.name, self.config)):
+            driven = True
             with self._driven() as context:
                 settled = finish_rerun(context, self.progress)
                 if not one_stage:
                     first = next_iteration(self.root, self.name, self.config)
                     advance(settled, self.progress, first, source_of(settled.config))
+        if not (driven or one_stage):
+            tidy_complete(self.root, self.name, self.config, self.owner, self.held)
 
     @contextmanager
     def _driven(self) -> Iterator[RunContext]:

@@ -125,13 +125,13 @@ class Pair:
             yield from _column(name, ours[name].combine_chunks(), theirs[name].combine_chunks())
 
     def _states(self, left: Manifest, right: Manifest, tally: Counter[str], plant: int | None) -> Iterator[str]:
+        from trainer_core.state.comparison import compare_states  # imports torch
+
         with scratch() as place:
             folders = [
                 materialize(root, manifest, place / side, layout.STATE)
                 for side, root, manifest in (("left", self.left, left), ("right", self.right, right))
             ]
-            from trainer_core.state.comparison import compare_states  # imports torch
-
             found = compare_states(*folders, plant=plant)
         tally.update(states=1, weights=found.weights, optimizer=found.optimizer, rng=found.rng)
         yield from found.differences

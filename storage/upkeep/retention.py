@@ -91,7 +91,7 @@ def collect(
     fence: Fence | None = None,
 ) -> Collection:
     """Find what may be deleted of a run's own objects; with `apply`, delete it. Hold the run's lease to apply. `fence`
-    is the lease, which is checked between deletions. Raises LeaseLost from the fence (the rest is not deleted)."""
+    is the lease, which is checked between deletions. Raises LeaseLost if it is lost; then the rest is not deleted."""
     cleaning = _Cleaning(root, run, now or datetime.now(UTC), apply, fence)
     recorded = names(root, run)
     stored, unreadable = survey(root, run, recorded)

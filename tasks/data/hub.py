@@ -92,10 +92,15 @@ def fetch(model: HubId, token: str | None) -> Path:
 
     before = f"{model.folder}/" if model.folder else ""
     patterns = [before + pattern for pattern in (*TEXT_FILES, "*.safetensors", INDEX)]
-    wanted = {"allow_patterns": patterns, "ignore_patterns": "consolidated*"}
     try:
         with _access(download=True):
-            found = snapshot_download(model.name, revision=model.revision, token=token, **wanted)
+            found = snapshot_download(
+                model.name,
+                revision=model.revision,
+                token=token,
+                allow_patterns=patterns,
+                ignore_patterns="consolidated*",
+            )
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
             f"model.source {model} cannot be fetched from the hub: {_said(error)}. Check the name "

@@ -43,10 +43,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         absent = _absent_classes()
 
-        def import_absent(name: str, *given: Any, **options: Any) -> object:
-            if name.partition(".")[0] == "transformer_engine":  # never relative: it is a top-level package
+        def import_absent(
+            name: str, globals: Any = None, locals: Any = None, names: Any = (), level: int = 0
+        ) -> object:
+            if level == 0 and name.partition(".")[0] == "transformer_engine":
                 return absent
-            return builtins.__import__(name, *given, **options)
+            return builtins.__import__(name, globals, locals, names or (), level)
 
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_absent}
         super().exec_module(module)
