@@ -5,8 +5,7 @@ import time
 from storage.backends.root import Root
 from storage.errors import NotCommitted
 
-SECONDS = 15.0
-"""Least time between two uploads where a file can only be replaced as a whole."""
+SECONDS = 15.0  # least time between two uploads where a file can only be replaced as a whole
 _SHARE = 20.0  # an upload takes at most this fraction of the time
 
 

@@ -120,8 +120,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     """Numbers for people: rewards, losses, seconds. Not part of the identity. Null is one that was not finite."""
     origin: Origin | None = None  # set on what a fork has taken over from its parent
     epoch: int | None = None  # fencing token of the lease under which it was committed
-    attempt: int = 0
-    """Number of earlier attempts at this stage. Not part of the identity."""
+    attempt: int = 0  # number of earlier attempts at this stage. Not part of the identity.
     writer: str = ""  # host and process that committed
     started: datetime  # time of the beginning of the work (UTC)
     finished: datetime  # time at which the manifest was made (UTC)

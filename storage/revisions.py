@@ -145,8 +145,7 @@ class Revisions:
         return found
 
 
-FIRST = Revisions()
-"""Those of a run of which nothing was done again."""
+FIRST = Revisions()  # those of a run of which nothing was done again
 
 
 def read_revisions(root: Root, run: str) -> Revisions:

@@ -16,11 +16,9 @@ from storage.records import parse
 from storage.revisions import Revisions
 from storage.schema import PROMPTS, REWARD, ROLLOUT, SELECTION
 
-SOURCES = "sources.json"
-"""Name of the part that lists the sources of a selection."""
+SOURCES = "sources.json"  # name of the part that lists the sources of a selection
 
-SHARE = "share"
-"""Fact of a training: which of the selection's tables, counted from 0, it was on."""
+SHARE = "share"  # fact of a training: which of the selection's tables, counted from 0, it was on
 
 _SCORES = ("reward", "status", "reason", "components")
 OFFERED = pa.schema([field for field in SELECTION if field.name not in ("source", "group")])

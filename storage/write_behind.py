@@ -14,8 +14,7 @@ from storage.errors import LeaseLost, RatchetError
 
 logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 10.0
-"""Limit on the time that an interrupt waits for the job in progress."""
+LINGER_SECONDS = 10.0  # limit on the time that an interrupt waits for the job in progress
 
 _Job = tuple[Callable[[], object], Future[None]]
 

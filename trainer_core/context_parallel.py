@@ -17,10 +17,8 @@ Indices = NDArray[np.int64]
 class Context:
     """The share of each sequence that a rank holds."""
 
-    ranks: int = 1
-    """Ranks that divide each sequence."""
-    rank: int = 0
-    """The number of this one."""
+    ranks: int = 1  # ranks that divide each sequence
+    rank: int = 0  # the number of this one
 
     def held(self, lengths: Indices) -> Indices:
         """Positions of sequences of these lengths that each rank holds, with those that fill up."""
@@ -51,5 +49,4 @@ class Context:
         return np.where(second, 2 * self.ranks - 1 - number, number), positions % piece + second * piece
 
 
-WHOLE = Context()
-"""Sequences are not divided."""
+WHOLE = Context()  # sequences are not divided

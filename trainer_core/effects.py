@@ -12,8 +12,7 @@ from pydantic import BaseModel
 class Unused[C: BaseModel]:
     """A setting, and when it has no effect."""
 
-    setting: str
-    """Its key below the section; between tables there are dots."""
+    setting: str  # its key below the section; between tables there are dots
     without: Callable[[C], str | None]
     """The reason in the configuration why it has no effect, in words; None if it has one."""
 

@@ -37,23 +37,16 @@ Tensors = tuple[torch.Tensor, ...]
 class Entry:
     """One tensor of the state, or one layer or expert of a stacked one, and what it becomes."""
 
-    stored: str
-    """Its name in the state."""
-    region: Region
-    """Part of the tensor."""
-    axes: int
-    """Number of leading axes that count layers or experts."""
-    names: tuple[str, ...]
-    """Hugging Face names."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Their shapes."""
+    stored: str  # its name in the state
+    region: Region  # part of the tensor
+    axes: int  # number of leading axes that count layers or experts
+    names: tuple[str, ...]  # Hugging Face names
+    shapes: tuple[tuple[int, ...], ...]  # their shapes
     dtype: torch.dtype
-    split: Callable[[torch.Tensor], Tensors]
-    """Makes the tensors of these names."""
+    split: Callable[[torch.Tensor], Tensors]  # makes the tensors of these names
     in_fp32: bool
     """True if it is fp32 in any precision: the trainer moves the biases of routers by steps that bf16 would lose."""
-    place: tuple[int, int]
-    """Its place in the order of the layers: embedding, layers, norm, output."""
+    place: tuple[int, int]  # its place in the order of the layers: embedding, layers, norm, output
 
 
 class StoredWeights:

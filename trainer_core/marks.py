@@ -14,8 +14,7 @@ class Mark:
 
     stages: tuple[str, ...] | None = None
     """Stages whose result the key decides; for none of them it is a runtime setting, which may change at any time."""
-    secret: bool = False
-    """Given by reference (`env:NAME`) only."""
+    secret: bool = False  # given by reference (`env:NAME`) only
     place: Literal["files", "function"] | None = None
     """The key names files, whose content counts and not their place; or a function, of which the name counts."""
 

@@ -21,30 +21,21 @@ Generators = Literal["continued", "restored", "reseeded"]
 class LoadedState:
     """Facts about a loaded state."""
 
-    step: int
-    """Updates since the model was imported."""
-    rng: Generators
-    """True if the random generators continue where the state left them."""
-    saved_parallel: ParallelConfig
-    """Layout that saved it."""
-    optimizer: OptimizerConfig
-    """Configuration of the optimizer that the state holds."""
-    optimizer_updates: int
-    """Updates of that optimizer."""
-    identity: StateIdentity
-    """Identity of the state that the ranks hold now, computed from their memory."""
+    step: int  # updates since the model was imported
+    rng: Generators  # history of the random generators: where the state left them, or reseeded
+    saved_parallel: ParallelConfig  # layout that saved it
+    optimizer: OptimizerConfig  # configuration of the optimizer that the state holds
+    optimizer_updates: int  # updates of that optimizer
+    identity: StateIdentity  # identity of the state that the ranks hold now, computed from their memory
 
 
 @dataclass(frozen=True)
 class Planned:
     """One rank's answer to `plan_weights`."""
 
-    digest: str
-    """Digest of plan, configuration and version; equal on all ranks."""
-    plan: str | None
-    """The plan itself as JSON, on rank 0; None on the others."""
-    exchanges: int
-    """Exchanges of metadata between the ranks that it took; 0 with one rank."""
+    digest: str  # digest of plan, configuration and version; equal on all ranks
+    plan: str | None  # the plan itself as JSON, on rank 0; None on the others
+    exchanges: int  # exchanges of metadata between the ranks that it took; 0 with one rank
 
 
 @dataclass(frozen=True)
@@ -53,18 +44,15 @@ class Sent:
 
     digests: dict[str, str]
     """`tensor_digest` of each tensor that this rank has sent, by name, computed from what was packed."""
-    seconds: dict[str, float]
-    """Time by what it was spent on: convert, wait, digest."""
+    seconds: dict[str, float]  # time by what it was spent on: convert, wait, digest
 
 
 @dataclass(frozen=True)
 class SavedFiles:
     """Files and identity that one rank has saved."""
 
-    names: tuple[str, ...]
-    """Names of the files that this rank has written and that must be stored."""
-    identity: StateIdentity
-    """Identity of the state, the same on every rank."""
+    names: tuple[str, ...]  # names of the files that this rank has written and that must be stored
+    identity: StateIdentity  # identity of the state, the same on every rank
 
 
 class TrainerProtocol(Protocol):

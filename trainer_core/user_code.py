@@ -35,12 +35,9 @@ _LIBRARY = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")}
 class UserFunction:
     """The place of a function (or class) that a configuration names."""
 
-    name: str
-    """As records name it: `my_reward.py:score`, `package.module:function`, or the name of an entry point."""
-    place: str
-    """Module, or path of a file."""
-    attribute: str
-    """Name of the function there."""
+    name: str  # as records name it: `my_reward.py:score`, `package.module:function`, or the name of an entry point
+    place: str  # module, or path of a file
+    attribute: str  # name of the function there
     text: str | None = None
     """Content of the file: all processes of a stage run the same, whatever happens to the file meanwhile."""
 
@@ -58,8 +55,7 @@ class UserFunction:
 class Loaded:
     """A function that was imported."""
 
-    function: Any
-    """The attribute, which may be something else than a function."""
+    function: Any  # the attribute, which may be something else than a function
     digest: str
     """Of its file and of the user's own files that its import has read: not of installed packages, not of ours."""
 

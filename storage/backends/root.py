@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 60.0
 """Limit on the time for which an operation is retried while the store is busy or does not answer."""
 
-LARGE_ATTEMPTS = 4
-"""Least number of attempts at a transfer, which may itself take longer than PATIENCE_SECONDS."""
+LARGE_ATTEMPTS = 4  # least number of attempts at a transfer, which may itself take longer than PATIENCE_SECONDS
 
 _LONGEST_PAUSE = 5.0
 _SILENT_S = 5.0  # shorter outages are not logged

@@ -33,8 +33,7 @@ from storage.ownership.process import SYSTEM, Clock, Life, Owner, life, this_pro
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 30.0
-"""Period for which a silent holder keeps the run."""
+LEASE_SECONDS = 30.0  # period for which a silent holder keeps the run
 
 _RENEWALS = 3  # per period
 _LOOKS = 60  # per period, by a process that watches

@@ -52,8 +52,7 @@ def _steady() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
-SYSTEM = Clock(lambda: datetime.now(UTC), _steady)
-"""The clocks of this machine."""
+SYSTEM = Clock(lambda: datetime.now(UTC), _steady)  # the clocks of this machine
 
 
 def this_process(name: str) -> Owner:

@@ -14,8 +14,7 @@ from storage.ownership.process import Life, life
 STOP_SIGNAL = signal.SIGUSR1
 """Ends a holder that a flow run has started, without another try. SIGTERM may mean that the machine stops."""
 
-ASKED_FOR = "flow run "
-"""Prefix of the name of such a holder."""
+ASKED_FOR = "flow run "  # prefix of the name of such a holder
 
 _LOOK_SECONDS = 0.1
 

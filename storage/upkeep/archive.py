@@ -28,8 +28,7 @@ from storage.selection import sample_keys
 from storage.upkeep.catalog import Names, contents, names, require_run
 
 TABLE = "samples"
-CHUNK = 100
-"""Iterations in a file of `compact_new`."""
+CHUNK = 100  # iterations in a file of `compact_new`
 CHUNKS = "chunk"
 _FLOATS = ("logprobs",)
 _SCORES = [name for name in REWARD.names if name not in ROLLOUT.names]

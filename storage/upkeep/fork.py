@@ -43,8 +43,7 @@ class Forked(BaseModel, frozen=True, extra="forbid"):
         return f"run {self.run} takes {self.manifests} stages from run {self.parent}: {size} of parts, {space}"
 
 
-Announce = Callable[[str], object]
-"""Told, in a sentence, of what will be copied, before anything is."""
+Announce = Callable[[str], object]  # told, in a sentence, of what will be copied, before anything is
 
 
 def fork(

@@ -31,8 +31,7 @@ _RETIRED = "of a train state that retention retires"
 _ORPHAN = "no manifest names it"
 _BATCH = 16  # objects that are deleted between two looks at who drives the run
 
-ORPHAN_AGE = timedelta(days=1)
-"""A younger object that nothing names may belong to a stage in progress."""
+ORPHAN_AGE = timedelta(days=1)  # a younger object that nothing names may belong to a stage in progress
 
 
 class Retention(BaseModel, frozen=True, extra="forbid"):

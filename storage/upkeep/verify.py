@@ -41,8 +41,7 @@ class Problem(StrEnum):
     """Samples were copied from a rollout that is not there any more. Harmless: they are there."""
     UNCOPIED = "uncopied"
     """Its second copy is lost, or was not written. Harmless; the next process that drives the run writes it."""
-    STRAY = "stray"
-    """It is none of a run's objects. Harmless: nothing reads it."""
+    STRAY = "stray"  # it is none of a run's objects. Harmless: nothing reads it.
     ORPHANED = "orphaned"
     """Nothing names it: left by a crash, or part of a stage in progress. Harmless; gc deletes it after a day."""
 

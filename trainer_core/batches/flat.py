@@ -20,22 +20,14 @@ class FlatBatch:
     With context-parallel ranks these are the positions of one of them.
     """
 
-    rows: Indices
-    """(S,) number of each segment's sequence; -1 for padding, which counts nowhere."""
-    lengths: Indices
-    """(S,) positions of each segment; they sum to T."""
-    response_lengths: Indices
-    """(S,) positions of each segment that predict a response token; they sum to R."""
-    tokens: Indices
-    """(T,) inputs."""
-    positions: Indices
-    """(T,) place of each input in its segment."""
-    filling: NDArray[np.bool_]
-    """(T,) True for padding, which counts nowhere."""
-    predicting: Indices
-    """(R,) positions that predict a response token, ascending."""
-    targets: Indices
-    """(R,) tokens that they predict."""
+    rows: Indices  # (S,) number of each segment's sequence; -1 for padding, which counts nowhere
+    lengths: Indices  # (S,) positions of each segment; they sum to T
+    response_lengths: Indices  # (S,) positions of each segment that predict a response token; they sum to R
+    tokens: Indices  # (T,) inputs
+    positions: Indices  # (T,) place of each input in its segment
+    filling: NDArray[np.bool_]  # (T,) True for padding, which counts nowhere
+    predicting: Indices  # (R,) positions that predict a response token, ascending
+    targets: Indices  # (R,) tokens that they predict
     responses: Indices
     """(R,) place of each predicted token among the response tokens of all sequences; -1 in an empty batch."""
 

@@ -13,10 +13,8 @@ Indices = NDArray[np.int64]
 class BatchLimits:
     """BatchLimits of a micro-batch."""
 
-    tokens: int
-    """Most positions; a longer sequence goes alone."""
-    sequences: int | None = None
-    """Most sequences; None: as many as fit."""
+    tokens: int  # most positions; a longer sequence goes alone
+    sequences: int | None = None  # most sequences; None: as many as fit
 
 
 def share(

@@ -13,12 +13,9 @@ Vector = NDArray[np.float32]
 class Sequences:
     """N sequences of prompt and response, one after another in flat arrays."""
 
-    tokens: NDArray[np.int32]
-    """Token ids of all sequences: prompt, response, prompt, response, ..."""
-    prompt_lengths: NDArray[np.int64]
-    """(N,) tokens in each prompt."""
-    response_lengths: NDArray[np.int64]
-    """(N,) tokens in each response."""
+    tokens: NDArray[np.int32]  # token ids of all sequences: prompt, response, prompt, response, ..
+    prompt_lengths: NDArray[np.int64]  # (N,) tokens in each prompt
+    response_lengths: NDArray[np.int64]  # (N,) tokens in each response
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -56,12 +53,9 @@ class Samples(Sequences):
 
     engine_logprobs: NDArray[np.float32]
     """Log-probabilities of all response tokens, flat, in nats, under the distribution that sampled them."""
-    rewards: NDArray[np.float32]
-    """(N,) scores; arbitrary where `usable` is False."""
-    groups: NDArray[np.int32]
-    """(N,) number of the prompt group."""
-    usable: NDArray[np.bool_]
-    """(N,) True where there is a reward and at least one response token."""
+    rewards: NDArray[np.float32]  # (N,) scores; arbitrary where `usable` is False
+    groups: NDArray[np.int32]  # (N,) number of the prompt group
+    usable: NDArray[np.bool_]  # (N,) True where there is a reward and at least one response token
 
 
 def response_sums(values: NDArray, lengths: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -21,8 +21,7 @@ from storage.errors import InputError
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig, stage_layers
 
 Value = str | int | float | bool | None
-Effective = dict[str, Value]
-"""Settings that took effect, by name, in plain JSON types."""
+Effective = dict[str, Value]  # settings that took effect, by name, in plain JSON types
 
 _TE_ATTENTION = {"deterministic", "qkv_format"}  # what Transformer Engine's attention holds
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")  # Transformer Engine's name and Megatron's
@@ -32,10 +31,8 @@ _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")  # Transfor
 class Built:
     """Live parts of a model on this rank."""
 
-    chunks: Sequence[DistributedDataParallel]
-    """Modules in their gradient buffers."""
-    layers: int
-    """Layers of the whole model."""
+    chunks: Sequence[DistributedDataParallel]  # modules in their gradient buffers
+    layers: int  # layers of the whole model
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -60,12 +57,9 @@ class Setting[Config, Live]:
     """A setting: the wanted value, and the values that the live parts hold."""
 
     name: str
-    held: Callable[[Live], set[Value]]
-    """Different values of all parts that have the setting."""
-    wanted: Callable[[Config], Value] | None = None
-    """By default the key of the configuration that the name spells."""
-    everywhere: bool = True
-    """Each rank has such a part."""
+    held: Callable[[Live], set[Value]]  # different values of all parts that have the setting
+    wanted: Callable[[Config], Value] | None = None  # by default the key of the configuration that the name spells
+    everywhere: bool = True  # each rank has such a part
 
     def value(self, config: Config) -> Value:
         """Wanted value."""
@@ -106,9 +100,7 @@ MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
     Setting("megatron.attention", lambda live: _attention(live)),
     Setting("megatron.gradient_accumulation_fusion", lambda live: _values(live.linears, *_FUSED)),
     Setting(
-        "megatron.output_gradient_accumulation_fusion",
-        lambda live: _values(live.outputs, *_FUSED),
-        everywhere=False,
+        "megatron.output_gradient_accumulation_fusion", lambda live: _values(live.outputs, *_FUSED), everywhere=False
     ),
     Setting("parallel.expert", lambda live: {one.ep_group.size() for one in _experts(live)}, everywhere=False),
     Setting(

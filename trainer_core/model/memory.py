@@ -31,8 +31,7 @@ class Residence:
         self._optimizer = _Compartment(pinned=device.type == "cuda")
         self._gradients_dropped = False
         self._of_optimizer: Tensors = tuple
-        self.accumulating = False
-        """The gradient buffers hold gradients that no update has used yet."""
+        self.accumulating = False  # the gradient buffers hold gradients that no update has used yet
 
     def has(self, kind: Kind) -> bool:
         """True if it is on the device."""

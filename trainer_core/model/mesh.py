@@ -20,20 +20,13 @@ from trainer_core.platform.platform import Platform
 class Mesh:
     """Place of this rank in the layout. Megatron's `parallel_state` holds the groups."""
 
-    rank: int
-    """Global rank."""
-    parallel: ParallelConfig
-    """Layout."""
-    device: torch.device
-    """Device of this rank."""
-    data_rank: int
-    """Number of this rank's share of a batch."""
-    is_last_stage: bool
-    """This rank computes the loss."""
-    speaks: bool
-    """This rank contributes the results of its tokens: tensor rank 0 of the last pipeline stage."""
-    context: Context
-    """Share of each sequence that this rank holds."""
+    rank: int  # global rank
+    parallel: ParallelConfig  # layout
+    device: torch.device  # device of this rank
+    data_rank: int  # number of this rank's share of a batch
+    is_last_stage: bool  # this rank computes the loss
+    speaks: bool  # this rank contributes the results of its tokens: tensor rank 0 of the last pipeline stage
+    context: Context  # share of each sequence that this rank holds
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:

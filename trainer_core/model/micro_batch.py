@@ -23,37 +23,23 @@ _LENGTH_STEP = 128  # longest segments are rounded up to this, so that few diffe
 class MicroBatch:
     """One flat batch on this rank's device: S segments, T positions, R response tokens."""
 
-    host: FlatBatch
-    """The batch in host memory."""
-    tokens: torch.Tensor
-    """(1, T) int64."""
-    positions: torch.Tensor
-    """(1, T) int64, position of each token in its segment."""
-    packing: PackedSeqParams
-    """Boundaries of segments, for the attention."""
+    host: FlatBatch  # the batch in host memory
+    tokens: torch.Tensor  # (1, T) int64
+    positions: torch.Tensor  # (1, T) int64, position of each token in its segment
+    packing: PackedSeqParams  # boundaries of segments, for the attention
     filling: torch.Tensor | None
     """(1, T) bool, padding that experts and their router must not count; None if there is none. Context-parallel ranks
     always have one, because with it routers exchange more."""
-    predicting: torch.Tensor
-    """(R,) int64, positions that predict response tokens."""
-    targets: torch.Tensor
-    """(R,) int64, the response tokens."""
-    segments: Segments
-    """Sequence of each response token."""
-    weights: torch.Tensor
-    """(S,) float32, weight of each sequence in the loss; 0 for one that does not count."""
-    count: torch.Tensor
-    """() int32, response tokens that count."""
-    values: Mapping[str, torch.Tensor]
-    """Further (R,) float32 values that the loss needs, by name."""
+    predicting: torch.Tensor  # (R,) int64, positions that predict response tokens
+    targets: torch.Tensor  # (R,) int64, the response tokens
+    segments: Segments  # sequence of each response token
+    weights: torch.Tensor  # (S,) float32, weight of each sequence in the loss; 0 for one that does not count
+    count: torch.Tensor  # () int32, response tokens that count
+    values: Mapping[str, torch.Tensor]  # further (R,) float32 values that the loss needs, by name
 
 
 def place(
-    batches: Sequence[FlatBatch],
-    weights: Vector,
-    values: Mapping[str, Vector],
-    mesh: Mesh,
-    transformer_engine: bool,
+    batches: Sequence[FlatBatch], weights: Vector, values: Mapping[str, Vector], mesh: Mesh, transformer_engine: bool
 ) -> list[MicroBatch]:
     """Copy all batches of a pass to the device, each array at once and from pinned memory.
 

@@ -19,14 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from storage.errors import InputError, NumericsError, RatchetError
-from trainer_core.config import (
-    MegatronConfig,
-    MemoryConfig,
-    TrainerConfig,
-    attention_of,
-    check_context,
-    check_layout,
-)
+from trainer_core.config import MegatronConfig, MemoryConfig, TrainerConfig, attention_of, check_context, check_layout
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.memory import Residence
@@ -44,35 +37,22 @@ Access = Literal["readable", "writable"]
 class Model:
     """This rank's part of the model, wrapped for data-parallel gradients."""
 
-    bridge: AutoBridge
-    """Maps Hugging Face names to Megatron's."""
+    bridge: AutoBridge  # maps Hugging Face names to Megatron's
     chunks: tuple[DistributedDataParallel, ...]
     """The modules to run, each with the buffers in which its gradients are accumulated: one, or with virtual pipeline
     stages one for each, in the order of their layers."""
-    config: GPTModelProvider
-    """Megatron's model configuration, shared by all modules."""
-    vocab_size: int
-    """Rows of the vocabulary without padding."""
+    config: GPTModelProvider  # Megatron's model configuration, shared by all modules
+    vocab_size: int  # rows of the vocabulary without padding
     vocabulary: frozenset[str]
     """Hugging Face names of the weights that have a row for each token, and are padded with rows of zeros."""
-    dtype: torch.dtype
-    """Type of the weights and of what pipeline stages exchange."""
-    transformer_engine: bool
-    """Layers are built from Transformer Engine's modules."""
-    effective: Effective
-    """Settings as read from the live modules and buffers."""
-    graphs: bool
-    """Micro-batches of one shape may be launched as one CUDA graph each."""
-    residence: Residence
-    """Place of parameters, gradients and optimizer state."""
-    balance: Balance | None
-    """Auxiliary loss of routers, if they have one."""
+    dtype: torch.dtype  # type of the weights and of what pipeline stages exchange
+    transformer_engine: bool  # layers are built from Transformer Engine's modules
+    effective: Effective  # settings as read from the live modules and buffers
+    graphs: bool  # micro-batches of one shape may be launched as one CUDA graph each
+    residence: Residence  # place of parameters, gradients and optimizer state
+    balance: Balance | None  # auxiliary loss of routers, if they have one
 
-    def forward(
-        self,
-        module: torch.nn.Module,
-        batch: MicroBatch,
-    ) -> torch.Tensor:
+    def forward(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         """Run this rank's part of the model over one flat batch of T positions, R of which predict a response token.
 
         Returns:

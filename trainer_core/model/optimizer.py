@@ -27,8 +27,7 @@ class Optimizer:
         )
         self.schedule = _schedule(self.megatron, config)
         model.config.grad_scale_func = self.megatron.scale_loss
-        self.effective = read_back(OPTIMIZER, config, self.parts)
-        """Settings as read from the live optimizers."""
+        self.effective = read_back(OPTIMIZER, config, self.parts)  # settings as read from the live optimizers
         self._residence.serve(self._tensors)
         self._residence.accumulating = False  # gradients of an earlier pass are for no update of this optimizer
 

@@ -28,34 +28,26 @@ LossFunction = Callable[[MicroBatch, torch.Tensor, torch.Tensor], TokenLoss]
 class TokenScores:
     """Values of the response tokens of all sequences, flat; float32, 0 in rows that were not requested."""
 
-    logprobs: Vector
-    """Log-probability of each response token, in nats."""
-    entropy: Vector
-    """Entropy of the distribution it was drawn from, in nats; 0 if it was not requested."""
+    logprobs: Vector  # log-probability of each response token, in nats
+    entropy: Vector  # entropy of the distribution it was drawn from, in nats; 0 if it was not requested
 
 
 @dataclass(frozen=True)
 class Objective:
     """Loss of a pass, and the model outputs that it needs."""
 
-    loss: LossFunction
-    """Loss of each response token."""
-    temperature: float
-    """Divides the logits."""
-    entropy: EntropyUse
-    """Use of the entropy in the loss or the report."""
+    loss: LossFunction  # loss of each response token
+    temperature: float  # divides the logits
+    entropy: EntropyUse  # use of the entropy in the loss or the report
 
 
 @dataclass(frozen=True)
 class Gradients:
     """Results of a pass that left gradients in the model's buffers."""
 
-    loss: float
-    """Weighted mean over response tokens."""
-    clip_fraction: float
-    """Share of response tokens whose surrogate was clipped."""
-    scores: Callable[[], TokenScores]
-    """Values from which the loss was computed. Collective."""
+    loss: float  # weighted mean over response tokens
+    clip_fraction: float  # share of response tokens whose surrogate was clipped
+    scores: Callable[[], TokenScores]  # values from which the loss was computed. Collective.
     auxiliary_loss: float | None
     """Auxiliary loss of routers beside `loss`, coefficient included; None if they are not balanced."""
 
@@ -66,8 +58,7 @@ class Passes:
 
     model: Model
     mesh: Mesh
-    limits: BatchLimits
-    """BatchLimits of a micro-batch of one data-parallel rank."""
+    limits: BatchLimits  # those of a micro-batch of one data-parallel rank
     recorders: Recorders | None = None
     """Recorders of micro-batches, which launch them again as one graph; None launches kernel by kernel."""
 

@@ -15,17 +15,12 @@ from storage.errors import RatchetError
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.progress import told
 
-FEWEST = 4
-"""Fewest micro-batches of a pass that records one: recording takes as long as one or two of them."""
-_DEVICE_BOUND = 1.05
-"""A device that ends so much later than the host was what took the time."""
+FEWEST = 4  # fewest micro-batches of a pass that records one: recording takes as long as one or two of them
+_DEVICE_BOUND = 1.05  # a device that ends so much later than the host was what took the time
 
-Report = Mapping[str, torch.Tensor]
-"""Results of a micro-batch that a pass keeps."""
-Run = Callable[[Sequence[MicroBatch]], list[Report]]
-"""Runs micro-batches through the model."""
-Work = Callable[[], list[Report]]
-"""Runs a single one."""
+Report = Mapping[str, torch.Tensor]  # results of a micro-batch that a pass keeps
+Run = Callable[[Sequence[MicroBatch]], list[Report]]  # runs micro-batches through the model
+Work = Callable[[], list[Report]]  # runs a single one
 
 
 class Recorder(Protocol):
@@ -48,24 +43,18 @@ class Recorder(Protocol):
 class Recorders:
     """Recorder of each kind of pass: their times differ."""
 
-    scoring: Recorder
-    """For passes without gradients."""
-    training: Recorder
-    """For passes with gradients."""
+    scoring: Recorder  # for passes without gradients
+    training: Recorder  # for passes with gradients
 
 
 @dataclass
 class Pace:
     """Last measured seconds; 0 is not known yet."""
 
-    launch: float = 0.0
-    """Time of the host to launch a micro-batch kernel by kernel."""
-    elapsed: float = 0.0
-    """Time from that launch to the end of the device's work."""
-    recording: float = 0.0
-    """Time to record a micro-batch."""
-    position: float = 0.0
-    """Time of the device for one position of a recorded micro-batch."""
+    launch: float = 0.0  # time of the host to launch a micro-batch kernel by kernel
+    elapsed: float = 0.0  # time from that launch to the end of the device's work
+    recording: float = 0.0  # time to record a micro-batch
+    position: float = 0.0  # time of the device for one position of a recorded micro-batch
 
     def pays(self, left: int, positions: int) -> bool:
         """True if recording pays; unknown times count in favour."""

@@ -123,10 +123,7 @@ def _of_positions(provider: GPTModelProvider, rope: Mapping[str, Any]) -> dict[s
 
 def _of_experts(provider: GPTModelProvider, config: ExpertsConfig) -> dict[str, Any]:
     if provider.num_moe_experts:
-        return {
-            "moe_aux_loss_coeff": config.auxiliary_loss,
-            "moe_router_bias_update_rate": config.bias_update_rate,
-        }
+        return {"moe_aux_loss_coeff": config.auxiliary_loss, "moe_router_bias_update_rate": config.bias_update_rate}
     if config != ExpertsConfig():
         raise InputError(f"the model has no experts, but [train.experts] is {config}: leave that section out")
     return {}

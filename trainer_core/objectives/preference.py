@@ -8,8 +8,7 @@ from trainer_core.objectives.loss_config import PreferenceLoss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.scored import members_of
 
-Pairs = NDArray[np.int64]
-"""(P, 2) rows of the preferred and of the other sample."""
+Pairs = NDArray[np.int64]  # (P, 2) rows of the preferred and of the other sample
 
 
 def preferred_pairs(

@@ -12,12 +12,9 @@ class ScoredSamples:
 
     rewards: NDArray[np.float32]
     """(N,) with the penalty of long responses subtracted; arbitrary where `usable` is False."""
-    groups: NDArray[np.int32]
-    """(N,) number of the prompt group."""
-    usable: NDArray[np.bool_]
-    """(N,) whether the sample counts."""
-    lengths: NDArray[np.int64]
-    """(N,) response tokens; they sum to R."""
+    groups: NDArray[np.int32]  # (N,) number of the prompt group
+    usable: NDArray[np.bool_]  # (N,) whether the sample counts
+    lengths: NDArray[np.int64]  # (N,) response tokens; they sum to R
     penalties: NDArray[np.float64] | None = None
     """(R,) to subtract from the reward at each response token, such as beta KL; 0 where the sample does not count. Only
     an advantage of single tokens gets them; for others they are subtracted from `rewards`."""

@@ -11,8 +11,7 @@ from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.preference import preferred_pairs
 from trainer_core.objectives.scored import members_of
 
-Units = NDArray[np.int64]
-"""(n,) rows of samples, or (P, 2) pairs of them: a mini-batch holds some of these."""
+Units = NDArray[np.int64]  # (n,) rows of samples, or (P, 2) pairs of them: a mini-batch holds some of these
 
 
 def units_of(policy: PolicyConfig, samples: Samples) -> Units:

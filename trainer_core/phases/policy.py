@@ -34,10 +34,8 @@ class PolicyPhase:
     passes: Passes
     optimizer: Optimizer
     policy: PolicyConfig
-    temperature: float
-    """Temperature the samples were drawn at; the trainer's logits are divided by it throughout."""
-    seed: tuple[int, ...]
-    """Seeds the shuffling into mini-batches; differs from iteration to iteration."""
+    temperature: float  # temperature the samples were drawn at; the trainer's logits are divided by it throughout
+    seed: tuple[int, ...]  # seeds the shuffling into mini-batches; differs from iteration to iteration
 
     def run(self, samples: Samples, reference_logprobs: Vector | None) -> dict[str, float]:
         """UpdateReport the policy; returns the report of `TrainerProtocol.train_policy`. Collective.

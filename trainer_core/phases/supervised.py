@@ -17,8 +17,7 @@ from trainer_core.objectives.tokens import TokenLoss, Tokens
 from trainer_core.phases.update import apply_loss, mean_auxiliary_loss
 from trainer_core.progress import reported, told_whole
 
-STEP = "step/"
-"""Beginning of the name of a step's metric; the step's number, from 1, follows. The value is its loss."""
+STEP = "step/"  # beginning of the name of a step's metric; the step's number, from 1, follows. The value is its loss.
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class SupervisedPhase:
 
     passes: Passes
     optimizer: Optimizer
-    seed: int
-    """Seeds the order of the examples."""
+    seed: int  # seeds the order of the examples
 
     def run(self, examples: SupervisedExamples, steps: int, batch_size: int) -> dict[str, float]:
         """Take `steps` updates; returns the report of `TrainerProtocol.train_supervised`. Collective.

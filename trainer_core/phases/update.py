@@ -19,12 +19,9 @@ class UpdateReport:
 
     loss: float
     clip_fraction: float
-    grad_norm: float
-    """Global norm of the gradient before clipping."""
-    learning_rate: float
-    """Learning rate of the update."""
-    auxiliary_loss: float | None
-    """Auxiliary loss that balances routers; None if they are not balanced."""
+    grad_norm: float  # global norm of the gradient before clipping
+    learning_rate: float  # learning rate of the update
+    auxiliary_loss: float | None  # auxiliary loss that balances routers; None if they are not balanced
 
 
 def apply_loss(

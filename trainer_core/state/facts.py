@@ -21,14 +21,10 @@ STATE_SCHEME = 1  # version of the rules by which a state gets its identity from
 class StateIdentity(Frozen):
     """Digests of a state that depend neither on its files nor, except for the generators, on the layout."""
 
-    scheme: int
-    """Version of the rules: `STATE_SCHEME`."""
-    tensors: str
-    """Names, types, shapes and elements of all tensors: weights, main weights, moments."""
-    progress: str
-    """Updates, and configuration of the optimizer with its schedule."""
-    generators: str
-    """The random generators of all ranks, and the layout whose ranks they are."""
+    scheme: int  # version of the rules: `STATE_SCHEME`
+    tensors: str  # names, types, shapes and elements of all tensors: weights, main weights, moments
+    progress: str  # updates, and configuration of the optimizer with its schedule
+    generators: str  # the random generators of all ranks, and the layout whose ranks they are
 
     def differences(self, other: "StateIdentity", generators: bool) -> list[str]:
         """Names of the fields that differ from `other`; the generators count only if they are asked for."""
@@ -39,18 +35,12 @@ class StateIdentity(Frozen):
 class StateFacts(Frozen):
     """Facts of a saved state."""
 
-    step: int
-    """Optimizer updates since the model was imported, warm-up included."""
-    optimizer_updates: int
-    """Updates of the optimizer that the state holds; 0 for a fresh one."""
-    optimizer: OptimizerConfig
-    """Configuration of that optimizer."""
-    parallel: ParallelConfig
-    """Ranks that saved it, however they divide their layers."""
-    precision: Precision
-    """Type of the weights."""
-    transformer_engine: bool
-    """Modules that saved it: Transformer Engine's, or else Megatron's own."""
+    step: int  # optimizer updates since the model was imported, warm-up included
+    optimizer_updates: int  # updates of the optimizer that the state holds; 0 for a fresh one
+    optimizer: OptimizerConfig  # configuration of that optimizer
+    parallel: ParallelConfig  # ranks that saved it, however they divide their layers
+    precision: Precision  # type of the weights
+    transformer_engine: bool  # modules that saved it: Transformer Engine's, or else Megatron's own
 
     def layout(self) -> dict[str, JsonValue]:
         """The ranks that the random generators belong to."""
@@ -68,16 +58,11 @@ class StateComparison(Frozen):
 
     weights: int
     """Weight tensors compared; one tensor holds a kind of weight of all layers, the layer is its first index."""
-    optimizer: int
-    """Tensors of the optimizer compared: both moments and the main weights."""
-    rng: int
-    """Values of random generators compared; an array counts as one."""
-    other: int
-    """Further values compared: optimizer settings, schedule, and what `trainer.json` says."""
-    elements: int
-    """Numbers compared, over all tensors and arrays."""
-    planted: str | None
-    """Name of the weight tensor in which a bit was flipped before comparing."""
+    optimizer: int  # tensors of the optimizer compared: both moments and the main weights
+    rng: int  # values of random generators compared; an array counts as one
+    other: int  # further values compared: optimizer settings, schedule, and what `trainer.json` says
+    elements: int  # numbers compared, over all tensors and arrays
+    planted: str | None  # name of the weight tensor in which a bit was flipped before comparing
     differences: tuple[str, ...]
     """One line for each tensor or value that differs or is in one state only; the tensors first."""
 

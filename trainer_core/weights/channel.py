@@ -31,17 +31,13 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S, _GROWTH = 50e-6, 1e-3, 1.05  # at the last pause 
 class Channel(Frozen):
     """The channel of one update. The stage that drives the update makes it, and every process gets the same one."""
 
-    transport: Transport
-    """The way in which bytes move."""
+    transport: Transport  # the way in which bytes move
     folder: str
     """New, empty local folder in which both sides meet and count their progress; for `files` the folder or URL of the
     files."""
-    receivers: int
-    """Engine workers that read, over all engines."""
-    arenas: int = 2
-    """Buffers of `WeightPlan.arena_bytes` of each sender."""
-    deadline_s: float = 600.0
-    """Seconds that one side waits for the other before it gives up."""
+    receivers: int  # engine workers that read, over all engines
+    arenas: int = 2  # buffers of `WeightPlan.arena_bytes` of each sender
+    deadline_s: float = 600.0  # seconds that one side waits for the other before it gives up
 
 
 def idle() -> None:

@@ -57,17 +57,13 @@ class Bucket(Frozen):
 class WeightPlan(Frozen):
     """One update; equal on every trainer rank and every engine worker, which its digest proves."""
 
-    version: int
-    """Weight version that the update leads to."""
-    tensors: tuple[PlannedTensor, ...]
-    """Tensors in the order of buckets, and in each by offset."""
-    buckets: tuple[Bucket, ...]
-    """Buckets by number."""
+    version: int  # weight version that the update leads to
+    tensors: tuple[PlannedTensor, ...]  # tensors in the order of buckets, and in each by offset
+    buckets: tuple[Bucket, ...]  # buckets by number
     arena_bytes: int
     """Size of every arena: that of the largest bucket. It is above the limit that was asked for if a tensor is, which
     then travels alone."""
-    config: str = ""
-    """Digest of what names and shapes depend on besides the model: the trainer's configuration."""
+    config: str = ""  # digest of what names and shapes depend on besides the model: the trainer's configuration
 
     def __reduce__(self) -> tuple[Callable[[str], "WeightPlan"], tuple[str]]:
         """Pickle as JSON, which takes a third of the time of an object for each tensor."""
